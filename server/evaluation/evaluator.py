@@ -60,15 +60,15 @@ class Evaluator:
         Raises:
             UserError: The weights belong to another network.
         """
-        told = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
+        message = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
         if not isinstance(model, Model):
-            raise UserError(f"{told}, one is a {type(model).__name__}")
+            raise UserError(f"{message}, one is a {type(model).__name__}")
         network = self.instance(model.architecture)
         try:
             network.load_state_dict(model.state)
         except (RuntimeError, TypeError) as error:
-            why = " ".join(plain(str(error)).split())[:300]
-            raise UserError(f"{told} with the state of its architecture ({why})") from None
+            reason = " ".join(plain(str(error)).split())[:300]
+            raise UserError(f"{message} with the state of its architecture ({reason})") from None
         return network
 
     def head_view(self, network: nn.Module, domain: str) -> nn.Module:
@@ -108,13 +108,13 @@ class Evaluator:
 
     def at_sites(self, model: Model, sites: Sequence[Site]) -> dict[str, Score]:
         """Return the model's score on each site's own test images, by site. Sites without test images are missing."""
-        network, found = self.loaded(model), dict[str, Score]()
+        network, scores = self.loaded(model), dict[str, Score]()
         with all_cores(self.config.engine.threads):
             for site in sites:
                 if images := own_images(self.config, site, "test"):
                     view = self.head_view(network, label(site.spec))
-                    found[site.name] = score(view, images, self.config.evaluation.batch, self.device)
-        return found
+                    scores[site.name] = score(view, images, self.config.evaluation.batch, self.device)
+        return scores
 
     def settled(self, model: Model) -> Model:
         """Return the model as it is measured. With evaluation.statistics=recomputed, BatchNorm's statistics are new."""
@@ -148,9 +148,9 @@ class Evaluator:
         """Return the images of a domain in random order, so that each batch is a random sample."""
         if (domain, split) not in self._images:
             loader = {"validation": validation_images, "test": test_images}[split]
-            found = loader(self.config, self.specs[domain])
-            order = torch.randperm(len(found), generator=torch_generator(self.config.seed, domain, split, "order"))
-            self._images[domain, split] = Images(found.x[order], found.y[order])
+            images = loader(self.config, self.specs[domain])
+            order = torch.randperm(len(images), generator=torch_generator(self.config.seed, domain, split, "order"))
+            self._images[domain, split] = Images(images.x[order], images.y[order])
         return self._images[domain, split]
 
 

@@ -33,7 +33,7 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
         LACKING: on classes of its domain of which it has no image. Only sites that lack classes count.
         UNION: on all domains.
     """
-    found: dict[str, list[float]] = {OWN: [], LACKING: [], UNION: []}
+    accuracies: dict[str, list[float]] = {OWN: [], LACKING: [], UNION: []}
     known: dict[str, dict[str, Tensor]] = {}
     named = {site.name for site in sites}
     shared = {model.architecture: name for name in reversed(list(models)) if name not in named for model in [models[name]]}
@@ -46,23 +46,23 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
         right, total = known[name][label(site.spec)]
         has = torch.bincount(site_images(evaluator.config, site).y, minlength=len(right)).double()
         shares = right / total.clamp(min=1.0)
-        found[OWN].append(float((has * shares).sum() / has[total > 0].sum()))
+        accuracies[OWN].append(float((has * shares).sum() / has[total > 0].sum()))
         lacks = (has == 0) & (total > 0)
-        found[LACKING] += [float(shares[lacks].mean())] if bool(lacks.any()) else []
+        accuracies[LACKING] += [float(shares[lacks].mean())] if bool(lacks.any()) else []
         both = torch.stack(list(known[name].values())).sum((0, 2))
-        found[UNION].append(float(both[0] / both[1]))
-    return {key: sum(values) / len(values) for key, values in found.items() if values}
+        accuracies[UNION].append(float(both[0] / both[1]))
+    return {key: sum(values) / len(values) for key, values in accuracies.items() if values}
 
 
 @torch.no_grad()
 def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
     """Return [2, classes] float64 by domain: correctly classified test images of each class, and their number."""
-    network, found = evaluator.loaded(model), {}
+    network, counts = evaluator.loaded(model), {}
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")
         right = hits(view, images, evaluator.config.evaluation.batch, evaluator.device).cpu()
-        found[domain] = torch.stack(by_class(images.y, right, model.architecture.classes)).double()
-    return found
+        counts[domain] = torch.stack(by_class(images.y, right, model.architecture.classes)).double()
+    return counts
 
 
 def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Model]) -> dict[str, dict[str, Any]]:
@@ -75,18 +75,18 @@ def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Mode
     for site in sites:
         architecture = architecture_of(evaluator.config, site)
         counts[architecture] = counts.get(architecture, 0) + 1
-    named, found = {site.name for site in sites}, dict[str, dict[str, Any]]()
+    named, table = {site.name for site in sites}, dict[str, dict[str, Any]]()
     for name in models:
         if name not in named:
             model = models[name]
             numbers = sum(weight.numel() for weight in evaluator.instance(model.architecture).parameters())
             sent = 2 * sum(tensor.nbytes for tensor in model.state.values())
-            found[name] = {"sites": counts.get(model.architecture, 0), "parameters": numbers, "bytes": sent,
+            table[name] = {"sites": counts.get(model.architecture, 0), "parameters": numbers, "bytes": sent,
                            "seconds": _seconds(evaluator, model)}  # fmt: skip
-    if len(found) > 1:
-        summed = {key: sum(one["sites"] * one[key] for one in found.values()) for key in ("parameters", "seconds")}
-        found["ensemble of all sites"] = {"sites": sum(counts.values()), **summed}
-    return found
+    if len(table) > 1:
+        summed = {key: sum(cost["sites"] * cost[key] for cost in table.values()) for key in ("parameters", "seconds")}
+        table["ensemble of all sites"] = {"sites": sum(counts.values()), **summed}
+    return table
 
 
 @torch.no_grad()

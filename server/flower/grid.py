@@ -18,7 +18,7 @@ from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
 from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
-from flwr.proto.message_pb2 import Message as Told
+from flwr.proto.message_pb2 import Message as MessageInfo
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
@@ -43,7 +43,7 @@ MOST_REASON = 10_000  # characters of a node's error
 class _Coming:
     """An announced reply: the SuperLink's description of it, and the parts that have come."""
 
-    told: Told
+    info: MessageInfo
     missing: list[str]
     parts: dict[str, bytes] = field(default_factory=dict)
     confirmed: bool = False
@@ -77,14 +77,14 @@ class Patient:
             except httpx.HTTPError as error:
                 status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
                 if status < httpx.codes.INTERNAL_SERVER_ERROR or self._left <= 0:
-                    told = f"answers {status}" if status else f"cannot be reached ({plain(str(error))[:MOST_TOLD]})"
-                    raise self._error(told) from None
+                    problem = f"answers {status}" if status else f"cannot be reached ({plain(str(error))[:MOST_TOLD]})"
+                    raise self._error(problem) from None
             self._left -= self.pause_seconds
             time.sleep(self.pause_seconds)
 
-    def _error(self, told: str) -> UserError:
+    def _error(self, problem: str) -> UserError:
         where = "see its log ('fedloom federation logs')"
-        return UserError(f"engine.address: the SuperLink at {self._address} {told}; {where}")
+        return UserError(f"engine.address: the SuperLink at {self._address} {problem}; {where}")
 
 
 class CarefulGrid(HttpGrid):
@@ -123,84 +123,86 @@ class CarefulGrid(HttpGrid):
         A reply that cannot be read becomes an error message.
         """
         wanted = set(message_ids)
-        found = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
-        for told, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
+        for info, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
-            self._coming[told.metadata.reply_to_message_id] = _Coming(told, list(parts))
-        whole = {asked: self._whole(self._coming[asked]) for asked in sorted(wanted & self._coming.keys())}
-        self.cancel(asked for asked, reply in whole.items() if reply is not None)
-        return [reply for reply in whole.values() if reply is not None]
+            self._coming[info.metadata.reply_to_message_id] = _Coming(info, list(parts))
+        replies = {
+            message_id: self._complete(self._coming[message_id]) for message_id in sorted(wanted & self._coming.keys())
+        }
+        self.cancel(message_id for message_id, reply in replies.items() if reply is not None)
+        return [reply for reply in replies.values() if reply is not None]
 
     def cancel(self, message_ids: Iterable[str]) -> None:
         """Discard the replies to these messages."""
-        for asked in message_ids:
-            if (coming := self._coming.pop(asked, None)) is not None and not coming.confirmed:
+        for message_id in message_ids:
+            if (coming := self._coming.pop(message_id, None)) is not None and not coming.confirmed:
                 with contextlib.suppress(UserError):  # the next request reports the error
                     self._confirm(coming)
 
-    def _whole(self, coming: _Coming) -> Message | None:
+    def _complete(self, coming: _Coming) -> Message | None:
         """Return the reply, or an error message if it cannot be read, or None if parts are still missing."""
-        told, most = coming.told, max(LEAST_LIMIT, TIMES_SENT * self._largest)
+        info, limit = coming.info, max(LEAST_LIMIT, TIMES_SENT * self._largest)
         try:
-            self._fetch(coming, most)
+            self._fetch(coming, limit)
         except UnreadableError as error:
             self._confirm(coming)
-            return _failed(told, error)
+            return _failed(info, error)
         if coming.missing:
             return None
         self._confirm(coming)
-        return received(told, coming.parts, most)
+        return received(info, coming.parts, limit)
 
     def _confirm(self, coming: _Coming) -> None:
         """Let the SuperLink delete a reply that has come or is not wanted."""
-        about, coming.confirmed = coming.told.metadata, True
-        asked = ConfirmMessageReceivedRequest(node=self.node, run_id=about.run_id, message_object_id=about.message_id)
-        self._runtime_client.ConfirmMessageReceived(asked)
+        metadata, coming.confirmed = coming.info.metadata, True
+        request = ConfirmMessageReceivedRequest(
+            node=self.node, run_id=metadata.run_id, message_object_id=metadata.message_id
+        )
+        self._runtime_client.ConfirmMessageReceived(request)
 
-    def _fetch(self, coming: _Coming, most: int) -> None:
-        """Fetch available parts for a while. Raise UnreadableError above `most` bytes, or if a part is gone."""
+    def _fetch(self, coming: _Coming, limit: int) -> None:
+        """Fetch available parts for a while. Raise UnreadableError above `limit` bytes, or if a part is gone."""
         deadline = time.monotonic() + SLICE_SECONDS
 
         def fetch(part: str) -> bytes | None:
-            asked = PullObjectRequest(node=self.node, run_id=coming.told.metadata.run_id, object_id=part)
-            found = self._runtime_client.PullObject(asked)
-            if not found.object_found:
+            request = PullObjectRequest(node=self.node, run_id=coming.info.metadata.run_id, object_id=part)
+            response = self._runtime_client.PullObject(request)
+            if not response.object_found:
                 raise UnreadableError("a part of it is gone")
-            return found.object_content if found.object_available else None
+            return response.object_content if response.object_available else None
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            starts = [
-                0,
-                *range(1, len(coming.missing), AT_ONCE),
-            ]  # fetch the first alone: while a node sends, most parts are missing
+            # Fetch the first part alone: while a node sends, most parts are missing.
+            starts = [0, *range(1, len(coming.missing), AT_ONCE)]
             for start, end in itertools.pairwise([*starts, len(coming.missing)]):
                 parts = coming.missing[start:end]
-                there = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
-                coming.parts |= there
-                if coming.size > most:
-                    raise UnreadableError(f"it has more than {most >> 20} MiB")
-                if len(there) < len(parts) or time.monotonic() > deadline:
+                fetched = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
+                coming.parts |= fetched
+                if coming.size > limit:
+                    raise UnreadableError(f"it has more than {limit >> 20} MiB")
+                if len(fetched) < len(parts) or time.monotonic() > deadline:
                     break
         coming.missing = [part for part in coming.missing if part not in coming.parts]
 
 
-def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
+def received(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
     """Return the message in these parts, or an error message with the reason. `parts` is emptied."""
     try:
-        return read(told, parts, most)
+        return read(info, parts, limit)
     except Exception as error:  # Flower raises many errors for untrusted bytes
-        return _failed(told, error)
+        return _failed(info, error)
 
 
-def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
+def read(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
     """Return the message in these parts. `parts` is emptied.
 
     Raises:
         UnreadableError: The message is too large or holds no records. Flower raises its own errors for malformed parts.
     """
-    metadata = metadata_from_proto(told.metadata)
-    root, parts = by_hash(told.metadata.message_id, parts)
-    check_unfolding(root, parts, most)
+    metadata = metadata_from_proto(info.metadata)
+    root, parts = by_hash(info.metadata.message_id, parts)
+    check_unfolding(root, parts, limit)
     kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
     if kinds not in (["Message"], ["Message", "RecordDict"]):
         raise UnreadableError("it holds no records")
@@ -210,7 +212,7 @@ def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
     return make_message(metadata, content=message.content)
 
 
-def _failed(told: Told, error: Exception) -> Message:
-    why = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
-    reason = f"its reply cannot be read ({plain(why)[:MOST_TOLD]})"
-    return make_message(metadata_from_proto(told.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
+def _failed(info: MessageInfo, error: Exception) -> Message:
+    problem = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+    reason = f"its reply cannot be read ({plain(problem)[:MOST_TOLD]})"
+    return make_message(metadata_from_proto(info.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))

@@ -45,9 +45,9 @@ def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> No
     def look(answer: httpx.Response) -> None:
         where = f"{answer.url.host}:{answer.url.port}{answer.url.path}"
         if 300 <= answer.status_code < 400:
-            there = plain(answer.headers.get("location", "nowhere"))[:MOST_TOLD]
+            target = plain(answer.headers.get("location", "nowhere"))[:MOST_TOLD]
             raise OddAnswerError(
-                f"{where} answers {answer.status_code} and redirects to '{there}'; redirects are not followed"
+                f"{where} answers {answer.status_code} and redirects to '{target}'; redirects are not followed"
             )
         if answer.is_error:  # the status is enough; a proxy may have written the body
             answer.headers.pop("content-encoding", None)

@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
         raise TypeError(
             f"server.flower.relay: a {type(grid).__name__} cannot be passed on; only runs of a SuperLink can use this app"
         )
-    place = {
+    connection = {
         "address": grid._addr,
         "insecure": grid._insecure,
         "certificates": grid._cert.decode() if grid._cert else None,
@@ -40,6 +40,6 @@ def main(grid: Grid, context: Context) -> None:
     }
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(context.run_config[SOCKET]))
-        line.sendall(json.dumps(place).encode() + b"\n")
+        line.sendall(json.dumps(connection).encode() + b"\n")
         if line.recv(len(DONE)) != DONE:
             raise RuntimeError("the process that conducts this run ended before it was done")

@@ -47,9 +47,9 @@ def by_hash(root: str, parts: Mapping[str, bytes]) -> tuple[str, dict[str, bytes
 
 def read_by_hash() -> None:
     """Make Flower's own grid in this process read messages through `by_hash`."""
-    place: Any = importlib.import_module("flwr.superlink.grid.http_grid")
-    read = place.inflate_object_from_contents
-    place.inflate_object_from_contents = lambda root, parts: read(*by_hash(root, parts))
+    module: Any = importlib.import_module("flwr.superlink.grid.http_grid")
+    read = module.inflate_object_from_contents
+    module.inflate_object_from_contents = lambda root, parts: read(*by_hash(root, parts))
 
 
 def _unfolded(id: str, parts: Mapping[str, bytes], known: dict[str, int]) -> int:
@@ -59,7 +59,7 @@ def _unfolded(id: str, parts: Mapping[str, bytes], known: dict[str, int]) -> int
         start = parts[id].index(DIVIDER) + 1
         named = children
         if kind == "Array":
-            named = [children[place] for place in json.loads(parts[id][start:])["arraychunk_ids"]]
+            named = [children[index] for index in json.loads(parts[id][start:])["arraychunk_ids"]]
         elif kind in ("ArrayRecord", "RecordDict"):
             named = list(json.loads(parts[id][start:]).values())
         known[id] = len(parts[id]) - start + sum(_unfolded(child, parts, known) for child in named)

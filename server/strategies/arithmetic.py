@@ -82,14 +82,14 @@ class ArithmeticStrategy(Strategy):
         other = None if start is None else quantise(start, view.bits)
         base = other if other and how == GRADIENTS else _theta(view)
         if len({repr(alpha) for alpha in alphas.values()}) == 1:  # use the exact sum: read only sites outside it
-            found = evenly(base, next(iter(alphas.values())), view.total(GRADIENT), how)
+            combined = evenly(base, next(iter(alphas.values())), view.total(GRADIENT), how)
         else:
             changes = (view.integers(GRADIENT, name) for name in alphas)
-            found = composed(base, list(alphas.values()), changes, how, view.bits)
+            combined = composed(base, list(alphas.values()), changes, how, view.bits)
         if other:
-            found = added(other, found) if how == WEIGHTS else found
-            found |= {name: tensor for name, tensor in other.items() if is_statistic(name)}
-        return to_state(found, start_of(view), view.bits)
+            combined = added(other, combined) if how == WEIGHTS else combined
+            combined |= {name: tensor for name, tensor in other.items() if is_statistic(name)}
+        return to_state(combined, start_of(view), view.bits)
 
     def models(self, view: View) -> Models:
         """Return the combination; the mean (of two sites: `half`), sum and fusion of all; each site's theta_0 + g_i."""
@@ -99,13 +99,13 @@ class ArithmeticStrategy(Strategy):
             return Model(view.architecture(), self.compose(view, alphas, how))
 
         mean, ones = dict.fromkeys(names, 1.0 / len(names)), dict.fromkeys(names, 1.0)
-        found = {
+        makers = {
             "composed": lambda: Model(view.architecture(), self.network(view), facts={"coefficients": self.alphas(view)}),
             "half" if len(names) == 2 else "mean": lambda: model(mean),
             "sum": lambda: model(ones),
             "fused": lambda: model(ones, WEIGHTS),
         }
-        return Models(found | {name: partial(model, {name: 1.0}) for name in names})
+        return Models(makers | {name: partial(model, {name: 1.0}) for name in names})
 
     def alphas(self, view: View) -> dict[str, Alpha]:
         """Return every site's alpha.
@@ -115,19 +115,21 @@ class ArithmeticStrategy(Strategy):
         """
         if self.search.by == NONE:
             return self.chosen(view)
-        whole = View(view.setup, view.slots)
-        found = noted(whole, self.search, self.combine) or note(whole, self.search, self.combine, self.chosen(whole))
-        return {site.name: found[site.name] for site in view.sites}
+        everything = View(view.setup, view.slots)
+        alphas = noted(everything, self.search, self.combine) or note(
+            everything, self.search, self.combine, self.chosen(everything)
+        )
+        return {site.name: alphas[site.name] for site in view.sites}
 
     def chosen(self, view: View) -> dict[str, Alpha]:
         """Return the coefficients of a network of these sites alone: configured, or searched on validation images."""
         homes = {site.name: site for site in view.sites}
         even = self.coefficient or 1.0 / len(homes)
-        given: dict[str, Alpha] = {name: float(self.coefficients.get(name, even)) for name in homes}
+        alphas: dict[str, Alpha] = {name: float(self.coefficients.get(name, even)) for name in homes}
         if self.search.by == NONE:
-            return given
+            return alphas
         ends = {name: self.compose(view, {name: 1.0}, GRADIENTS) for name in homes}
-        return Search(view.evaluator, self.search, self.combine, start_of(view), ends, homes).best(given)
+        return Search(view.evaluator, self.search, self.combine, start_of(view), ends, homes).best(alphas)
 
     def initial_contribution(self, view: View, site: str) -> Mapping[str, State]:
         """Return a gradient of zeros (int64)."""
@@ -136,8 +138,8 @@ class ArithmeticStrategy(Strategy):
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         if view.rounds_with(names) < 2:
             return ()  # the others started from theta_0, which is untrained
-        why = "after round 1 they start from networks that include the forgotten sites' gradients"
-        return [ResidualInfluence("other sites' gradients", why)]
+        reason = "after round 1 they start from networks that include the forgotten sites' gradients"
+        return [ResidualInfluence("other sites' gradients", reason)]
 
     def resolve(self, experiment: Experiment) -> Strategy:
         """Return `Sequential` for the objective's sequential modes."""

@@ -6,7 +6,7 @@ contributions (`next_state`). So when a site is forgotten, the server's last ste
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.renamed import OF_AVERAGING, refuse_renamed
-from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -43,13 +42,13 @@ MEAN_OF_NORMS = (
 class Averaging(Strategy):
     """A method that computes the next network from the last one and a mean over the sites that answered.
 
-    Subclasses define `step`, and where needed `memory`, `initial_memory`, `extra_broadcast` and `extra_records`.
+    Subclasses override `step`, and if needed `memory`, `initial_memory`, `extra_broadcast` and `extra_records`.
     """
 
     default_objective: ClassVar[str] = "fedavg"
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         refuse_renamed(cls, OF_AVERAGING)
 
     memory: ClassVar[tuple[str, ...]] = ()  # names of further saved states, with the parameters' shapes
@@ -87,7 +86,8 @@ class Averaging(Strategy):
         context.save_server_state(NETWORK, context.initial())
         for name in self.memory:
             context.save_server_state(
-                name, {key: self.initial_memory(name, one) for key, one in context.initial().items() if key in parameters}
+                name,
+                {key: self.initial_memory(name, tensor) for key, tensor in context.initial().items() if key in parameters},
             )
         context.save_server_state(ROUND, _number(0))
 
@@ -96,19 +96,15 @@ class Averaging(Strategy):
         return torch.zeros_like(like)
 
     def round(self, context: RoundContext) -> None:
-        now = self.next_state(context)
-        for name, state in now.items():
+        states = self.next_state(context)
+        for name, state in states.items():
             context.save_server_state(name, state)
         context.save_server_state(ROUND, _number(context.number))
-        sent = {**now[NETWORK], **self.extra_broadcast(context)}
-        own = now[NETWORK].keys() - shared(context.experiment, now[NETWORK]).keys()
-        like = {name: one for name, one in sent.items() if name not in own}
+        sent = {**states[NETWORK], **self.extra_broadcast(context)}
+        own = states[NETWORK].keys() - shared(context.experiment, states[NETWORK]).keys()
+        like = {name: tensor for name, tensor in sent.items() if name not in own}
         sent_records = {MEAN: sent, **self.extra_records(context)}
-        context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
-
-    def trainees(self, context: RoundContext) -> Sequence[Site]:
-        """Return the participants that train in this round. A subclass may ask them something first."""
-        return context.participants
+        context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)})
 
     def extra_records(self, context: RoundContext) -> dict[str, State]:
         """Return further records to send with the network. Sites do not send these back."""
@@ -133,7 +129,7 @@ class Averaging(Strategy):
             parameters: The names of the network's trainable tensors.
         """
         network = last[NETWORK]
-        return {**last, NETWORK: {**network, **{name: one for name, one in mean.items() if name in network}}}
+        return {**last, NETWORK: {**network, **{name: tensor for name, tensor in mean.items() if name in network}}}
 
     def models(self, view: View) -> Models:
         return Models({type(self).__name__.lower(): lambda: Model(view.architecture(), self.next_state(view)[NETWORK])})
@@ -142,13 +138,15 @@ class Averaging(Strategy):
         """Return no traces after the first round, in which sites start from an untrained network."""
         if view.rounds_with(names) < 2:
             return []
-        why = "they were trained from networks that include the forgotten sites; subtraction does not change them"
-        found = [ResidualInfluence("the other sites' networks", why)]
+        reason = "they were trained from networks that include the forgotten sites; subtraction does not change them"
+        traces = [ResidualInfluence("the other sites' networks", reason)]
         if self.memory:
-            told = "computed from all rounds before the last one, in which the forgotten sites participated"
-            kept = f"the server's {' and '.join(self.memory)}, and the network that the last round began with"
-            found.append(ResidualInfluence(kept, f"they are {told}; only the last step is repeated without these sites"))
-        return found
+            origin = "computed from all rounds before the last one, in which the forgotten sites participated"
+            places = f"the server's {' and '.join(self.memory)}, and the network that the last round began with"
+            traces.append(
+                ResidualInfluence(places, f"they are {origin}; only the last step is repeated without these sites")
+            )
+        return traces
 
 
 def counted(view: View) -> View:

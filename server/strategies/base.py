@@ -50,8 +50,8 @@ class Strategy(ABC):
     default_objective: ClassVar[str] = ""
     personal: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         refuse_renamed(cls, OF_STRATEGIES)
 
     @property
@@ -148,8 +148,8 @@ class Strategy(ABC):
         """
         if not view.rounds_with(names):
             return ()  # no training yet
-        why = "they come from rounds in which the forgotten sites participated; subtraction does not change them"
-        return (ResidualInfluence("the other sites' contributions, and the server's saved state", why),)
+        reason = "they come from rounds in which the forgotten sites participated; subtraction does not change them"
+        return (ResidualInfluence("the other sites' contributions, and the server's saved state", reason),)
 
     def summary_entries(self, view: View) -> Mapping[str, Any]:
         """Return further entries of `summary.json`, by key."""
@@ -197,8 +197,8 @@ def slots_of(experiment: Experiment) -> dict[str, Slot]:
         raise UserError(
             f"strategy '{name}': its slots() must return a dictionary of fedloom.server.strategies.Sum and PerClientSlot"
         )
-    if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
-        raise UserError(f"strategy '{name}': the slot {odd[0]!r} must have a name of letters, digits, '-', '_' and '.'")
+    if wrong := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
+        raise UserError(f"strategy '{name}': the slot {wrong[0]!r} must have a name of letters, digits, '-', '_' and '.'")
     if experiment.federation.secure_aggregation:
         slots = masked(experiment.config, slots)
     if experiment.federation.partial_sums and (
@@ -217,11 +217,11 @@ def check_named(config: Config) -> None:
         UserError: `strategy.name` or `strategy.weighting` is such a name.
     """
     for key in ("name", "weighting"):
-        if isinstance(given := config.strategy.get(key), str) and given in NO_SUMS:
-            raise UserError(f"strategy.{key}: '{given}' is not a sum, so no site could be subtracted from it. To limit "
+        if isinstance(rule := config.strategy.get(key), str) and rule in NO_SUMS:
+            raise UserError(f"strategy.{key}: '{rule}' is not a sum, so no site could be subtracted from it. To limit "
                             "poisoned replies, set federation.largest_weight, largest_change, clip_change or "
                             "most_samples; or use Flower's strategy.name=flwr.serverapp.strategy:"
-                            f"{NO_SUMS[given]}")  # fmt: skip
+                            f"{NO_SUMS[rule]}")  # fmt: skip
 
 
 def check_objective(experiment: Experiment, name: str) -> None:
@@ -231,8 +231,10 @@ def check_objective(experiment: Experiment, name: str) -> None:
         UserError: The message names both objectives.
     """
     if not isinstance(experiment.objective, OBJECTIVES.get(name)):
-        given, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
-        raise UserError(f"objective.name: got '{given}', strategy {strategy} takes {name}, or one that is derived from it")
+        objective, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
+        raise UserError(
+            f"objective.name: got '{objective}', strategy {strategy} takes {name}, or one that is derived from it"
+        )
 
 
 def counter(experiment: Experiment) -> str:

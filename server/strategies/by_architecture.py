@@ -52,8 +52,8 @@ class ByArchitecture(Strategy):
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "heterogeneous")
         groups = [group.name for group in groups_of(experiment)]
-        if odd := next((site.name for site in experiment.sites if site.name in groups), ""):
-            raise UserError(f"sites: '{odd}' is the name of an architecture in the results; give the site another one")
+        if taken := next((site.name for site in experiment.sites if site.name in groups), ""):
+            raise UserError(f"sites: '{taken}' is the name of an architecture in the results; give the site another one")
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """Return a weighted sum of networks for each architecture, by its name."""
@@ -61,7 +61,7 @@ class ByArchitecture(Strategy):
 
     def begin(self, context: RoundContext) -> None:
         for name, state in self.initial_states(context).items():
-            context.save_server_state(kept(name), _rounded(state, context.bits))
+            context.save_server_state(kept(name), representable(state, context.bits))
 
     def round(self, context: RoundContext) -> None:
         """Send every site the network of its architecture, and store the networks that sites return."""
@@ -80,10 +80,10 @@ class ByArchitecture(Strategy):
 
     def models(self, view: View) -> Models:
         """Return the networks of all architectures, the reference's first, and each site's own network."""
-        found = functools.lru_cache(maxsize=1)(lambda: self._combined(view))
+        networks = functools.lru_cache(maxsize=1)(lambda: self._combined(view))
 
         def shared(group: Group) -> Model:
-            state = {} if view.whole else found().get(group.name, {})
+            state = {} if view.whole else networks().get(group.name, {})
             return Model(group.architecture, state or view.server_state(kept(group.name)))
 
         def own(site: Site) -> Model:
@@ -119,17 +119,17 @@ class ByArchitecture(Strategy):
 
     def _combined(self, view: View) -> Mapping[str, State]:
         """Return `combined`, with the initial network for architectures that no remaining site has trained."""
-        found = dict(self.combined(view))
+        states = dict(self.combined(view))
         for group in groups_of(view.experiment):
-            if group.name not in found and not view.total(group.name).addends:
-                found[group.name] = _rounded(view.initial(site=group.site), view.bits)
-        return found
+            if group.name not in states and not view.total(group.name).addends:
+                states[group.name] = representable(view.initial(site=group.site), view.bits)
+        return states
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         if view.rounds_with(names) < 2:
             return ()  # the others started from untrained networks
-        why = "after round 1 they start from networks that include the forgotten sites"
-        return (ResidualInfluence("other sites' networks, of all architectures", why),)
+        reason = "after round 1 they start from networks that include the forgotten sites"
+        return (ResidualInfluence("other sites' networks, of all architectures", reason),)
 
 
 def baseline(experiment: Experiment) -> Strategy | None:
@@ -153,13 +153,13 @@ def averaged(view: View, fresh: bool = False) -> list[Averaged]:
 
     Only contributions of the last round count if a round does not ask all sites, or if `fresh` is true.
     """
-    those, found = counted(view, fresh), []
+    counting, means = counted(view, fresh), []
     for group in groups_of(view.experiment):
-        total = those.total(group.name)
+        total = counting.total(group.name)
         if total.addends:
             state = cast(total.mean(), view.server_state(kept(group.name)))
-            found.append(Averaged(group, state, float(total.addends)))
-    return found
+            means.append(Averaged(group, state, float(total.addends)))
+    return means
 
 
 def counted(view: View, fresh: bool = False) -> View:
@@ -169,11 +169,6 @@ def counted(view: View, fresh: bool = False) -> View:
     rounds = {site.name: view.last_put(site.name) for site in view.sites}
     last = max(rounds.values(), default=0)
     return view.subset([name for name, number in rounds.items() if number == last])
-
-
-def _rounded(state: State, bits: int) -> State:
-    """Return a state rounded to the units of exact sums."""
-    return cast(dequantise(quantise(state, bits), bits), state)
 
 
 def representable(state: State, bits: int) -> State:

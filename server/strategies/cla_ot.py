@@ -88,8 +88,8 @@ class ClaOt(InParts):
 
     def resolve(self, experiment: Experiment) -> Strategy:
         """Return the baseline, or `FusedAnew` if the fusion needs no common basis, or this strategy."""
-        found = super().resolve(experiment)
-        return FusedAnew(self) if found is self and self.fusion != PARTS else found
+        strategy = super().resolve(experiment)
+        return FusedAnew(self) if strategy is self and self.fusion != PARTS else strategy
 
     def check(self, experiment: Experiment) -> None:
         if self.fusion == PARTS or self.start == SHARED:
@@ -127,7 +127,7 @@ class ClaOt(InParts):
             with contextlib.suppress(FailedError):
                 for name, parts in ask(context, self.models(context), self.heads_share_basis(context), UNSEEN).parts.items():
                     context.save_server_state(
-                        kept(name), _set_right(context.server_state(kept(name)), parts, float(first[name].norm()))
+                        kept(name), _recalibrated(context.server_state(kept(name)), parts, float(first[name].norm()))
                     )
 
     def heads_share_basis(self, view: View) -> bool:
@@ -153,11 +153,11 @@ class ClaOt(InParts):
             reference = reference_of(view.experiment, self.reference).architecture
             return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe)
                     for group in groups_of(view.experiment)}  # fmt: skip
-        found, mix = super().taken(view, whole), self.mix(view)
+        states, mix = super().taken(view, whole), self.mix(view)
         if mix == 1.0:
-            return found
-        means = {one.group.name: one.state for one in averaged(view)}
-        return {name: mixed(state, means[name], mix) if name in means else state for name, state in found.items()}
+            return states
+        means = {mean.group.name: mean.state for mean in averaged(view)}
+        return {name: mixed(state, means[name], mix) if name in means else state for name, state in states.items()}
 
     def _check_heads(self, experiment: Experiment) -> None:
         for group in groups_of(experiment) if self.recalibrate else ():
@@ -178,7 +178,7 @@ class ClaOt(InParts):
         return self.probe.read(view, PROBE) if self.probe.samples else None
 
 
-def _set_right(before: State, parts: State, norm: float) -> State:
+def _recalibrated(before: State, parts: State, norm: float) -> State:
     """Return a network with the tensors in `parts`. The head is scaled to a norm from which sites can train."""
     head = scaled(parts[HEAD[0]], parts[HEAD[1]], norm)
     return cast({**before, **parts, **dict(zip(HEAD, head, strict=True))}, before)

@@ -110,12 +110,12 @@ class Search:
         """Return, by domain, the accuracy of the best site's own network."""
         own: dict[str, float] = {}
         alone = Composer(self.evaluator.network, start, list(ends.values()), GRADIENTS)
-        for place, name in enumerate(ends):
-            alone([1.0 if place == k else 0.0 for k in range(len(ends))])
-            found = self.evaluator.measure("validation", self.options.images)
+        for index, name in enumerate(ends):
+            alone([1.0 if index == k else 0.0 for k in range(len(ends))])
+            accuracies = self.evaluator.measure("validation", self.options.images)
             domain = label(sites[name].spec)
-            if domain in found:
-                own[domain] = max(own.get(domain, 0.0), found[domain])
+            if domain in accuracies:
+                own[domain] = max(own.get(domain, 0.0), accuracies[domain])
         return own
 
 
@@ -124,18 +124,18 @@ def expected(options: SearchOptions, sites: int) -> int:
     return len(options.steps or GRID) ** sites if options.by == "grid" else options.evaluations
 
 
-def worth(found: Mapping[str, float], own: Mapping[str, float]) -> float:
+def worth(accuracies: Mapping[str, float], own: Mapping[str, float]) -> float:
     """Return the worst of the accuracies relative to `own`, by domain, plus a hundredth of their mean.
 
     `union` does not count, and neither do domains on which every site has accuracy 0.
     """
-    relative = [found[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
+    relative = [accuracies[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
     return min(relative) + 0.01 * statistics.fmean(relative) if relative else 0.0
 
 
 def _grid(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
-    found = best_on_grid(search.worth, search.options.steps or GRID, len(search.names))
-    return dict(zip(search.names, found, strict=True))
+    best = best_on_grid(search.worth, search.options.steps or GRID, len(search.names))
+    return dict(zip(search.names, best, strict=True))
 
 
 def _powell(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
@@ -149,8 +149,8 @@ def _powell(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
 
     options = search.options
     start = [float(alpha) for alpha in given.values() for _ in layers or [""]]  # type: ignore[arg-type]  # numbers
-    found = climb(lambda point: search.worth(alphas(point)), start, options.low, options.high, options.evaluations)
-    return dict(zip(search.names, alphas(found), strict=True))
+    best = climb(lambda point: search.worth(alphas(point)), start, options.low, options.high, options.evaluations)
+    return dict(zip(search.names, alphas(best), strict=True))
 
 
 SEARCHES = {"grid": _grid, "powell": _powell}

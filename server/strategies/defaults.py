@@ -25,16 +25,16 @@ def with_default_objective(config: Config, overrides: Sequence[str] = ()) -> Con
     """
     check_named(config)
     strategy = _strategy(config)
-    own, given = strategy.default_objective, config.objective.get("name")
+    default, name = strategy.default_objective, config.objective.get("name")
     keys = {word.partition("=")[0] for word in overrides}
     alone = bool({"strategy", "strategy.name"} & keys) and not {"objective", "objective.name"} & keys
-    if own and not given:
-        config = dataclasses.replace(config, objective={"name": own, **strategy.objective_defaults, **config.objective})
-    elif own and alone and not issubclass(OBJECTIVES.get(str(given), "objective"), OBJECTIVES.get(own)):
+    if default and not name:
+        config = dataclasses.replace(config, objective={"name": default, **strategy.objective_defaults, **config.objective})
+    elif default and alone and not issubclass(OBJECTIVES.get(str(name), "objective"), OBJECTIVES.get(default)):
         named = {key: option for key, option in config.objective.items() if f"objective.{key}" in keys}
         baselines = config.baselines if "baselines" in keys else []
         config = dataclasses.replace(
-            config, objective={"name": own, **strategy.objective_defaults, **named}, baselines=baselines
+            config, objective={"name": default, **strategy.objective_defaults, **named}, baselines=baselines
         )
     _check_half(config, "objective", "strategy")
     return config
@@ -63,5 +63,5 @@ def _check_half(config: Config, here: str, there: str) -> None:
 
 def _fields(registry: Any, name: Any) -> set[str]:
     """Return the option names of a registered class. Empty if the name is not ours, as for Flower's strategies."""
-    found = registry.find(name) if name else None
-    return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    cls = registry.find(name) if name else None
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()

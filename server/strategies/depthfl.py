@@ -43,18 +43,18 @@ class DepthFL(ByArchitecture):
         return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(context.experiment)}
 
     def recompute_derived(self, context: RoundContext) -> None:
-        context.save_server_state(REFERENCE, whole := self.whole(context))
+        context.save_server_state(REFERENCE, state := self.whole(context))
         for group in groups_of(context.experiment):
-            context.save_server_state(kept(group.name), _prefix(reference_of(context.experiment), group).taken(whole))
+            context.save_server_state(kept(group.name), _prefix(reference_of(context.experiment), group).taken(state))
 
     def combined(self, view: View) -> Mapping[str, State]:
-        whole, deepest = self.whole(view), reference_of(view.experiment)
-        return {group.name: _prefix(deepest, group).taken(whole) for group in groups_of(view.experiment)}
+        state, deepest = self.whole(view), reference_of(view.experiment)
+        return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(view.experiment)}
 
     def whole(self, view: View) -> State:
         """Return the deepest network."""
         deepest = reference_of(view.experiment)
-        held = [Held(_prefix(deepest, one.group), one.state, one.weight) for one in averaged(view)]
+        held = [Held(_prefix(deepest, mean.group), mean.state, mean.weight) for mean in averaged(view)]
         return mean_over_holders(held, _before(view))
 
 
@@ -63,19 +63,19 @@ def _before(view: View) -> State:
 
     They keep their values. But if no remaining site has an architecture with the tensor, its initial value returns.
     """
-    deepest, whole = reference_of(view.experiment), view.server_state(REFERENCE)
+    deepest, state = reference_of(view.experiment), view.server_state(REFERENCE)
     left = [group for group in groups_of(view.experiment) if view.total(group.name).addends]
     if len(left) == len(groups_of(view.experiment)):
-        return whole
+        return state
     held, first = {name for group in left for name in _prefix(deepest, group).places}, view.initial(site=deepest.site)
-    return {name: tensor if name in held else first[name] for name, tensor in whole.items()}
+    return {name: tensor if name in held else first[name] for name, tensor in state.items()}
 
 
 def _prefix(large: Group, small: Group) -> Submodel:
     """Return a network with exits as the first blocks of another. Raise UserError, naming both, if it is not."""
     state, own = large.architecture.build().state_dict(), small.architecture.build().state_dict()
-    if odd := next((name for name in own if name not in state or own[name].shape != state[name].shape), ""):
+    if lacking := next((name for name in own if name not in state or own[name].shape != state[name].shape), ""):
         raise UserError(
-            f"{small.name} is not a prefix of {large.name}: the deeper network has no tensor '{odd}' of this shape"
+            f"{small.name} is not a prefix of {large.name}: the deeper network has no tensor '{lacking}' of this shape"
         )
     return Submodel({name: (name, (None,) * tensor.ndim) for name, tensor in own.items()}, {})

@@ -23,6 +23,6 @@ class Ditto(Averaging):
 
     def residue(self, view: View, names: tuple[str, ...] = ()) -> list[ResidualInfluence]:  # pyright: ignore
         """Return the traces of FedAvg, and the sites' personal networks."""
-        found = super().residue(view, names)
-        why = "they were trained to stay near networks that include the forgotten sites; the server does not have them"
-        return [*found, ResidualInfluence("the other sites' personal networks", why)] if found else []
+        traces = super().residue(view, names)
+        reason = "they were trained to stay near networks that include the forgotten sites; the server does not have them"
+        return [*traces, ResidualInfluence("the other sites' personal networks", reason)] if traces else []

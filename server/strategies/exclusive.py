@@ -19,7 +19,7 @@ class Exclusive(ByArchitecture):
     """FedAvg (McMahan et al. 2017, Alg. 1) among the sites with one architecture: sum n_k w_k / sum n_k."""
 
     def combined(self, view: View) -> Mapping[str, State]:
-        return {one.group.name: one.state for one in averaged(view)}
+        return {mean.group.name: mean.state for mean in averaged(view)}
 
 
 @STRATEGIES.register("alone")
@@ -35,8 +35,8 @@ class Alone(ByArchitecture):
         return {}
 
     def models(self, view: View) -> Models:
-        found = super().models(view)
-        return Models({site.name: lambda name=site.name: found[name] for site in view.sites if has(view, site)})
+        models = super().models(view)
+        return Models({site.name: lambda name=site.name: models[name] for site in view.sites if has(view, site)})
 
 
 def ask_alone(context: RoundContext) -> None:

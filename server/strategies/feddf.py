@@ -30,5 +30,5 @@ class FedDF(ByArchitecture):
         self.public.check(experiment, "strategy.public")
 
     def combined(self, view: View) -> Mapping[str, State]:
-        means = {one.group.name: one.state for one in averaged(view)}
+        means = {mean.group.name: mean.state for mean in averaged(view)}
         return ServerTraining(self.steps, self.rate, self.batch, images=self.public).trained(view, means, "strategy.public")

@@ -41,20 +41,20 @@ class FedNova(Averaging):
 
     def begin(self, context: RoundContext) -> None:
         super().begin(context)
-        context.save_server_state(WORK, _told(0.0, 0))
+        context.save_server_state(WORK, _work_record(0.0, 0))
 
     def extra_records(self, context: RoundContext) -> dict[str, State]:
         """Return tau_eff of the sites that are asked."""
         samples = [images for site in context.participants if (images := context.images(site))]
-        told = _told(self._mean_work(context.experiment, context.length, context.number, samples), context.length)
-        context.save_server_state(WORK, told)
-        return {WORK: told}
+        record = _work_record(self._mean_work(context.experiment, context.length, context.number, samples), context.length)
+        context.save_server_state(WORK, record)
+        return {WORK: record}
 
     def next_state(self, view: View) -> dict[str, State]:
         """Return the mean of the sites' networks, with the step scaled by `_share`."""
-        begin, found, share = view.server_state(NETWORK), super().next_state(view)[NETWORK], self._share(view)
-        moved = {name: torch.lerp(begin[name], found[name], share) for name in parameters_of(view.experiment)}
-        return {NETWORK: {**found, **moved}}
+        begin, network, share = view.server_state(NETWORK), super().next_state(view)[NETWORK], self._share(view)
+        moved = {name: torch.lerp(begin[name], network[name], share) for name in parameters_of(view.experiment)}
+        return {NETWORK: {**network, **moved}}
 
     def _share(self, view: View) -> float:
         """Return tau_eff of the sites that count, divided by the tau_eff that they received.
@@ -64,12 +64,14 @@ class FedNova(Averaging):
         if WORK not in view.slots.keeps():
             raise UserError("strategy 'fednova': in this run, sites reported their work themselves; continue it with the "
                             "version that started it")  # fmt: skip
-        told, last = view.server_state(WORK), int(view.server_state(ROUND)["number"])
+        record, last = view.server_state(WORK), int(view.server_state(ROUND)["number"])
         names = [site.name for site in counted(view).sites if view.has(NETWORKS, site.name)]
-        if not told[AVERAGE] or any(view.last_put(name) != last for name in names):
+        if not record[AVERAGE] or any(view.last_put(name) != last for name in names):
             return 1.0
         samples = [view.last_samples(name) for name in names]
-        return self._mean_work(view.experiment, int(told[ROUNDS]), last, samples) / float(told[AVERAGE]) if samples else 1.0
+        return (
+            self._mean_work(view.experiment, int(record[ROUNDS]), last, samples) / float(record[AVERAGE]) if samples else 1.0
+        )
 
     def _mean_work(self, experiment: Experiment, rounds: int, round: int, samples: Sequence[int]) -> float:
         """Return tau_eff, times the rate, of sites with these numbers of images. 0 without sites."""
@@ -80,5 +82,5 @@ class FedNova(Averaging):
         return math.fsum(parts) / sum(times) if parts else 0.0
 
 
-def _told(work: float, rounds: int) -> State:
+def _work_record(work: float, rounds: int) -> State:
     return {AVERAGE: torch.tensor(work, dtype=torch.float64), ROUNDS: torch.tensor(rounds)}

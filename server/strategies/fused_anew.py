@@ -86,20 +86,17 @@ class FusedAnew(ByArchitecture):
     @property
     def settings(self) -> FusionSettings:
         """The settings of each fusion."""
-        found = SETTINGS[self.options.fusion]
-        return replace(found, basis=self.options.basis) if self.options.fusion == CLA_OT else found
+        settings = SETTINGS[self.options.fusion]
+        return replace(settings, basis=self.options.basis) if self.options.fusion == CLA_OT else settings
 
     def round(self, context: RoundContext) -> None:
         self.options.round(context)
 
-    def initial_states(self, context: RoundContext) -> Mapping[str, State]:
-        return self._starts(context)
-
-    def _starts(self, view: View) -> dict[str, State]:
+    def initial_states(self, context: View) -> Mapping[str, State]:
         if self.options.start == OWN:
-            return {group.name: view.initial(site=group.site) for group in groups_of(view.experiment)}
-        whole = self.options.first_reference(view)
-        return {name: part.taken(whole) for name, part in self.options.parts(view.experiment).items()}
+            return {group.name: context.initial(site=group.site) for group in groups_of(context.experiment)}
+        reference = self.options.first_reference(context)
+        return {name: part.taken(reference) for name, part in self.options.parts(context.experiment).items()}
 
     def combined(self, view: View) -> Mapping[str, State]:
         """Return each architecture's next network.
@@ -109,26 +106,26 @@ class FusedAnew(ByArchitecture):
         """
         last = counted(view)
         if not any(has(last, site) for site in last.sites):
-            return self._starts(view)  # no remaining site has contributed
-        means = {one.group.name: one.state for one in averaged(self._in_basis(last))}
+            return self.initial_states(view)  # no remaining site has contributed
+        means = {mean.group.name: mean.state for mean in averaged(self._in_basis(last))}
         mix = 1.0 if self._apart(last) else self.options.mix(view)
         return self.options.server.trained(view, self._mixed(last, means, mix) if mix else means, SERVER)
 
     def _mixed(self, view: View, means: Mapping[str, State], mix: float) -> dict[str, State]:
-        probe, found = self.options.probe.read(view, PROBE), {}
+        probe, states = self.options.probe.read(view, PROBE), {}
         for group in groups_of(view.experiment):
             before = means.get(group.name) or view.initial(site=group.site)  # only its shapes count
             state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
             if self.options.fusion == REFIT and HEAD[0] in state:
                 state |= with_norm(state, float(view.initial(site=group.site)[HEAD[0]].norm()))
             own = means.get(group.name)
-            found[group.name] = state if own is None or mix == 1.0 else mixed(state, own, mix)
-        return found
+            states[group.name] = state if own is None or mix == 1.0 else mixed(state, own, mix)
+        return states
 
     def _networks(self, view: View) -> Iterator[Apart]:
         """Yield the means of architectures, then each network that a site trained apart."""
-        for one in averaged(self._in_basis(view)):
-            yield Apart(one.group.architecture, one.state, one.weight)
+        for mean in averaged(self._in_basis(view)):
+            yield Apart(mean.group.architecture, mean.state, mean.weight)
         yield from networks_of_sites(view.subset(self._apart(view)))
 
     def _apart(self, view: View) -> list[str]:

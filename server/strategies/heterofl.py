@@ -43,11 +43,11 @@ class HeteroFL(InParts):
         check_objective(experiment, "heterofl")
         super().check(experiment)
         running = experiment.evaluation.statistics == "running"
-        if odd := next(
-            (one.name for one in groups_of(experiment) if running and _has_statistics(one.architecture.build())), ""
+        if name := next(
+            (group.name for group in groups_of(experiment) if running and _has_statistics(group.architecture.build())), ""
         ):
-            told = f"strategy heterofl trains {odd} with static BatchNorm, which has no running statistics"
-            raise UserError(f"evaluation.statistics: got 'running', but {told}; takes recomputed or batch")
+            problem = f"strategy heterofl trains {name} with static BatchNorm, which has no running statistics"
+            raise UserError(f"evaluation.statistics: got 'running', but {problem}; takes recomputed or batch")
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         rows = {rows_of(group.name): Sum(weighted=True) for group in groups_of(experiment)}
@@ -73,26 +73,26 @@ class HeteroFL(InParts):
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
         """Return the mean networks as parts of the reference, with the share of sites that hold each row."""
-        parts, those = self.parts(view.experiment), counted(view)
-        found = []
-        for one in averaged(view):
-            share = those.mean(rows_of(one.group.name))[HELD]
-            shares = {name: _as_rows(share, tensor) for name, tensor in one.state.items() if name.startswith(HEAD)}
-            found.append(Held(parts[one.group.name], one.state, one.weight, lacking, shares))
-        return found
+        parts, counting = self.parts(view.experiment), counted(view)
+        parts_held = []
+        for mean in averaged(view):
+            share = counting.mean(rows_of(mean.group.name))[HELD]
+            shares = {name: _as_rows(share, tensor) for name, tensor in mean.state.items() if name.startswith(HEAD)}
+            parts_held.append(Held(parts[mean.group.name], mean.state, mean.weight, lacking, shares))
+        return parts_held
 
     def _labels(self, context: RoundContext) -> dict[str, State]:
         """Return the rows that participants hold: from an earlier round, or asked now. Sites may fail to answer."""
-        groups, found = group_by_site(context.experiment), {}
+        groups, labels = group_by_site(context.experiment), {}
         like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.classes)}
         for site in context.participants:
             if context.has(slot := rows_of(groups[site.name].name), site.name):
-                found[site.name] = context.contribution(slot, site.name)
-        new = [site for site in context.participants if site.name not in found]
+                labels[site.name] = context.contribution(slot, site.name)
+        new = [site for site in context.participants if site.name not in labels]
         expected = {LABELS: RecordSpec(like, bounded=False, check=check_labels)}
         for reply in context.ask(LABELS, {}, expected, new, needed=False):
-            found[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
-        return found
+            labels[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
+        return labels
 
     def _rates(self, experiment: Experiment) -> dict[str, State]:
         """Return, by architecture, the share of the reference's channels in each narrower hidden tensor."""
@@ -110,12 +110,12 @@ def _rates(large: Group, small: Group, part: Submodel) -> State:
                     for wiring in (wiring_of(large.architecture), wiring_of(small.architecture)))  # fmt: skip
     wiring = wiring_of(small.architecture)
     hidden = {layer.name for layer in wiring.layers if layer.kind in MIXING and not wiring.axes[layer.outputs].fixed}
-    found = {}
+    rates = {}
     for name, (own, _) in part.places.items():
         layer = name.rpartition(".")[0]
         if layer in hidden and narrow[layer] < wide[own.rpartition(".")[0]]:
-            found[name] = torch.tensor(narrow[layer] / wide[own.rpartition(".")[0]])
-    return found
+            rates[name] = torch.tensor(narrow[layer] / wide[own.rpartition(".")[0]])
+    return rates
 
 
 def _masked(state: State, held: torch.Tensor) -> State:

@@ -48,8 +48,8 @@ class InParts(ByArchitecture):
             try:
                 _part(large, group, self._map(group.name), 0)
             except UserError as error:
-                told = f"strategy.reference, which must contain all networks, is {large.name}, of {large.site.name}"
-                raise UserError(f"{error} ({told}; {group.name} is the network of {group.site.name})") from None
+                where = f"strategy.reference, which must contain all networks, is {large.name}, of {large.site.name}"
+                raise UserError(f"{error} ({where}; {group.name} is the network of {group.site.name})") from None
 
     def parts(self, experiment: Experiment, turn: int = 0) -> dict[str, Submodel]:
         """Return every architecture as a part of the reference. `turn` shifts the channels of the parts (FedRolex)."""
@@ -72,18 +72,18 @@ class InParts(ByArchitecture):
         return True
 
     def recompute_derived(self, context: RoundContext) -> None:
-        whole = self._whole(context)
-        context.save_server_state(REFERENCE, whole)
-        for name, state in self.taken(context, whole).items():
+        reference = self._reference(context)
+        context.save_server_state(REFERENCE, reference)
+        for name, state in self.taken(context, reference).items():
             context.save_server_state(kept(name), state)
 
     def combined(self, view: View) -> Mapping[str, State]:
-        return self.taken(view, self._whole(view))
+        return self.taken(view, self._reference(view))
 
-    def _whole(self, view: View) -> State:
+    def _reference(self, view: View) -> State:
         """Return the reference, or its initial state if no remaining site has contributed."""
-        there = any(view.total(group.name).addends for group in groups_of(view.experiment))
-        return self.fused(view) if there else self.first_reference(view)
+        trained = any(view.total(group.name).addends for group in groups_of(view.experiment))
+        return self.fused(view) if trained else self.first_reference(view)
 
     def before(self, view: View) -> State:
         """Return the values of entries that no site holds in a round.
@@ -91,12 +91,12 @@ class InParts(ByArchitecture):
         They keep their values. But entries that only architectures without remaining sites hold return to their initial
         values.
         """
-        parts, whole = self.parts(view.experiment, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
+        parts, reference = self.parts(view.experiment, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
         left = [group.name for group in groups_of(view.experiment) if view.total(group.name).addends]
         if len(left) == len(parts):
-            return whole
+            return reference
         return mean_over_holders(
-            [Held(parts[name], parts[name].taken(whole), 1.0) for name in left], self.first_reference(view)
+            [Held(parts[name], parts[name].taken(reference), 1.0) for name in left], self.first_reference(view)
         )
 
     def fused(self, view: View) -> State:
@@ -109,7 +109,7 @@ class InParts(ByArchitecture):
         `lacking` is the weight of a missing layer, which counts as one that changes nothing.
         """
         parts = self.parts(view.experiment, self.turn(max(1, number_of(view))))
-        return [Held(parts[one.group.name], one.state, one.weight, lacking) for one in averaged(view, self.fresh)]
+        return [Held(parts[mean.group.name], mean.state, mean.weight, lacking) for mean in averaged(view, self.fresh)]
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
         """Return the part of the reference `whole` for each architecture, by its name."""
@@ -117,10 +117,10 @@ class InParts(ByArchitecture):
         return {name: part.taken(whole) for name, part in parts.items()}
 
     def _map(self, name: str) -> tuple[int, ...] | None:
-        places = self.maps.get(name)
-        if name in self.maps and not (isinstance(places, list) and all(type(place) is int for place in places)):
-            raise UserError(f"strategy.maps.{name}: got {places!r}, takes a list of indices such as [0, 2, 3]")
-        return None if places is None else tuple(places)
+        indices = self.maps.get(name)
+        if name in self.maps and not (isinstance(indices, list) and all(type(index) is int for index in indices)):
+            raise UserError(f"strategy.maps.{name}: got {indices!r}, takes a list of indices such as [0, 2, 3]")
+        return None if indices is None else tuple(indices)
 
 
 def number_of(view: View) -> int:

@@ -26,20 +26,20 @@ class InCo(InParts):
     def fused(self, view: View) -> State:
         held, before = self.held(view), self.before(view)
         mean = mean_over_holders(held, before)
-        lacking = {name for one in held for name in one.submodel.neutral}
+        lacking = {name for part in held for name in part.submodel.neutral}
         wiring = wiring_of(reference_of(view.experiment, self.reference).architecture)
         new = dict(mean)
-        for first, later in _alike(wiring, mean):
-            if later in lacking or any(later not in _held(one.submodel.places) for one in held):
+        for first, later in _same_shape(wiring, mean):
+            if later in lacking or any(later not in _held_names(part.submodel.places) for part in held):
                 new[later] = before[later] + _crossed(mean[first] - before[first], mean[later] - before[later])
         return new
 
 
-def _held(places: Mapping[str, tuple[str, object]]) -> set[str]:
+def _held_names(places: Mapping[str, tuple[str, object]]) -> set[str]:
     return {name for name, _ in places.values()}
 
 
-def _alike(wiring: Wiring, state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+def _same_shape(wiring: Wiring, state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield pairs of weight names with one stage and one shape: the first layer, and each later one."""
     first: dict[tuple[object, ...], str] = {}
     for unit in wiring.units:

@@ -47,7 +47,7 @@ class InTurn(OneByOne):
 
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
         site = self.order[(round - 1) // self.each % len(self.order)]
-        return Participation([one for one in members if one.name == site.name], self.site_round(round))
+        return Participation([member for member in members if member.name == site.name], self.site_round(round))
 
 
 @STRATEGIES.register("layer_selection")
@@ -79,10 +79,10 @@ class LayerSelectionStrategy(Strategy):
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "layer_selection")
         if self.arrival == TOGETHER and experiment.federation.scale_bits < FEWEST_BITS:
-            told = (
+            problem = (
                 f"got {experiment.federation.scale_bits}, but layers times masses down to 2^-16 take at least {FEWEST_BITS}"
             )
-            raise UserError(f"federation.scale_bits: {told}")
+            raise UserError(f"federation.scale_bits: {problem}")
         objective, sites = _objective(experiment), experiment.sites
         first = objective.layers_of(experiment.config, sites[0])
         objective.way  # noqa: B018 # checks its options
@@ -92,26 +92,27 @@ class LayerSelectionStrategy(Strategy):
         shapes = _shapes(first.shared(experiment.config, sites[0]))
         for site in sites[1:]:
             other = _shapes(objective.layers_of(experiment.config, site).shared(experiment.config, site))
-            if odd := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
-                told = f"'{odd}' is {other.get(odd, 'none')} at {site.name} and {shapes.get(odd, 'none')} at {sites[0].name}"
-                raise UserError(f"network: strategy layer_selection takes the same shared layers at all sites; {told}")
+            if differing := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
+                shape, first_shape = other.get(differing, "none"), shapes.get(differing, "none")
+                problem = f"'{differing}' is {shape} at {site.name} and {first_shape} at {sites[0].name}"
+                raise UserError(f"network: strategy layer_selection takes the same shared layers at all sites; {problem}")
         if experiment.evaluation.statistics == "running" and any(
             first.has_statistics(experiment.config, site) for site in sites
         ):
-            told = "strategy layer_selection trains BatchNorm with many configurations at once"
-            raise UserError(f"evaluation.statistics: got 'running', but {told}; takes recomputed or batch")
+            problem = "strategy layer_selection trains BatchNorm with many configurations at once"
+            raise UserError(f"evaluation.statistics: got 'running', but {problem}; takes recomputed or batch")
 
     def warnings(self, experiment: Experiment) -> Sequence[str]:
         """Warn if no round is left to select layers, or if the option `certainty` has no effect."""
-        objective, told = _objective(experiment), list[str]()
+        objective, messages = _objective(experiment), list[str]()
         if objective.mode == LEARNED and objective.warm_up >= experiment.rounds:
-            told.append(
+            messages.append(
                 f"objective.warm_up={objective.warm_up} leaves no round of {experiment.rounds} for sites to select layers"
             )
         if objective.certainty < 1.0 and objective.mode == LEARNED and not experiment.config.baselines:
-            told.append(f"objective.certainty={objective.certainty:g} needs a fixed configuration in objective.mode; the "
-                        "configuration is learned, so the certainty has no effect")  # fmt: skip
-        return told
+            messages.append(f"objective.certainty={objective.certainty:g} needs a fixed configuration in objective.mode; "
+                            "the configuration is learned, so the certainty has no effect")  # fmt: skip
+        return messages
 
     def schedule(self, experiment: Experiment) -> Schedule:
         """Return a schedule of all sites, or of all rounds of one site after those of another."""
@@ -146,10 +147,10 @@ class LayerSelectionStrategy(Strategy):
         """
         context.save_server_state(SHARED, self.shared(context, None if context.participants else _start(context)))
         if PROGRESS in context.slots.keeps():
-            here = torch.zeros(len(context.config.roster), dtype=torch.bool)
-            here[[site.index for site in context.sites]] = True
+            remaining = torch.zeros(len(context.config.roster), dtype=torch.bool)
+            remaining[[site.index for site in context.sites]] = True
             context.save_server_state(
-                PROGRESS, {name: _only(table, here) for name, table in context.server_state(PROGRESS).items()}
+                PROGRESS, {name: _only(table, remaining) for name, table in context.server_state(PROGRESS).items()}
             )
 
     def shared(self, view: View, before: State | None = None) -> State:
@@ -184,58 +185,62 @@ class LayerSelectionStrategy(Strategy):
         if PROGRESS not in view.slots.keeps():
             return {}
         table, layers = view.server_state(PROGRESS), _layers(view)
-        here = [site for site in view.sites if view.has(FOUND, site.name)]
-        chosen = {site.name: view.slots.contributions.floats(site.name, FOUND)[CHOSEN] for site in here}
-        found = {
+        sites = [site for site in view.sites if view.has(FOUND, site.name)]
+        chosen = {site.name: view.slots.contributions.floats(site.name, FOUND)[CHOSEN] for site in sites}
+        entries = {
             "groups": [list(group) for group in layers.groups],
-            "sites": [site.name for site in here],
-            "configuration": [shown([int(one) for one in chosen[site.name].tolist()]) for site in here],
-            "shared": [[[_number(one) for one in row] for row in table[MASS][:, site.index].tolist()] for site in here],
-            "accuracy": [_accuracies(table, site.index) for site in here],
-            "own": self._own_rounds(view, here),
+            "sites": [site.name for site in sites],
+            "configuration": [shown([int(one) for one in chosen[site.name].tolist()]) for site in sites],
+            "shared": [[[_number(one) for one in row] for row in table[MASS][:, site.index].tolist()] for site in sites],
+            "accuracy": [_accuracies(table, site.index) for site in sites],
+            "own": self._own_rounds(view, sites),
             "bytes": sum(one.nbytes for one in view.server_state(SHARED).values()),
             "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.config.roster[0]).values()),
         }
-        return {KEY: {_objective(view.experiment).mode: found}}
+        return {KEY: {_objective(view.experiment).mode: entries}}
 
     def residue(self, view: View, names: Any = ()) -> tuple[ResidualInfluence, ...]:
         if view.rounds_with(names) < (1 if self.arrival == LIFELONG else 2):
             return ()
-        why = "they were trained from shared parameters that include the forgotten sites"
-        told = "measured with shared parameters that include the forgotten sites; a further round (--repair 1) repeats this"
+        reason = "they were trained from shared parameters that include the forgotten sites"
+        measured = (
+            "measured with shared parameters that include the forgotten sites; a further round (--repair 1) repeats this"
+        )
         return (
-            ResidualInfluence("the other sites' own layers, and their contributions to shared ones", why),
-            ResidualInfluence("accuracies on sites' own tasks", told),
+            ResidualInfluence("the other sites' own layers, and their contributions to shared ones", reason),
+            ResidualInfluence("accuracies on sites' own tasks", measured),
         )
 
     def _put(self, context: RoundContext, site: Site, reply: ClientUpdate, shared: State) -> None:
-        found = reply[SELECTION]
+        selection = reply[SELECTION]
         layers = _layers(context)
         if self.arrival == TOGETHER:
-            mass = torch.where(found[MASS] < LEAST_MASS, 0.0, found[MASS])
-            weighted = {name: one * mass[layers.group_of(name)] for name, one in reply[SITE].items()}
+            mass = torch.where(selection[MASS] < LEAST_MASS, 0.0, selection[MASS])
+            weighted = {name: tensor * mass[layers.group_of(name)] for name, tensor in reply[SITE].items()}
             context.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
         else:
             before = context.contribution(CHANGES, site.name) if context.has(CHANGES, site.name) else {}
             rounds, length = context.experiment.rounds, self.schedule(context.experiment).length(context.experiment.rounds)
             further = context.number > length  # on request: any such round may be the last
             last = further or context.site_round >= rounds  # unselected layers return to their earlier values
-            kept = {name: float(not last or found[CHOSEN][layers.group_of(name)] > 0) for name in shared}
-            changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
+            kept = {name: float(not last or selection[CHOSEN][layers.group_of(name)] > 0) for name in shared}
+            changes = {
+                name: (tensor - shared[name] + before.get(name, 0.0)) * kept[name] for name, tensor in reply[SITE].items()
+            }
             context.put(CHANGES, site, changes)
         if OTHERS in context.slots.declared:
-            most = context.number * step_count(
+            limit = context.number * step_count(
                 reply.samples, context.experiment, reply.site
             )  # mini-batches that the site can have counted
-            context.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
-        context.put(FOUND, site, {CHOSEN: found[CHOSEN]})
+            context.put(OTHERS, site, {COUNTS: _at_most(selection[COUNTS], limit).float()})
+        context.put(FOUND, site, {CHOSEN: selection[CHOSEN]})
 
     def _others(self, context: RoundContext, site: Site) -> dict[str, State]:
         """Return the sum of all other sites' counts, if the prior uses them."""
         if OTHERS not in context.slots.declared:
             return {}
-        there = [one.name for one in context.sites if one.name != site.name and context.has(OTHERS, one.name)]
-        return {COUNTS: context.subset(there).sum(OTHERS)} if there else {}
+        names = [other.name for other in context.sites if other.name != site.name and context.has(OTHERS, other.name)]
+        return {COUNTS: context.subset(names).sum(OTHERS)} if names else {}
 
     def _note(self, context: RoundContext, masses: Mapping[str, Tensor]) -> None:
         """Add a round to PROGRESS, with the sites' measurements if they are due."""
@@ -255,20 +260,20 @@ class LayerSelectionStrategy(Strategy):
         new = {MASS: table, RIGHT: right, TOTAL: images}
         before = context.server_state(PROGRESS) if PROGRESS in context.slots.keeps() else {}
         context.save_server_state(
-            PROGRESS, {name: torch.cat([before[name], one[None]]) if before else one[None] for name, one in new.items()}
+            PROGRESS, {name: torch.cat([before[name], row[None]]) if before else row[None] for name, row in new.items()}
         )
 
     def _own_rounds(self, view: View, sites: list[Site]) -> list[list[int]]:
         """Return the first and the last round in which each site trained, from 1."""
         trained = view.server_state(PROGRESS)[MASS][..., 0] >= 0
         rounds = [torch.nonzero(trained[:, site.index]).flatten().tolist() for site in sites]
-        return [[one[0] + 1, one[-1] + 1] if one else [] for one in rounds]
+        return [[numbers[0] + 1, numbers[-1] + 1] if numbers else [] for numbers in rounds]
 
 
 def _objective(experiment: Experiment) -> LayerSelection:
-    found = experiment.objective
-    assert isinstance(found, LayerSelection)  # `check` ensures this
-    return found
+    objective = experiment.objective
+    assert isinstance(objective, LayerSelection)  # `check` ensures this
+    return objective
 
 
 def _layers(view: View) -> Layers:
@@ -299,16 +304,16 @@ def _check_selection(record: State) -> None:
         raise ReplyError(f"record '{SELECTION}': '{COUNTS}' takes numbers of at least 0")
 
 
-def _at_most(counts: Tensor, most: int) -> Tensor:
+def _at_most(counts: Tensor, limit: int) -> Tensor:
     """Return the counts, scaled down if their sum exceeds `most`."""
-    share = most / max(most, float(counts.double().sum()))
+    share = limit / max(limit, float(counts.double().sum()))
     return counts if share >= 1.0 else (counts.double() * share).floor().long()
 
 
-def _only(table: Tensor, here: Tensor) -> Tensor:
+def _only(table: Tensor, remaining: Tensor) -> Tensor:
     """Return a table [rounds, sites, ...] without the entries of sites that are not `here`."""
     gone = torch.full((), -1.0 if table.is_floating_point() else 0).to(table.dtype)
-    return torch.where(here.view(1, -1, *[1] * (table.ndim - 2)), table, gone)
+    return torch.where(remaining.view(1, -1, *[1] * (table.ndim - 2)), table, gone)
 
 
 def _accuracies(table: Mapping[str, Tensor], site: int) -> list[float | None]:

@@ -62,10 +62,12 @@ def fused_apart(
     rest, into = iter(apart), Apart(reference, before, 0.0)
     settings = settings or settings_for(probe is not None)
     while chunk := list(islice(rest, TOGETHER)):
-        if into.weight == 0.0 and (place := _first_of(chunk, reference)) is not None:
-            into = chunk.pop(place)
+        if into.weight == 0.0 and (index := _first_of(chunk, reference)) is not None:
+            into = chunk.pop(index)
         if chunk:
-            into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
+            into = Apart(
+                reference, _fused([into, *chunk], probe, settings), into.weight + sum(network.weight for network in chunk)
+            )
     return into.state
 
 
@@ -83,8 +85,8 @@ def part_of(
         return state
     goal = _network(reference, whole)
     if all(entries is None for _, index in part.places.values() for entries in index):
-        alike = _network(own, fused_apart(own, apart, state, probe))
-        return _state(fuse([alike, goal], into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network, own)
+        network = _network(own, fused_apart(own, apart, state, probe))
+        return _state(fuse([network, goal], into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network, own)
     return _state(fuse([_network(own, state), goal], into=0, probe=probe, weights=(0.0, 1.0), settings=PART).network, own)
 
 
@@ -109,18 +111,18 @@ def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSett
 
 def _fused(apart: list[Apart], probe: Tensor | None, settings: FusionSettings) -> State:
     """Return the fusion into the first network's architecture."""
-    networks = [_network(one.architecture, one.state) for one in apart]
+    networks = [_network(network.architecture, network.state) for network in apart]
     first = apart[0].architecture
     if probe is None:
         probe = torch.zeros(2, first.channels, first.size, first.size)
-    if not any(one.weight for one in apart):
-        apart = [replace(one, weight=1.0) for one in apart]
-    fused = fuse(networks, into=0, probe=probe, weights=[one.weight for one in apart], settings=settings).network
+    if not any(network.weight for network in apart):
+        apart = [replace(network, weight=1.0) for network in apart]
+    fused = fuse(networks, into=0, probe=probe, weights=[network.weight for network in apart], settings=settings).network
     return _state(fused, first)
 
 
 def _first_of(chunk: list[Apart], architecture: Architecture) -> int | None:
-    return next((place for place, one in enumerate(chunk) if one.architecture == architecture), None)
+    return next((index for index, network in enumerate(chunk) if network.architecture == architecture), None)
 
 
 def _network(architecture: Architecture, state: State) -> nn.Module:
@@ -138,7 +140,7 @@ def _drawn(architecture: Architecture, generator: torch.Generator) -> State:
 def _state(network: nn.Module, architecture: Architecture) -> State:
     """Return the fused network's state. Raise UserError if it needs biases that the architecture lacks."""
     state, own = dict(network.state_dict()), architecture.build().state_dict()
-    if odd := next((name for name in state if name not in own), ""):
-        told = f"network '{architecture.options['name']}' has no '{odd}', but the refit needs it"
-        raise UserError(f"{told}; use layers with biases or norms, or a fusion without refit")
+    if lacking := next((name for name in state if name not in own), ""):
+        problem = f"network '{architecture.options['name']}' has no '{lacking}', but the refit needs it"
+        raise UserError(f"{problem}; use layers with biases or norms, or a fusion without refit")
     return {name: tensor.detach().to(own[name].dtype) for name, tensor in state.items()}

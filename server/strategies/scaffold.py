@@ -55,11 +55,11 @@ class Scaffold(Averaging):
         The number of images of a site that has never trained is not known, so it gets the mean weight of the others.
         """
         parameters = parameters_of(view.experiment)
-        zeros = {CONTROL + name: torch.zeros_like(one) for name, one in view.initial().items() if name in parameters}
-        here = [site for site in view.sites if view.has(NETWORKS, site.name)]
-        if not here:
+        zeros = {CONTROL + name: torch.zeros_like(tensor) for name, tensor in view.initial().items() if name in parameters}
+        trained = [site for site in view.sites if view.has(NETWORKS, site.name)]
+        if not trained:
             return zeros
-        mean, share = view.mean(NETWORKS), len(here) / len(view.sites)
+        mean, share = view.mean(NETWORKS), len(trained) / len(view.sites)
         return {name: mean[name] * share for name in zeros}
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:

@@ -55,44 +55,42 @@ class ServerTraining:
         if not public.domain:
             return
         if (count := class_count(public)) != classes:
-            told = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
+            problem = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
             raise UserError(
-                f"{key}.domain: {told}; take a domain with as many classes, or set weight=1, which uses no labels"
+                f"{key}.domain: {problem}; take a domain with as many classes, or set weight=1, which uses no labels"
             )
-        if told := _other_classes(experiment, public):
+        if problem := _other_classes(experiment, public):
             raise UserError(
-                f"{key}.domain: {told}; take a domain with the same classes, or set weight=1, which uses no labels"
+                f"{key}.domain: {problem}; take a domain with the same classes, or set weight=1, which uses no labels"
             )
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
         """Return the states of the architectures, by name, after training. `key` names the option in errors."""
         if not self.steps or not states:
             return dict(states)
-        found, given = {}, self.images.labelled(view, key)
-        device = view.evaluator.device
-        images, labels = to_float(given.x).to(device), given.y.to(device) if self.weight < 1.0 else None
-        answers = (
-            mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), _outputs(view), device=device)
-        )
+        states_after, data = {}, self.images.labelled(view, key)
+        device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.classes
+        images, labels = to_float(data.x).to(device), data.y.to(device) if self.weight < 1.0 else None
+        answers = mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), classes, device=device)
         settings = Distillation(self.steps, self.rate, self.batch, self.temperature, self.weight)
         for group in groups_of(view.experiment):
             if group.name in states:
                 network = view.evaluator.loaded(Model(group.architecture, states[group.name]))
                 generator = torch_generator(view.config.seed, "distillation", group.name, str(view.round))
                 distil(network, images, answers, settings, generator, labels)
-                found[group.name] = {name: tensor.cpu().clone() for name, tensor in network.state_dict().items()}
-        return found
+                states_after[group.name] = {name: tensor.cpu().clone() for name, tensor in network.state_dict().items()}
+        return states_after
 
 
 def _other_classes(experiment: Experiment, public: SiteConfig) -> str:
     """Return how a public domain's classes differ from all sites' classes. Empty if they do not, or are unknown."""
-    theirs, told = class_things(public), ""
+    theirs, difference = class_things(public), ""
     for name, spec in domain_specs(experiment.config).items() if has_data(experiment.config) else ():
         ours = class_things(spec)
         if (k := differing(ours, theirs)) is None:
             return ""
-        told = told or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"
-    return told
+        difference = difference or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"
+    return difference
 
 
 @torch.no_grad()
@@ -104,7 +102,3 @@ def mean_answers(view: View, images: Tensor) -> Tensor:
         state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
         total = total + view.evaluator.loaded(Model(group.architecture, state))(images).double()
     return (total / len(sites)).float()
-
-
-def _outputs(view: View) -> int:
-    return groups_of(view.experiment)[0].architecture.classes

@@ -90,15 +90,15 @@ class SumAggregationStrategy(Strategy):
         mode, sites = mode_of(experiment.objective), len(experiment.sites)
         if not mode.sums or (asked := sample_size(experiment.config, sites)) > LOW * sites:
             return ()
-        told = f"federation.fraction={experiment.federation.fraction:g}: a round asks {asked} of {sites} sites, and"
-        more = "a larger fraction or more rounds may help"
+        begin_text = f"federation.fraction={experiment.federation.fraction:g}: a round asks {asked} of {sites} sites, and"
+        advice = "a larger fraction or more rounds may help"
         if mode.star:
-            return (f"{told} sites that have not trained yet slow down the sum; {more}",)
+            return (f"{begin_text} sites that have not trained yet slow down the sum; {advice}",)
         if experiment.config.objective.get("initialisation") == AGGREGATE:
             return ()
         slow = "the aggregate, the mean over all sites that have trained, changes more slowly than with fedavg"
         begin = f"objective.initialisation={AGGREGATE} (sites that join start from it, but more of a forgotten site remains)"
-        return (f"{told} {slow}; {begin}, {more}",)
+        return (f"{begin_text} {slow}; {begin}, {advice}",)
 
     def begin(self, context: RoundContext) -> None:
         """Set S_0 to the sum of the sites' initial networks. The seed draws the head and N*.
@@ -149,11 +149,11 @@ class SumAggregationStrategy(Strategy):
         def own(site: str) -> State:
             return {**_part(shared, HEAD), **view.contribution(NETWORKS, site)}
 
-        found = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
+        makers = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
         readable = mode.sums and not view.config.federation.secure_aggregation
-        there = [site.name for site in view.sites if readable and view.has(NETWORKS, site.name)]
-        found |= {name: partial(own, name) for name in there}
-        return Models({name: partial(_model, view, state) for name, state in found.items()})
+        names = [site.name for site in view.sites if readable and view.has(NETWORKS, site.name)]
+        makers |= {name: partial(own, name) for name in names}
+        return Models({name: partial(_model, view, state) for name, state in makers.items()})
 
     def initial_contribution(self, view: View, site: str) -> Mapping[str, State]:
         """Return the site's initial network, its own or the shared one, if the sum holds initial networks."""
@@ -166,14 +166,14 @@ class SumAggregationStrategy(Strategy):
         others = "they were trained while the forgotten sites' networks were in the sum; subtraction does not change them"
         if _initialisation(view) == AGGREGATE:
             others += ". Sites that joined later started from an aggregate that included the forgotten sites' networks"
-        found = [
+        traces = [
             ResidualInfluence("head", f"the shared head was {averaged} it"),
             ResidualInfluence("other sites' networks", others),
         ]
         if mode_of(view.experiment.objective).star:
             kept = f"they were {averaged} them, and the ledger stores them"
-            found.append(ResidualInfluence("N* and all tensors that are not summed", kept))
-        return found
+            traces.append(ResidualInfluence("N* and all tensors that are not summed", kept))
+        return traces
 
     def _leave_one_out(self, context: RoundContext, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
         """Return means without one site, for randomly drawn sites, if sites train on such means."""
@@ -181,7 +181,7 @@ class SumAggregationStrategy(Strategy):
         if not mode.subsets or not context.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
         chosen = context.rng("subsets").choice(len(sites), size=min(self.subsets, len(sites)), replace=False)
-        names = [sites[int(place)].name for place in np.sort(chosen)]
+        names = [sites[int(index)].name for index in np.sort(chosen)]
         return {SUBSET + name: _mean(context.without([name]), entering) for name in names}
 
 
@@ -208,8 +208,8 @@ def _starts(view: View) -> Callable[[str], State]:
     """Return `_start` as a function of the site's name. A shared state is computed once."""
     if _own_start(view):
         return partial(_start, view)
-    alike = _start(view, "")
-    return lambda site: alike
+    shared = _start(view, "")
+    return lambda site: shared
 
 
 def _mean(view: View, entering: Sequence[str] = ()) -> State:
@@ -230,8 +230,8 @@ def _mean(view: View, entering: Sequence[str] = ()) -> State:
 
 
 def _initialisation(view: View) -> str:
-    given = view.config.objective.get("initialisation", "shared")
-    return given if given != AGGREGATE or mode_of(view.experiment.objective).subsets else "shared"
+    name = view.config.objective.get("initialisation", "shared")
+    return name if name != AGGREGATE or mode_of(view.experiment.objective).subsets else "shared"
 
 
 def _own_start(view: View) -> bool:

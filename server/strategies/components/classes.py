@@ -63,7 +63,7 @@ def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Ma
 
 def encoded(names: Sequence[str]) -> State:
     """Return names as tensors, because saved states hold only tensors."""
-    return {f"{place:05d}": torch.tensor([ord(letter) for letter in name]) for place, name in enumerate(names)}
+    return {f"{index:05d}": torch.tensor([ord(letter) for letter in name]) for index, name in enumerate(names)}
 
 
 def decoded(state: State) -> list[str]:
@@ -74,8 +74,8 @@ def decoded(state: State) -> list[str]:
 def check_alike(alike: Sequence[object]) -> None:
     """Raise UserError unless each group is a list of at least two names, and no name occurs twice."""
     seen: set[str] = set()
-    for place, group in enumerate(alike):
-        where = f"strategy.alike[{place}]"
+    for index, group in enumerate(alike):
+        where = f"strategy.alike[{index}]"
         if not isinstance(group, list) or len(group) < 2 or not all(isinstance(name, str) for name in group):
             raise UserError(
                 f"{where}: got {group!r}, takes a list of at least two names of classes, such as [car, automobile]"

@@ -39,7 +39,7 @@ class FedGH(Recombining):
         check_outputs(experiment)
 
     def begin(self, context: RoundContext) -> None:
-        head = {name: one for name, one in context.initial(site=context.sites[0]).items() if name.startswith(HEAD)}
+        head = {name: tensor for name, tensor in context.initial(site=context.sites[0]).items() if name.startswith(HEAD)}
         context.save_server_state(GLOBAL, representable(head, context.bits))
 
     def train(self, context: RoundContext) -> None:
@@ -63,8 +63,8 @@ class FedGH(Recombining):
     def recompute_derived(self, context: RoundContext) -> None:
         """Train the head further on the mean features of all remaining sites."""
         super().recompute_derived(context)
-        if found := [_means(context, site.name) for site in context.sites if context.has(PROTOTYPES, site.name)]:
-            features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if means := [_means(context, site.name) for site in context.sites if context.has(PROTOTYPES, site.name)]:
+            features, labels = (torch.cat(parts) for parts in zip(*means, strict=True))
             if len(labels):
                 context.save_server_state(GLOBAL, self._trained(context, features, labels))
 
@@ -86,7 +86,7 @@ class FedGH(Recombining):
 
 def _means(view: View, site: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean features of the classes that a site has, and these classes' indices."""
-    given = view.contribution(PROTOTYPES, site)
-    has = given[COUNTS] > 0
-    counts = given[COUNTS][has].view(-1, *[1] * (given[SUMS].ndim - 1))
-    return given[SUMS][has] / counts, has.nonzero()[:, 0]
+    sums = view.contribution(PROTOTYPES, site)
+    has = sums[COUNTS] > 0
+    counts = sums[COUNTS][has].view(-1, *[1] * (sums[SUMS].ndim - 1))
+    return sums[SUMS][has] / counts, has.nonzero()[:, 0]

@@ -60,8 +60,8 @@ class Arrival(Schedule):
 
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
         late = round > self.config.rounds
-        there = [site for site in members if (site.index >= self.first_sites) == late]
-        return Sampling(self.config).participation(self.site_round(round), there)
+        sites = [site for site in members if (site.index >= self.first_sites) == late]
+        return Sampling(self.config).participation(self.site_round(round), sites)
 
     def site_round(self, round: int) -> int:
         return round - self.config.rounds if round > self.config.rounds else round
@@ -122,18 +122,18 @@ class HeadTransfer(Recombining):
         check_pull(objective.pull, experiment.training)
         if has_data(experiment.config):
             sites = experiment.sites
-            kinds = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
-            check_common(objective.tasks, kinds.common())
+            classes = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
+            check_common(objective.tasks, classes.common())
 
     def begin(self, context: RoundContext) -> None:
         """Save nothing: the common classes are known only after the sites enrol."""
 
     def train(self, context: RoundContext) -> None:
         """Train every site's extractor and head and, unless frozen, its copies of the auxiliary heads."""
-        kinds = self.kinds(context)
-        known, heads = self._common(context, kinds), self._heads(context)
-        commons = {site.name: {COMMON: kinds.places(site.name, known), NUMBER: torch.tensor(len(known))}
-                   for site in context.participants if site.name in kinds.names}  # fmt: skip
+        classes = self.kinds(context)
+        known, heads = self._common(context, classes), self._heads(context)
+        commons = {site.name: {COMMON: classes.places(site.name, known), NUMBER: torch.tensor(len(known))}
+                   for site in context.participants if site.name in classes.names}  # fmt: skip
         frozen = {
             site.name for site in context.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites
         }
@@ -173,26 +173,27 @@ class HeadTransfer(Recombining):
         """Return the extractor from which a site starts. Raise UserError if the file does not fit its network."""
         path = Path(self.pretrained[site.index % len(self.pretrained)]).expanduser()
         own = {
-            name: one
-            for name, one in experiment.architecture(site).build().state_dict().items()
+            name: tensor
+            for name, tensor in experiment.architecture(site).build().state_dict().items()
             if name.startswith(EXTRACTOR)
         }
-        given = read_state(path)
-        if odd := next((name for name, one in own.items() if name not in given or given[name].shape != one.shape), ""):
-            has = f"{list(given[odd].shape)}" if odd in given else "none"
-            raise UserError(
-                f"strategy.pretrained: {path}: '{odd}' is {has}, but {site.name}'s network takes {list(own[odd].shape)}"
-            )
-        return {name: given[name].to(one.dtype) for name, one in own.items()}
+        state = read_state(path)
+        if wrong := next(
+            (name for name, tensor in own.items() if name not in state or state[name].shape != tensor.shape), ""
+        ):
+            has = f"{list(state[wrong].shape)}" if wrong in state else "none"
+            takes = f"{site.name}'s network takes {list(own[wrong].shape)}"
+            raise UserError(f"strategy.pretrained: {path}: '{wrong}' is {has}, but {takes}")
+        return {name: state[name].to(tensor.dtype) for name, tensor in own.items()}
 
-    def _common(self, context: RoundContext, kinds: Kinds) -> list[str]:
+    def _common(self, context: RoundContext, classes: Kinds) -> list[str]:
         """Return the names of the common classes at the run's start. Raise UserError if a task needs more of them."""
         if NAMES in context.slots.keeps():
             return decoded(context.server_state(NAMES))
-        found = kinds.common()
-        check_common(components_of(context.experiment).tasks, found)
-        context.save_server_state(NAMES, encoded(found))
-        return found
+        common = classes.common()
+        check_common(components_of(context.experiment).tasks, common)
+        context.save_server_state(NAMES, encoded(common))
+        return common
 
     def _heads(self, context: RoundContext) -> State:
         """Return the saved auxiliary heads, or save the initial ones."""
@@ -216,18 +217,18 @@ def check_pull(pull: float, training: Recipe) -> None:
     if not isinstance(optimizer := training.optimizer, SGD) or training.clip:
         return
     momentum = training.momentum if optimizer.momentum is None else optimizer.momentum
-    if pull >= (most := (1 + momentum) / training.rate if training.rate else math.inf):
-        told = f"with training.rate={training.rate:g} and training.momentum={momentum:g}"
-        raise UserError(f"objective.pull: got {pull:g}; {told} training diverges from {most:.3g} on; 0.1 is usual")
+    if pull >= (limit := (1 + momentum) / training.rate if training.rate else math.inf):
+        steps = f"with training.rate={training.rate:g} and training.momentum={momentum:g}"
+        raise UserError(f"objective.pull: got {pull:g}; {steps} training diverges from {limit:.3g} on; 0.1 is usual")
 
 
-def check_common(tasks: Mapping[str, Auxiliary], found: Sequence[str]) -> None:
+def check_common(tasks: Mapping[str, Auxiliary], common: Sequence[str]) -> None:
     """Raise UserError if a task needs common classes, and there are fewer than two."""
     for name, task in tasks.items():
-        if task.supervised and len(found) < 2:
-            told = f"'{name}' needs at least two classes that all sites have, {_few(found)}"
-            raise UserError(f"objective.auxiliary: {told}; take [rp], or list the names of one class in `strategy.alike`")
+        if task.supervised and len(common) < 2:
+            problem = f"'{name}' needs at least two classes that all sites have, {_common_text(common)}"
+            raise UserError(f"objective.auxiliary: {problem}; take [rp], or list the names of one class in `strategy.alike`")
 
 
-def _few(found: Sequence[str]) -> str:
-    return f"but they share only '{plain(found[0])}'" if found else "but they share none"
+def _common_text(common: Sequence[str]) -> str:
+    return f"but they share only '{plain(common[0])}'" if common else "but they share none"

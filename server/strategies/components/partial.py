@@ -42,8 +42,8 @@ class PartialAveraging(Recombining):
         first = experiment.architecture(experiment.sites[0])
         for site in experiment.sites:
             if EXTRACTOR in _sharing(experiment).averaged and experiment.architecture(site).network != first.network:
-                told = f"objective.mode={components_of(experiment).mode} averages extractors"
-                raise UserError(f"{told}, but the networks of {site.name} and {experiment.sites[0].name} differ")
+                method = f"objective.mode={components_of(experiment).mode} averages extractors"
+                raise UserError(f"{method}, but the networks of {site.name} and {experiment.sites[0].name} differ")
 
     def begin(self, context: RoundContext) -> None:
         part = self.sent(context)

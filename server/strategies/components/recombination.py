@@ -69,8 +69,8 @@ class Recombining(Strategy):
                 "data.heads: strategy head_transfer takes shared or own, because a head has its own site's classes"
             )
         names = {site.name for site in experiment.sites}
-        if odd := next((name for name in objective.private if name not in names), ""):
-            raise UserError(f"objective.private: unknown site '{odd}'")
+        if unknown_site := next((name for name in objective.private if name not in names), ""):
+            raise UserError(f"objective.private: unknown site '{unknown_site}'")
         objective.published("")
         check_parts(experiment)
 
@@ -79,23 +79,22 @@ class Recombining(Strategy):
 
         Also warn about names in `alike` that no site's classes have, if the classes are known.
         """
-        found: list[str] = []
+        messages: list[str] = []
         if experiment.evaluation.statistics == "running" and any(
             name.endswith("running_mean")
             for architecture in {experiment.architecture(site) for site in experiment.sites}
             for name in shapes(architecture)
         ):
-            told = "stored statistics belong to another extractor's features and reduce the measured accuracy"
+            effect = "stored statistics belong to another extractor's features and reduce the measured accuracy"
             source = "(32.4 % in Gygli et al. 2021, App. C.1)"
-            found.append(f"evaluation.statistics=running: {told} {source}; take batch or recomputed")
+            messages.append(f"evaluation.statistics=running: {effect} {source}; take batch or recomputed")
         if self.alike and has_data(experiment.config):
             sites = experiment.sites
             known = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
-            odd = [name for group in self.alike for name in group if name not in known]
-            found += [
-                f"{unknown('class in strategy.alike', name, known)}; it has no effect" for name in odd
-            ]  # plain: ignore
-        return found
+            for name in [name for group in self.alike for name in group if name not in known]:
+                problem = unknown("class in strategy.alike", name, known)  # plain: ignore
+                messages.append(f"{problem}; it has no effect")
+        return messages
 
     def round(self, context: RoundContext) -> None:
         """Train. If a measurement is due, publish components and recombine them."""
@@ -113,48 +112,55 @@ class Recombining(Strategy):
         """Ask sites for the components that they publish, and store these."""
         likes = {site.name: _published(context.experiment, site) for site in context.sites}
         asked = [site for site in self.networked(context) if likes[site.name]]
-        expected = {site.name: RecordSpec(likes[site.name], bounded=False, whole=False, check=_whole_parts(likes[site.name]))
-                    for site in asked}  # fmt: skip
+        expected = {
+            site.name: RecordSpec(like, bounded=False, whole=False, check=_complete_parts(like))
+            for site in asked
+            for like in [likes[site.name]]
+        }
         for reply in context.ask(PUBLISH, {}, lambda site: {COMPONENTS: expected[site.name]}, asked, needed=False):
             if reply[COMPONENTS]:
                 context.put(COMPONENTS, reply.site, reply[COMPONENTS])
 
     def recombine(self, context: RoundContext) -> None:
         """Ask every site for the accuracy of each published head on its extractor."""
-        places = {site.name: site.index for site in context.config.roster}
-        kinds = self.kinds(context)
+        indices = {site.name: site.index for site in context.config.roster}
+        classes = self.kinds(context)
         config = context.config
-        there = looked_at(config, [site for site in self.published(context) if site in kinds.names])
-        heads = {site: part for site in there if (part := self.component(context, site, HEAD))}
-        extractors = looked_at(config, [site.name for site in self.networked(context) if site.name in kinds.names])
+        publishers = looked_at(config, [site for site in self.published(context) if site in classes.names])
+        heads = {site: part for site in publishers if (part := self.component(context, site, HEAD))}
+        extractors = looked_at(config, [site.name for site in self.networked(context) if site.name in classes.names])
         asked = [site for site in self.networked(context) if site.name in set(extractors)]
         if not heads or not asked:
             return
-        known, records = kinds.all(), {f"{MODEL}/{places[site]}": part for site, part in heads.items()}
-        outputs = {site: kinds.places(site, known) for site in {*heads, *(site.name for site in asked)}}
+        known, records = classes.all(), {f"{MODEL}/{indices[site]}": part for site, part in heads.items()}
+        outputs = {site: classes.places(site, known) for site in {*heads, *(site.name for site in asked)}}
 
         def content(site: Site) -> dict[str, State]:
-            return {**records, **{f"{KINDS}{places[head]}": {OUTPUTS: outputs[head], LABELS: outputs[site.name]}
+            return {**records, **{f"{KINDS}{indices[head]}": {OUTPUTS: outputs[head], LABELS: outputs[site.name]}
                                   for head in heads}}  # fmt: skip
 
-        size = len(places)
+        size = len(indices)
         right, images = torch.zeros(size, size, dtype=torch.int64), torch.zeros(size, size, dtype=torch.int64)
         numbers = [name for record in records for name in (right_of(record), f"{TOTAL}/{record.removeprefix(MODEL + '/')}")]
         for reply in context.ask(RECOMBINE, content, {}, asked, metrics=numbers, needed=False):
             for head in heads:
-                hits, total = reply.metrics[right_of(f"{MODEL}/{places[head]}")], reply.metrics[f"{TOTAL}/{places[head]}"]
+                hits, total = reply.metrics[right_of(f"{MODEL}/{indices[head]}")], reply.metrics[f"{TOTAL}/{indices[head]}"]
                 if can_be(hits, total):
-                    right[reply.site.index, places[head]], images[reply.site.index, places[head]] = hits, total
+                    right[reply.site.index, indices[head]], images[reply.site.index, indices[head]] = hits, total
         context.save_server_state(MATRIX, {RIGHT_OF: right, IMAGES: images})
 
     def recompute_derived(self, context: RoundContext) -> None:
         """Delete the measurements of sites that are gone."""
         if MATRIX not in context.slots.keeps():
             return
-        here = torch.zeros(len(context.config.roster), dtype=torch.bool)
-        here[[site.index for site in context.sites]] = True
+        remaining = torch.zeros(len(context.config.roster), dtype=torch.bool)
+        remaining[[site.index for site in context.sites]] = True
         context.save_server_state(
-            MATRIX, {name: table * (here[:, None] & here[None, :]) for name, table in context.server_state(MATRIX).items()}
+            MATRIX,
+            {
+                name: table * (remaining[:, None] & remaining[None, :])
+                for name, table in context.server_state(MATRIX).items()
+            },
         )
 
     def models(self, view: View) -> Models:
@@ -164,21 +170,21 @@ class Recombining(Strategy):
             domains = (label(site.spec),) if view.config.data.heads == "own" else None  # other domains have other classes
             return Model(view.architecture(site), _cast(view, site), domains)
 
-        whole = [site for site in view.sites if site.name in self.published(view)
+        complete = [site for site in view.sites if site.name in self.published(view)
                  and all(self.component(view, site.name, prefix) for prefix in (EXTRACTOR, HEAD))]  # fmt: skip
-        return Models({site.name: lambda site=site: own(site) for site in whole})
+        return Models({site.name: lambda site=site: own(site) for site in complete})
 
     def summary_entries(self, view: View) -> Mapping[str, Any]:
         """Return the recombination accuracy of every measured pair, and the bytes that a site sends in a round."""
         if MATRIX not in view.slots.keeps():
             return {}
-        here = {site.index: site.name for site in view.sites}
+        names = {site.index: site.name for site in view.sites}
         table = view.server_state(MATRIX)
-        places = [place for place in here if bool(table[IMAGES][place].any() or table[IMAGES][:, place].any())]
-        cells = [[_share(table, row, column) for column in places] for row in places]
+        indices = [index for index in names if bool(table[IMAGES][index].any() or table[IMAGES][:, index].any())]
+        cells = [[_share(table, row, column) for column in indices] for row in indices]
         mode = components_of(view.experiment).mode
         return {
-            "recombination": {mode: {"sites": [here[place] for place in places], "accuracy": cells, **self.traffic(view)}}
+            "recombination": {mode: {"sites": [names[index] for index in indices], "accuracy": cells, **self.traffic(view)}}
         }
 
     def traffic(self, view: View) -> dict[str, int]:
@@ -209,11 +215,11 @@ class Recombining(Strategy):
             UserError: The site has no published components.
         """
         if not view.has(COMPONENTS, site):
-            gone = site in {one.name for one in view.config.roster} - {one.name for one in view.sites}
-            why = "it was forgotten, and its components were deleted" if gone else "it published none"
-            raise UserError(f"site '{site}' has no components in the catalogue: {why}")
-        [one] = [one for one in view.sites if one.name == site]
-        return {name: tensor for name, tensor in _cast(view, one).items() if name.startswith(prefix)}
+            gone = site in {match.name for match in view.config.roster} - {match.name for match in view.sites}
+            reason = "it was forgotten, and its components were deleted" if gone else "it published none"
+            raise UserError(f"site '{site}' has no components in the catalogue: {reason}")
+        [match] = [match for match in view.sites if match.name == site]
+        return {name: tensor for name, tensor in _cast(view, match).items() if name.startswith(prefix)}
 
     def mark(self, context: RoundContext, site: Site) -> None:
         """Record that a site has trained in this round."""
@@ -222,18 +228,18 @@ class Recombining(Strategy):
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         if components_of(view.experiment).mode == ALONE or view.rounds_with(names) < 2:
             return ()
-        why = "after round 1 they were trained with parts that include the forgotten sites"
-        return (ResidualInfluence("the other sites' networks and published components", why),)
+        reason = "after round 1 they were trained with parts that include the forgotten sites"
+        return (ResidualInfluence("the other sites' networks and published components", reason),)
 
 
 def components_of(experiment: Experiment) -> Components:
     """Return the configured objective. Raise UserError if it is not `components`."""
-    found = experiment.objective
-    if not isinstance(found, Components):
+    objective = experiment.objective
+    if not isinstance(objective, Components):
         raise UserError(
             f"objective.name: got '{experiment.config.objective.get('name')}', strategy head_transfer takes components"
         )
-    return found
+    return objective
 
 
 def check_parts(experiment: Experiment) -> None:
@@ -242,10 +248,13 @@ def check_parts(experiment: Experiment) -> None:
     shapes = {architecture: head_shapes(architecture) for architecture in {experiment.architecture(site) for site in sites}}
     first = sites[0]
     for site in sites[1:]:
-        one, other = shapes[experiment.architecture(first)], shapes[experiment.architecture(site)]
-        if odd := next((name for name in {**one, **other} if one.get(name) != other.get(name)), ""):
-            told = f"{site.name}'s head has '{odd}' {_told(other.get(odd))}, {first.name}'s {_told(one.get(odd))}"
-            raise UserError(f"network: heads cannot be exchanged: {told}; give both one network.head (and network.channels)")
+        expected, other = shapes[experiment.architecture(first)], shapes[experiment.architecture(site)]
+        if differing := next((name for name in {**expected, **other} if expected.get(name) != other.get(name)), ""):
+            shape, wanted = _shape_text(other.get(differing)), _shape_text(expected.get(differing))
+            problem = f"{site.name}'s head has '{differing}' {shape}, {first.name}'s {wanted}"
+            raise UserError(
+                f"network: heads cannot be exchanged: {problem}; give both one network.head (and network.channels)"
+            )
 
 
 def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -262,7 +271,7 @@ def feature_shape(architecture: Architecture) -> tuple[int, ...]:
         return tuple(network.extractor(images).shape[1:])
 
 
-def _told(shape: tuple[int, ...] | None) -> str:
+def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else f"of {' x '.join(map(str, shape)) or 'one row'} (without rows of classes)"
 
 
@@ -283,7 +292,7 @@ def shapes(architecture: Architecture) -> State:
     return {name: tensor.to("meta") for name, tensor in architecture.build().state_dict().items()}
 
 
-def _whole_parts(like: Mapping[str, Tensor]) -> Any:
+def _complete_parts(like: Mapping[str, Tensor]) -> Any:
     """Return a check that a site publishes only whole parts of its network."""
 
     def check(record: State) -> None:
@@ -310,5 +319,5 @@ def check_outputs(experiment: Experiment) -> None:
     for site in experiment.sites:
         has, other = experiment.architecture(site).classes, experiment.architecture(first).classes
         if has != other:
-            told = f"{site.name}'s has {has} classes, {first.name}'s {other}"
-            raise UserError(f"objective.mode={components_of(experiment).mode} takes one head for all sites, but {told}")
+            problem = f"{site.name}'s has {has} classes, {first.name}'s {other}"
+            raise UserError(f"objective.mode={components_of(experiment).mode} takes one head for all sites, but {problem}")

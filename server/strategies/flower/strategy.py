@@ -70,16 +70,16 @@ class FlowerStrategy(Strategy):
         inner, sites = self.fresh(), len(experiment.sites)
         for key in ("min_available_nodes", "min_train_nodes"):
             if getattr(inner, key, 0) > sites:
-                why = f"got {getattr(inner, key)}, but there are {sites} sites, and it would wait for more"
-                raise UserError(f"{self.where}.{key}: {why}; set it to {sites} or less")
+                problem = f"got {getattr(inner, key)}, but there are {sites} sites, and it would wait for more"
+                raise UserError(f"{self.where}.{key}: {problem}; set it to {sites} or less")
         if getattr(inner, "fraction_train", 1.0) == 0:
             raise UserError(f"{self.where}.fraction_train: got 0, so no site would train; take more than 0")
         if (key := getattr(inner, "weighted_by_key", SAMPLES)) not in (SAMPLES, LOSS):
             raise UserError(f"{self.where}.weighted_by_key: got '{key}', but sites report only {SAMPLES} and {LOSS}")
-        for option, here in self.objective_defaults.items():
-            if experiment.config.objective.get(option, here) != here:
+        for option, own in self.objective_defaults.items():
+            if experiment.config.objective.get(option, own) != own:
                 raise UserError(
-                    f"objective.{option}: got {experiment.config.objective[option]}, the strategy needs {here}; leave it out"
+                    f"objective.{option}: got {experiment.config.objective[option]}, the strategy needs {own}; leave it out"
                 )
 
     def _check_options(self) -> None:
@@ -113,7 +113,7 @@ class FlowerStrategy(Strategy):
         context.save_server_state(ARRAYS, arrays)
         context.save_server_state(MEMORY, remembered(inner, self.fresh()))
         context.save_server_state(ROUND, {"number": torch.tensor(context.number)})
-        sent = {sites.sites[one.metadata.dst_node_id].name: self._sent(context, one) for one in messages}
+        sent = {sites.sites[message.metadata.dst_node_id].name: self._sent(context, message) for message in messages}
         asked = [site for site in context.participants if site.name in sent]
         like = shared(context.experiment, context.server_state(NETWORK))
         for reply in context.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: RecordSpec(like)}, asked):
@@ -123,15 +123,17 @@ class FlowerStrategy(Strategy):
     def models(self, view: View) -> Models:
 
         def model() -> Model:
-            return Model(view.architecture(), _whole(view, self._after(view)[1]))
+            return Model(view.architecture(), _complete(view, self._after(view)[1]))
 
         return Models({self.make.__name__.lower(): model})
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         if view.rounds_with(names) < 2:
             return ()
-        why = "computed from rounds in which the forgotten sites participated; only the last round is repeated without them"
-        return (ResidualInfluence("the network, the strategy's saved state, and the other sites' networks", why),)
+        reason = (
+            "computed from rounds in which the forgotten sites participated; only the last round is repeated without them"
+        )
+        return (ResidualInfluence("the network, the strategy's saved state, and the other sites' networks", reason),)
 
     def _after(self, view: View) -> tuple[Any, State]:
         """Return the strategy after the last round, and the network that it computed."""
@@ -140,29 +142,29 @@ class FlowerStrategy(Strategy):
         if not replies:
             return inner, arrays
         number = int(view.server_state(ROUND)["number"])
-        made = self._guarded(lambda: _network(*inner.aggregate_train(number, replies)))
-        return inner, arrays if made is None else made
+        network = self._guarded(lambda: _network(*inner.aggregate_train(number, replies)))
+        return inner, arrays if network is None else network
 
     def _reply(self, view: View, site: Site) -> Message:
         """Return a site's last contribution as a message, as Flower's ClientApps send it."""
-        one, sent = view.slots.contributions.here(site.name), view.slots.contributions.floats(site.name, NETWORKS)
-        assert one is not None
+        contribution, sent = view.slots.contributions.here(site.name), view.slots.contributions.floats(site.name, NETWORKS)
+        assert contribution is not None
         numbers = {name.removeprefix(TOLD): float(sent.pop(name)) for name in list(sent) if name.startswith(TOLD)}
-        metrics = MetricRecord({SAMPLES: one.samples, **numbers})
+        metrics = MetricRecord({SAMPLES: contribution.samples, **numbers})
         take_identity()
-        asked = Message(RecordDict(), site.index + 1, TRAIN)
-        return Message(RecordDict({ARRAYS: arrays_of(sent), "metrics": metrics}), reply_to=asked)
+        question = Message(RecordDict(), site.index + 1, TRAIN)
+        return Message(RecordDict({ARRAYS: arrays_of(sent), "metrics": metrics}), reply_to=question)
 
     def _sent(self, view: View, message: Message) -> State:
         """Return the network in a message to a site. Raise FailedError if sites here cannot read the message."""
         keys = [key for record in message.content.config_records.values() for key in record]
-        if odd := next((key for key in keys if key not in (ROUND_KEY, MU)), ""):
-            raise FailedError(f"strategy '{self.name}': it sends the sites '{odd}', which their objective does not read; "
+        if unread := next((key for key in keys if key not in (ROUND_KEY, MU)), ""):
+            raise FailedError(f"strategy '{self.name}': it sends the sites '{unread}', which their objective does not read; "
                               "set options of `objective` and `training` instead")  # fmt: skip
         records = list(message.content.array_records.values())
         if len(records) != 1:
             raise FailedError(f"strategy '{self.name}': it sends {len(records)} records of arrays, but sites take one")
-        return _whole(view, state_of(records[0]))
+        return _complete(view, state_of(records[0]))
 
     def _check_enough(self, inner: Any, sites: int) -> None:
         needed = max(getattr(inner, key, 0) for key in ("min_available_nodes", "min_train_nodes"))
@@ -191,8 +193,8 @@ def _network(arrays: ArrayRecord | None, metrics: Any) -> State | None:
 def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: str) -> Strategy:
     """Return the adapter of a Flower strategy, or of a class derived from one."""
     if not (isinstance(found, type) and issubclass(found, flower.Strategy)):
-        what = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
-        raise UserError(f"{where}.name: '{name}' is {what}, takes a dataclass derived from fedloom.Strategy, or a "
+        kind = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
+        raise UserError(f"{where}.name: '{name}' is {kind}, takes a dataclass derived from fedloom.Strategy, or a "
                         "class derived from flwr.serverapp.strategy.Strategy")  # fmt: skip
     if issubclass(found, TREES):
         raise UserError(
@@ -204,11 +206,13 @@ def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: st
     return FlowerStrategy(name, found, dict(options), where)
 
 
-def _whole(view: View, arrays: State) -> State:
+def _complete(view: View, arrays: State) -> State:
     """Return the complete network. Tensors that the strategy does not see keep their initial values."""
     network = view.server_state(NETWORK)
-    if odd := next((name for name, one in arrays.items() if name not in network or one.shape != network[name].shape), ""):
+    if wrong := next(
+        (name for name, tensor in arrays.items() if name not in network or tensor.shape != network[name].shape), ""
+    ):
         raise FailedError(
-            f"strategy: its tensor '{odd}' does not fit the network; it must return the tensors that it received"
+            f"strategy: its tensor '{wrong}' does not fit the network; it must return the tensors that it received"
         )
-    return {**network, **{name: one.to(network[name].dtype) for name, one in arrays.items()}}
+    return {**network, **{name: tensor.to(network[name].dtype) for name, tensor in arrays.items()}}
