@@ -190,12 +190,12 @@ class LayerSelectionStrategy(Strategy):
         entries = {
             "groups": [list(group) for group in layers.groups],
             "sites": [site.name for site in sites],
-            "configuration": [shown([int(one) for one in chosen[site.name].tolist()]) for site in sites],
-            "shared": [[[_number(one) for one in row] for row in table[MASS][:, site.index].tolist()] for site in sites],
+            "configuration": [shown([int(value) for value in chosen[site.name].tolist()]) for site in sites],
+            "shared": [[[_number(value) for value in row] for row in table[MASS][:, site.index].tolist()] for site in sites],
             "accuracy": [_accuracies(table, site.index) for site in sites],
             "own": self._own_rounds(view, sites),
-            "bytes": sum(one.nbytes for one in view.server_state(SHARED).values()),
-            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.config.roster[0]).values()),
+            "bytes": sum(tensor.nbytes for tensor in view.server_state(SHARED).values()),
+            "fedavg_bytes": sum(tensor.nbytes for tensor in view.initial(site=view.config.roster[0]).values()),
         }
         return {KEY: {_objective(view.experiment).mode: entries}}
 
@@ -229,9 +229,8 @@ class LayerSelectionStrategy(Strategy):
             }
             context.put(CHANGES, site, changes)
         if OTHERS in context.slots.declared:
-            limit = context.number * step_count(
-                reply.samples, context.experiment, reply.site
-            )  # mini-batches that the site can have counted
+            # The site cannot have counted more mini-batches than this.
+            limit = context.number * step_count(reply.samples, context.experiment, reply.site)
             context.put(OTHERS, site, {COUNTS: _at_most(selection[COUNTS], limit).float()})
         context.put(FOUND, site, {CHOSEN: selection[CHOSEN]})
 
