@@ -35,7 +35,7 @@ from fedloom.server.flower.unfolding import UnreadableError, by_hash, check_unfo
 
 SLICE_SECONDS = 1.0  # time for one reply's parts before the next reply's turn
 AT_ONCE = 4  # parts to fetch in parallel
-MOST_TOLD = 200  # characters of an error in a message
+MOST_SHOWN = 200  # characters of an error in a message
 MOST_REASON = 10_000  # characters of a node's error
 
 
@@ -77,7 +77,7 @@ class Patient:
             except httpx.HTTPError as error:
                 status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
                 if status < httpx.codes.INTERNAL_SERVER_ERROR or self._left <= 0:
-                    problem = f"answers {status}" if status else f"cannot be reached ({plain(str(error))[:MOST_TOLD]})"
+                    problem = f"answers {status}" if status else f"cannot be reached ({plain(str(error))[:MOST_SHOWN]})"
                     raise self._error(problem) from None
             self._left -= self.pause_seconds
             time.sleep(self.pause_seconds)
@@ -214,5 +214,5 @@ def read(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
 
 def _failed(info: MessageInfo, error: Exception) -> Message:
     problem = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
-    reason = f"its reply cannot be read ({plain(problem)[:MOST_TOLD]})"
+    reason = f"its reply cannot be read ({plain(problem)[:MOST_SHOWN]})"
     return make_message(metadata_from_proto(info.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))

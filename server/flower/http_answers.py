@@ -13,7 +13,7 @@ from flwr.supercore.protobuf.client import ProtobufClient
 from fedloom.conf.errors import plain
 
 MOST_FAILURE = 1 << 16  # bytes of an error answer
-MOST_TOLD = 200  # characters of a redirect's target in a message
+MOST_SHOWN = 200  # characters of a redirect's target in a message
 
 _init = ProtobufClient.__init__
 
@@ -45,7 +45,7 @@ def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> No
     def look(answer: httpx.Response) -> None:
         where = f"{answer.url.host}:{answer.url.port}{answer.url.path}"
         if 300 <= answer.status_code < 400:
-            target = plain(answer.headers.get("location", "nowhere"))[:MOST_TOLD]
+            target = plain(answer.headers.get("location", "nowhere"))[:MOST_SHOWN]
             raise OddAnswerError(
                 f"{where} answers {answer.status_code} and redirects to '{target}'; redirects are not followed"
             )

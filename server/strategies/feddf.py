@@ -16,9 +16,7 @@ from fedloom.server.strategies.server_training import ServerTraining
 @STRATEGIES.register("feddf")
 @dataclass(frozen=True)
 class FedDF(ByArchitecture):
-    """Distillation (Alg. 3): the students are the architectures' means, the teacher is the mean of all sites' logits, T =
-    1.
-    """
+    """Distillation (Alg. 3) of the mean of all sites' logits into the architectures' means, at temperature 1."""
 
     public: PublicImages = option(PublicImages, "the images for the distillation")
     steps: int = option(300, "steps of Adam in each round, for each architecture", low=1, high=1_000_000)

@@ -35,7 +35,7 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strate
 from fedloom.server.strategies.by_architecture import cast, counted, representable
 
 TOGETHER, LIFELONG = "together", "lifelong"
-PARTS, CHANGES, FOUND, OTHERS = "parts", "changes", "selection", "counts"  # slots
+PARTS, CHANGES, SELECTED, OTHERS = "parts", "changes", "selection", "counts"  # slots
 SHARED, PROGRESS = "shared", "progress"  # saved states: the shared parameters; the measurements of every round
 KEY = "layer_selection"  # in the summary, by mode
 FEWEST_BITS = 24
@@ -74,7 +74,7 @@ class LayerSelectionStrategy(Strategy):
         """
         own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
         others = {OTHERS: Sum()} if _objective(experiment).prior == TASKS else {}
-        return {**own, **others, FOUND: PerClientSlot()}
+        return {**own, **others, SELECTED: PerClientSlot()}
 
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "layer_selection")
@@ -185,8 +185,8 @@ class LayerSelectionStrategy(Strategy):
         if PROGRESS not in view.slots.keeps():
             return {}
         table, layers = view.server_state(PROGRESS), _layers(view)
-        sites = [site for site in view.sites if view.has(FOUND, site.name)]
-        chosen = {site.name: view.slots.contributions.floats(site.name, FOUND)[CHOSEN] for site in sites}
+        sites = [site for site in view.sites if view.has(SELECTED, site.name)]
+        chosen = {site.name: view.slots.contributions.floats(site.name, SELECTED)[CHOSEN] for site in sites}
         entries = {
             "groups": [list(group) for group in layers.groups],
             "sites": [site.name for site in sites],
@@ -232,7 +232,7 @@ class LayerSelectionStrategy(Strategy):
             # The site cannot have counted more mini-batches than this.
             limit = context.number * step_count(reply.samples, context.experiment, reply.site)
             context.put(OTHERS, site, {COUNTS: _at_most(selection[COUNTS], limit).float()})
-        context.put(FOUND, site, {CHOSEN: selection[CHOSEN]})
+        context.put(SELECTED, site, {CHOSEN: selection[CHOSEN]})
 
     def _others(self, context: RoundContext, site: Site) -> dict[str, State]:
         """Return the sum of all other sites' counts, if the prior uses them."""
@@ -251,7 +251,7 @@ class LayerSelectionStrategy(Strategy):
         length = self.schedule(context.experiment).length(context.config.rounds)
         turn_ends = self.arrival == LIFELONG and context.site_round >= context.config.rounds
         if context.number >= length or (self.every and (turn_ends or context.number % self.every == 0)):
-            shared, asked = self.shared(context), [site for site in context.sites if context.has(FOUND, site.name)]
+            shared, asked = self.shared(context), [site for site in context.sites if context.has(SELECTED, site.name)]
             for reply in context.ask(COMPOSED, {MEAN: shared}, {}, asked, metrics=[RIGHT, TOTAL], needed=False):
                 hits, total = reply.metrics[RIGHT], reply.metrics[TOTAL]
                 if can_be(hits, total):

@@ -49,8 +49,9 @@ RIGHT_OF, IMAGES = "right", "images"
 
 @dataclass(frozen=True)
 class Recombining(Strategy):
-    """A method whose sites have their own networks, whose parts are recombined at the end. Subclasses define `train` and
-    `sent`.
+    """A method whose sites have their own networks, whose parts are recombined at the end.
+
+    Subclasses define `train` and `sent`.
     """
 
     every: int = option(0, "rounds from one measurement of all pairs to the next; 0: only after the last round", low=0)

@@ -31,7 +31,7 @@ from fedloom.server.strategies.flower.nodes import Nodes, drawing, quiet, take_i
 
 ARRAYS, MEMORY, DRAWN = "arrays", "memory", "flower"
 SAMPLES, LOSS = "num-examples", "train_loss"  # metrics that sites report
-TOLD = "told/"  # prefix of a number's name in a contribution
+METRIC = "told/"  # prefix of a number's name in a contribution
 ROUND_KEY, MU = "server-round", "proximal-mu"  # keys of the config that a strategy sends to sites
 TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
 NOISY = tuple(one for name, one in vars(flower).items() if name.startswith("DifferentialPrivacy"))
@@ -117,7 +117,7 @@ class FlowerStrategy(Strategy):
         asked = [site for site in context.participants if site.name in sent]
         like = shared(context.experiment, context.server_state(NETWORK))
         for reply in context.ask(TRAIN, lambda site: {MEAN: sent[site.name]}, {SITE: RecordSpec(like)}, asked):
-            numbers = {TOLD + LOSS: torch.tensor(reply.metrics["loss"], dtype=torch.float32)}
+            numbers = {METRIC + LOSS: torch.tensor(reply.metrics["loss"], dtype=torch.float32)}
             context.put(NETWORKS, reply.site, {**reply[SITE], **numbers}, reply.samples)
 
     def models(self, view: View) -> Models:
@@ -149,7 +149,7 @@ class FlowerStrategy(Strategy):
         """Return a site's last contribution as a message, as Flower's ClientApps send it."""
         contribution, sent = view.slots.contributions.here(site.name), view.slots.contributions.floats(site.name, NETWORKS)
         assert contribution is not None
-        numbers = {name.removeprefix(TOLD): float(sent.pop(name)) for name in list(sent) if name.startswith(TOLD)}
+        numbers = {name.removeprefix(METRIC): float(sent.pop(name)) for name in list(sent) if name.startswith(METRIC)}
         metrics = MetricRecord({SAMPLES: contribution.samples, **numbers})
         take_identity()
         question = Message(RecordDict(), site.index + 1, TRAIN)
