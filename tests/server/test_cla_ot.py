@@ -176,9 +176,9 @@ def test_a_map_says_which_layers_correspond(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    ([f"strategy.maps={{{MIDDLE}: [0, 2]}}"], f"{MIDDLE}: [0, 2] is no map of its 3 layers into the 4 of {DEEP}"),
-    ([f"strategy.maps={{{MIDDLE}: [0, 0, 1]}}"], "takes 3 rising places from 0"),
-    ([f"strategy.maps={{{MIDDLE}: first}}"], "takes a list of places such as [0, 2, 3]"),
+    ([f"strategy.maps={{{MIDDLE}: [0, 2]}}"], f"{MIDDLE}: [0, 2] does not map its 3 layers to the 4 of {DEEP}"),
+    ([f"strategy.maps={{{MIDDLE}: [0, 0, 1]}}"], "takes 3 rising indices from 0"),
+    ([f"strategy.maps={{{MIDDLE}: first}}"], "takes a list of indices such as [0, 2, 3]"),
     (["strategy.maps=[0, 1]"], "strategy.maps: got [0, 1], takes a section of keys"),
     (["strategy.every=nan"], "strategy.every: got 'nan', takes a whole number of at least 1 (rounds from one fusion"),
     (["network.widths=[x]"], "network.widths: got ['x'], takes a list of whole numbers"),
