@@ -1,4 +1,4 @@
-"""Memory of this process and all its descendants."""
+"""Measure the memory of this process and all its descendants."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ import psutil
 
 
 def descendants(root: int) -> list[int]:
-    """The process and everything it started, directly or not, that runs now."""
-    with contextlib.suppress(psutil.Error):  # it has just ended
+    """Return the ids of a process and of all running processes that it started, directly or indirectly."""
+    with contextlib.suppress(psutil.Error):  # the process has just ended
         return [root, *(process.pid for process in psutil.Process(root).children(recursive=True))]
     return [root]
 
 
 def own_bytes(process: int) -> int:
-    """Resident bytes without shared pages (files, object store), where the system tells them apart."""
+    """Return a process's resident bytes, without shared pages (files, object store) where the system reports them."""
     with contextlib.suppress(psutil.Error):
         memory = psutil.Process(process).memory_info()
         return memory.rss - getattr(memory, "shared", 0)
@@ -22,5 +22,5 @@ def own_bytes(process: int) -> int:
 
 
 def tree_bytes(root: int | None = None) -> int:
-    """Own bytes of a process (default: this one) and its descendants together."""
+    """Return the sum of `own_bytes` over a process (default: this one) and its descendants."""
     return sum(own_bytes(process) for process in descendants(root or os.getpid()))

@@ -1,4 +1,4 @@
-"""What a user sees of many runs: a live block in a terminal, plain lines in a log, or only what is worth telling."""
+"""Show the progress of a sweep: a live block in a terminal, plain lines in a log, or only warnings."""
 
 import time
 from types import TracebackType
@@ -23,7 +23,7 @@ from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 
 
 class Display:
-    """Tells only messages, failures and what processes print; the base of the others."""
+    """Print only warnings, failures and the output of processes. The base of the other displays."""
 
     def __init__(self, console: Console, total: int, kept: int) -> None:
         self.console, self.total, self.done, self.failed = console, total, kept, 0
@@ -35,27 +35,27 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Restore the terminal."""
 
     def begin(self, name: str) -> QuietListener:
-        """A run begins, or goes on; who is told how."""
+        """Start or resume showing a run. Return the listener for it."""
         return Quiet(self.console, name)
 
     def end(self, name: str, outcome: Outcome) -> None:
-        """It ended."""
+        """Count and show the outcome of a run."""
         self.done += outcome.status != BUSY
         self.failed += outcome.status == FAILED
         if outcome.missing:
             self.say(name, f"{outcome.status}: {outcome.error}")
 
     def say(self, name: str, text: str) -> None:
-        """A line of a run."""
+        """Print a line of a run; without a name, of the sweep."""
         line = plain(text).rstrip()
         self.console.print(f"{name}: {line}" if name else line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Quiet(QuietListener):
-    """Tells only a run's messages, with its name."""
+    """Print only a run's warnings, with its name."""
 
     def __init__(self, console: Console, name: str) -> None:
         super().__init__(console)
@@ -66,21 +66,21 @@ class Quiet(QuietListener):
 
 
 class Plain(Quiet, PlainListener):
-    """One line for each round of a run, with its name."""
+    """Print a line for each round of a run, with its name."""
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._rounds = rounds
         self._say(size_of(sites, rounds) + (f" ({note})" if note else ""))
 
     def note(self, text: str) -> None:
-        """Steps between the rounds are not told: there are many runs."""
+        """Print nothing: a sweep has too many runs for notes."""
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """`Lines.end` tells it."""
+        """Print nothing: `Lines.end` does."""
 
 
 class Lines(Display):
-    """Plain lines, for logs and pipes."""
+    """Print plain lines, for logs and pipes."""
 
     def begin(self, name: str) -> QuietListener:
         return Plain(self.console, name)
@@ -98,28 +98,28 @@ class Row(RichListener):
         self._begin(self._run, rounds)
 
     def _show(self) -> None:
-        """The block shows it."""
+        """Do nothing: the block shows this row."""
 
     def note(self, text: str) -> None:
-        """The line says how it goes."""
+        """Print nothing: the row shows the progress."""
 
     def message(self, text: str) -> None:
         self._say(f"{self._run}: {text}")
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """`Block.end` tells it."""
+        """Print nothing: `Block.end` does."""
 
     def _load(self) -> str:
-        return ""  # told once, for all
+        return ""  # the block's first line shows it for all runs
 
     def named(self, name: str) -> Self:
-        """With the run's name."""
+        """Set the run's name, and return the row."""
         self._begin(name, 0)
         return self
 
 
 class Block(Display):
-    """A line for all runs, and one for each that is under way."""
+    """Show a live line for the sweep, and one for each run in progress."""
 
     def __init__(self, console: Console, total: int, kept: int) -> None:
         super().__init__(console, total, kept)
@@ -148,7 +148,7 @@ class Block(Display):
             self.say(name, ending(outcome))
 
     def block(self) -> Group:
-        """What is shown now."""
+        """Return what is shown now."""
         now = time.monotonic()
         if now - self._looked > MEMORY_SECONDS:
             self._memory, self._looked = tree_bytes(), now
@@ -159,13 +159,16 @@ class Block(Display):
         return Group(Text(", ".join(parts), style="bold"), *(row.line() for row in list(self._rows.values())))
 
     def _left(self, now: float) -> float:
-        """Seconds, at the pace of the runs that ended here."""
+        """Return the seconds left, at the pace of the runs that this sweep has finished."""
         ended = self.done - self._kept
         return (now - self._since) / ended * (self.total - self.done) if ended else 0.0
 
 
 def display_for(quiet: bool, total: int, kept: int, json_output: bool = False) -> Display:
-    """The display that fits: quiet if asked for, live in a terminal, plain lines elsewhere; JSON leaves stdout free."""
+    """Return the display for this output: quiet on request, live in a terminal, plain lines elsewhere.
+
+    With `json_output`, it prints to stderr.
+    """
     console = Console(stderr=json_output)
     if quiet:
         return Display(console, total, kept)
@@ -174,7 +177,7 @@ def display_for(quiet: bool, total: int, kept: int, json_output: bool = False) -
 
 
 def ending(outcome: Outcome) -> str:
-    """How a run ended, in a line."""
+    """Return a line that says how a run ended."""
     union, seconds = before_forgetting(outcome.summary).get("union"), outcome.summary.get("seconds", 0.0)
     text = f"{outcome.status} after {seconds:.1f} s"
     return f"{text}, test accuracy {percent(union)}" if union is not None else text

@@ -1,4 +1,4 @@
-"""Carry out planned runs: those that are there are kept or go on, those missing are started, none stops another."""
+"""Carry out planned runs: skip finished ones, resume interrupted ones and start the others."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fedloom.sims.sweeps.worker_pool import WorkerPool
 
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:
-    """The same, by what is there already. UserError, before anything starts, for whatever of them cannot work."""
+    """Return the runs, marked as done, to resume or to start. Raise UserError if one of them cannot work."""
     runs = [placed(dataclasses.replace(run, config=absolute_paths(run.config)), overwrite) for run in planned]
     for run in runs:
         if not run.done and (overwrite or not busy(run.folder)):
@@ -31,9 +31,10 @@ def _refuse(run: Planned) -> None:
 def carry_out(
     planned: Sequence[Planned], parallel: int = 0, *, quiet: bool = False, json_output: bool = False
 ) -> list[Outcome]:
-    """What became of each run, in their order. `parallel`: processes that run one each at a time; 0: in this process.
+    """Carry out the runs, and return their outcomes in the same order.
 
-    A KeyboardInterrupt ends all that is under way, within seconds, and goes on; so does the same sweep later.
+    `parallel` is the number of processes; each carries out one run at a time. 0: in this process.
+    A KeyboardInterrupt stops all runs within seconds. The same sweep resumes them later.
     """
     missing = [run for run in planned if not run.done]
     done = {run.name: finished(run, KEPT) for run in planned if run.done}
@@ -48,20 +49,20 @@ def carry_out(
 
 
 def _opening(total: int, kept: int, parallel: int) -> str:
-    """What is ahead, in a line."""
-    there = f", {kept} of them finished before" if kept else ""
+    """Return a line that says what the sweep will do."""
+    there = f", {kept} of them already finished" if kept else ""
     return f"{total} run{'s' * (total > 1)}{there}, {max(1, min(parallel, total - kept))} at a time"
 
 
 def _carried_out(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
-    """What became of each, by its name."""
+    """Carry out the runs in processes or here. Return the outcome of each by its name."""
     if parallel and tasks:
         return WorkerPool(min(parallel, len(tasks)), display).run(tasks)
     return {task.name: _here(task, display) for task in tasks}
 
 
 def _here(task: Planned, display: Display) -> Outcome:
-    """What became of it in this process."""
+    """Carry out a run in this process."""
     now = looked_at(task)
     if isinstance(now, Planned):
         listener = display.begin(now.name)
