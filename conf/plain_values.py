@@ -1,4 +1,4 @@
-"""What Python programs hand over, as YAML has it: numbers of NumPy, paths, tuples and arrays become plain values."""
+"""Convert Python values to YAML's: NumPy numbers, paths, tuples and arrays become plain values."""
 
 import dataclasses
 import datetime
@@ -14,9 +14,9 @@ TAKES = "texts, numbers, truth values, paths, lists and dictionaries"
 
 
 def plain_value(given: Any, where: str, depth: int = 0) -> Any:
-    """The same in plain values. UserError naming the dotted key, and the type, of what none of them stands for."""
+    """Return a value as plain values. Raise UserError with the dotted key and the type of a value that has no plain form."""
     if depth > MOST_DEPTH:
-        raise UserError(f"{where[:MOST_DEPTH]}...: is nested too deep, or holds itself")
+        raise UserError(f"{where[:MOST_DEPTH]}...: is nested too deep, or contains itself")
     if given is None or isinstance(given, bool):
         return given
     if (single := _single(given)) is not None:
@@ -33,7 +33,7 @@ def plain_value(given: Any, where: str, depth: int = 0) -> Any:
 
 
 def _single(given: Any) -> str | int | float | None:
-    """A text, a number or a path as Python's own; None for anything else."""
+    """Return a text, a number or a path as a Python str, int or float; None for anything else."""
     if isinstance(given, str):
         return str.__str__(given)
     if isinstance(given, os.PathLike):

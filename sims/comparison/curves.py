@@ -1,4 +1,4 @@
-"""Joint curves: validation accuracy over rounds, and over what travelled, as means over seeds with a band."""
+"""Plot the rows of a comparison: validation accuracy over rounds and over traffic, as means over seeds with a band."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_CURVES = 2 * len(PALETTE)
-MARKED = 25  # points of a line
-LONGEST = 42  # letters of its name
-Place = Callable[[Entry], dict[int, float]]  # where a round stands on the axis
+MARKED = 25  # longer curves have no markers
+LONGEST = 42  # characters of a curve's label
+Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
-CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds, the band one standard deviation."
+CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
 
 
 def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
-    """The pictures that the runs allow, as PNGs in the folder."""
+    """Draw the plots that the runs allow, as PNGs in `folder`."""
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
@@ -35,12 +35,12 @@ def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
     found = [Picture(rounds, CAPTION + few)]
     if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
         bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png")
-        found.append(Picture(bytes, f"The same over what had travelled by then.{few}"))
+        found.append(Picture(bytes, f"The same accuracy over the total traffic.{few}"))
     return found
 
 
 def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
-    """A line for each group; the band where there are several seeds."""
+    """Plot a line for each group, with a band if it has several seeds."""
     figure, axes = new_figure(10.5, 4.8)
     ends: list[End] = []
     for number, group in enumerate(groups):
@@ -63,7 +63,7 @@ def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
 
 
 def mean_curve(group: Group, place: Place) -> list[tuple[float, float, float]]:
-    """(where, mean, standard deviation) for each of the group's rounds."""
+    """Return (x, mean, standard deviation) for each of the group's rounds."""
     entries = [entry for entry in group.entries if entry.curve]
     points = []
     for round in group.rounds:
@@ -78,7 +78,7 @@ def _round(entry: Entry) -> dict[int, float]:
 
 
 def _travelled(entry: Entry) -> dict[int, float]:
-    """MB by round, of all rounds up to it."""
+    """Return the total MB up to each round."""
     sent, received = entry.bytes(0), entry.bytes(1)
     total, found = 0, {}
     for round in sorted(sent):

@@ -1,4 +1,4 @@
-"""The readable page of a certificate."""
+"""Write a certificate as an HTML page."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from fedloom.sims.report.tables import Table, percent
 
 
 def write_html(path: Path) -> Path:
-    """Write CERTIFICATE.html beside CERTIFICATE.json. Raises UserError if that cannot be read."""
+    """Write CERTIFICATE.html next to CERTIFICATE.json. Raise UserError if the certificate cannot be read."""
     given = read(path)
     evidence = given.get("evidence", {})
     sections: list[tuple[str, list[Part]]] = [
         ("What is exact", [given["exact"]["statement"], _exact(given)]),
-        ("What is not", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
+        ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
         (
             "What was deleted",
             [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],
@@ -29,7 +29,7 @@ def write_html(path: Path) -> Path:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages of a run's certificates that have none, or were written again."""
+    """Write the pages of a run's new and changed certificates."""
     for path in sorted((folder / CERTIFICATES).glob("*.json")):
         page = path.with_suffix(".html")
         if not page.exists() or page.stat().st_mtime < path.stat().st_mtime:
@@ -37,15 +37,16 @@ def write_pages(folder: Path) -> None:
 
 
 def _at_sites(given: dict[str, Any]) -> list[Part]:
-    """What nodes of a real federation say that they deleted."""
+    """Return what the nodes of a real federation report as deleted."""
     if not (told := given.get("at_sites")):
         return []
     rows = [[site, f"{done['files']} files, {done['bytes']:,} bytes", done["time"]] if done else [site, "outstanding", ""]
             for site, done in told.items()]  # fmt: skip
     note = (
-        "As they say: nobody can see from here what another machine keeps. Outstanding: the node has not been there since."
+        "As reported by the sites: the server cannot check another machine's disk. Outstanding: the site has not connected "
+        "since the request."
     )
-    return [Table("At the sites themselves", ["site", "deleted", "when"], rows, note)]
+    return [Table("Deleted at the sites", ["site", "deleted", "when"], rows, note)]
 
 
 def _exact(given: dict[str, Any]) -> Table:
@@ -77,10 +78,10 @@ def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _networks(evidence: dict[str, Any]) -> list[Part]:
-    """Which networks were measured."""
+    """Return the digests of the measured networks."""
     rows = [[stage, one["network"]] for stage, one in _stages(evidence).items() if "network" in one]
-    note = "Equal digests are equal networks, bit for bit."
-    return [Table("The networks that were measured", ["network", "digest"], rows, note)] if rows else []
+    note = "Networks with equal digests are bit-identical."
+    return [Table("Measured networks", ["network", "digest"], rows, note)] if rows else []
 
 
 def _accuracy(evidence: dict[str, Any]) -> Table:
@@ -89,7 +90,9 @@ def _accuracy(evidence: dict[str, Any]) -> Table:
     rows = [[domain, evidence.get("samples", {}).get(domain, "all"),
              *(percent(one["accuracy"][domain]) if domain in one["accuracy"] else "-" for one in stages.values())]
             for domain in domains]  # fmt: skip
-    note = "An accuracy on a forgotten domain below that of a network retrained without the site is a trace, too."
+    note = (
+        "An accuracy on a forgotten domain below that of a network retrained without the site is also a trace of the site."
+    )
     return Table("Test accuracy", ["domain", "test images", *stages], rows, note)
 
 
@@ -102,8 +105,9 @@ def _attacks(evidence: dict[str, Any]) -> Table:
                 continue
             rows += [[site, stage, name, f"{each['auc']:.3f} ({each['low']:.3f} to {each['high']:.3f})",
                       f"{each['members']} / {each['others']}"] for name, each in sorted(attacks.items())]  # fmt: skip
-    note = ("Area under the curve of telling a site's training images from test images of its domain, with a 95 % bootstrap "
-            "interval; 0.5 is chance. Near 0.5 after means little unless it was clearly higher before.")  # fmt: skip
+    note = ("AUC: how well an attack separates a site's training images from test images of its domain; 0.5 is chance. In "
+            "brackets: 95 % bootstrap interval. A value near 0.5 after forgetting is evidence only if the value before was "
+            "clearly higher.")  # fmt: skip
     return Table("Membership inference", ["site", "network", "attack", "AUC", "members / others"], rows, note)
 
 
@@ -115,14 +119,14 @@ def _relearning(evidence: dict[str, Any]) -> Table:
             continue
         rows += [[site, start, one["steps"] if one["steps"] is not None else "not reached", percent(one["target"])]
                  for start, one in starts.items()]  # fmt: skip
-    note = "Steps of SGD on the site's images until 90 % of the old accuracy on its domain is back; fresh: untrained."
+    note = "SGD steps on the site's images until the network has 90 % of the old accuracy on its domain; fresh: untrained."
     return Table("Time to relearn", ["site", "start", "steps", "target"], rows, note)
 
 
 def _retrained(evidence: dict[str, Any]) -> list[Part]:
-    """How far the network is from one that was trained without the sites, if there is one."""
+    """Return the distance to a network that was retrained without the sites, if there is one."""
     if not (one := evidence.get("retrained")):
         return []
     rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in one["distance"].items()]
-    rows.append(["test images put into different classes", percent(one["disagreement"])])
-    return [Table("Beside a network retrained without the sites", ["what", "value"], rows)]
+    rows.append(["test images with different predicted classes", percent(one["disagreement"])])
+    return [Table("Compared with a network retrained without the sites", ["what", "value"], rows)]

@@ -1,4 +1,4 @@
-"""The tables of what came out of a run."""
+"""Collect the tables of a run's results."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fedloom.sims.report.tables import Table, accuracy_table, at_sites_table, co
 
 
 def result_tables(summary: dict[str, Any]) -> list[Table]:
-    """Those that a summary has something for."""
+    """Return the tables that a summary has results for."""
     tables = [accuracy_table(summary)] if summary.get("accuracy") else []
     tables += [at_sites_table(summary)] if summary.get("at_sites") else []
     tables += [costs_table(summary)] if summary.get("costs") else []

@@ -1,4 +1,4 @@
-"""How networks do at single sites, and which classes the sites have: tables and pictures."""
+"""Show the accuracy at single sites, and the sites' classes, as tables and plots."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40  # sites in the picture of classes
 MOST_CLASSES = 50  # named on an axis
-FEW_IMAGES = 10  # of a site, by which an accuracy moves in steps of 10 % and more
-LONGEST, ROOM = 60, 18  # letters of a class's name: in a table, on an axis
+FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10 %
+LONGEST, ROOM = 60, 18  # characters of a class's name: in a table, on an axis
 LARGEST = 260.0  # area of the largest dot
 
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By network what was found at the sites, on each site's own test images (server.run.final_evaluation)."""
+    """Return by network the results on each site's own test images (server.run.final_evaluation)."""
     names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
     return {names.get(name) or str(name): found for name, found in (summary.get("per_site") or {}).items()}
 
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
-    """How accuracy spreads over the sites: mean, standard deviation, worst, deciles, best."""
+    """Return the spread of accuracy over the sites: mean, standard deviation, worst, deciles, best."""
     rows = []
     for name, one in at_home(summary).items():
         low, middle, high = (one["deciles"][place] for place in (0, 4, 8))
@@ -35,12 +35,12 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
         rows.append([name, len(one["sites"]), percent(one["mean"]), percent(one["deviation"]), *worst,
                      *map(percent, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
-    note = "Every site counts the same. 10 %: a tenth of the sites are below; all: summary.json."
+    note = "Every site has the same weight. 10 %: a tenth of the sites are below this value. summary.json has all deciles."
     return Table("On each site's own test images", columns, rows, _looked_at(summary) + _coarse(summary) + note)
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
-    """Accuracy site by site, the worst of the first network first."""
+    """Return the accuracy by site, the worst of the first network first."""
     found = at_home(summary)
     first = next(iter(found.values()))["sites"]
     names = sorted({name: None for one in found.values() for name in one["sites"]},
@@ -53,7 +53,7 @@ def sites_table(summary: Mapping[str, Any]) -> Table:
 
 
 def classes_table(summary: Mapping[str, Any]) -> list[Table]:
-    """Accuracy class by class, over the test images of all sites that were looked at; nothing where none told."""
+    """Return the accuracy by class, over the test images of all measured sites; nothing if no site has reported it."""
     found = {name: one["classes"] for name, one in at_home(summary).items() if one["classes"]}
     numbers = sorted({number for classes in found.values() for number in classes}, key=int)
     names = summary.get("class_names") or {}
@@ -64,7 +64,7 @@ def classes_table(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """The sites' accuracies in ascending order, a line for each network; beside it accuracy by class. None of one site."""
+    """Plot the sites' accuracies in ascending order and the accuracy by class, for each network. None for one site."""
     found = {name: one for name, one in at_home(summary).items() if len(one["sites"]) > 1}
     if not found:
         return None
@@ -77,7 +77,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
         classes = sorted(one["classes"], key=int)
         right.plot([int(name) for name in classes], [_share(one["classes"][name]) for name in classes], color=colour,
                    linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
-    for axes, name in ((left, "share of the sites, the worst first"), (right, "class")):
+    for axes, name in ((left, "share of sites, sorted by accuracy"), (right, "class")):
         _dress(axes)
         axes.set_xlabel(name)
     percent_axis(left.xaxis)
@@ -89,7 +89,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Training images by site and class: a dot's area is their number; of many sites a sample. None of one site."""
+    """Plot the training images by site and class as dots whose area is their number. None for one site."""
     counts = summary.get("classes") or {}
     if len(counts) < 2:
         return None
@@ -113,7 +113,7 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def sampled(counts: Mapping[str, Any]) -> list[str]:
-    """The sites that are shown, in their order: all, or of many a sample that is always the same."""
+    """Return the sites to show, in their order: all, or a fixed random sample of many."""
     names = list(counts)
     if len(names) <= MOST_ROWS:
         return names
@@ -121,7 +121,7 @@ def sampled(counts: Mapping[str, Any]) -> list[str]:
 
 
 def _name_classes(axes: Axes, summary: Mapping[str, Any], classes: list[int]) -> None:
-    """Names in the place of numbers, where the classes have names and there is room for them."""
+    """Label classes by name, if they have names and these fit."""
     names = summary.get("class_names") or {}
     if names and len(classes) <= MOST_CLASSES:
         axes.set_xticks(classes, [short(names.get(str(number), str(number)), ROOM) for number in classes],
@@ -134,15 +134,15 @@ def _share(both: list[int] | None) -> float | None:
 
 def _looked_at(summary: Mapping[str, Any]) -> str:
     found, sites = max((len(one["sites"]) for one in at_home(summary).values()), default=0), len(summary["sites"])
-    few = f"{found} of {sites} sites, drawn from those that trained and have test images (evaluation.sites). "
+    few = f"{found} of {sites} sites, a random sample of those that trained and have test images (evaluation.sites). "
     return few if found < sites else ""
 
 
 def _coarse(summary: Mapping[str, Any]) -> str:
-    """A warning where single sites have so few test images that their accuracies say little."""
+    """Return a warning if sites have so few test images that their single accuracies mean little."""
     images = {name: one["images"] for found in at_home(summary).values() for name, one in found["sites"].items()}
     few = sum(number < FEW_IMAGES for number in images.values())
-    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: look at the mean alone. " if few else ""
+    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: use only the mean. " if few else ""
 
 
 def _dress(axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""MLflow: a run of its own for each part, baselines within the main one; by default in the run's folder (mlruns)."""
+"""Write to MLflow: a run for each part, with baselines as children; by default in the run's folder (mlruns)."""
 
 import os
 import time
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 FOLDER = "mlruns"
-ID = "fedloom.id"  # the tag by which a later process finds the run again
-MARK = "round"  # a number of each round, written last
-MOST_NUMBERS, MOST_SETTINGS, MOST_LETTERS = 1000, 100, 500  # in one request; of a setting
+ID = "fedloom.id"  # the tag that identifies the run for a later process
+MARK = "round"  # the number of each round that is written last
+MOST_NUMBERS, MOST_SETTINGS, MOST_LETTERS = 1000, 100, 500  # in one request; characters of a setting
 STATUS = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
 
 
@@ -26,20 +26,20 @@ STATUS = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
 class MlflowTracker(Tracker):
     """MLflow, by default in the run's folder.
 
-    A server's passwords are no options: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    Set a server's password in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
 
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
-    uri: str = option("", "of the tracking server or store; empty: the folder mlruns in the run's own")
-    experiment: str = option("", "MLflow's experiment; empty: this one's name")
+    uri: str = option("", "URI of the tracking server or store; empty: the folder mlruns in the run's folder")
+    experiment: str = option("", "name of MLflow's experiment; empty: the name of this experiment")
 
     def open(self, config: Config) -> Writer:
         return MlflowWriter(config, self)
 
 
 class MlflowWriter(Writer):
-    """Rounds that a rollback took back stay in the run that they were in; what follows is a new one, complete again."""
+    """After a rollback, the old MLflow run keeps its rounds, and a new one gets all committed rounds."""
 
     def __init__(self, config: Config, options: MlflowTracker) -> None:
         super().__init__(config, options.sites)
@@ -86,12 +86,12 @@ class MlflowWriter(Writer):
 
 
 class MlflowLine(Line):
-    """One of MLflow's runs."""
+    """An MLflow run."""
 
     def __init__(self, client: "MlflowClient", id: str, sites: set[str]) -> None:
         self.id, self._client, self._sites = id, client, sites
         self.written = max((point.step for point in client.get_metric_history(id, MARK)), default=0)
-        self._torn = self.written + 1  # the round in which an earlier process may have ended
+        self._torn = self.written + 1  # an earlier process may have stopped within this round
 
     def write(self, record: dict[str, Any]) -> None:
         numbers = round_numbers(record)
@@ -100,7 +100,7 @@ class MlflowLine(Line):
         self.log({**numbers, MARK: float(record["round"])}, record["round"], again=record["round"] == self._torn)
 
     def log(self, numbers: dict[str, float], step: int, again: bool = True) -> None:
-        """Add points to curves; where it may be done `again`, those that are not there with this value."""
+        """Add points to curves. `again`: some may exist; add only those without an equal point."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -111,7 +111,7 @@ class MlflowLine(Line):
             self._client.log_batch(self.id, metrics=points[start : start + MOST_NUMBERS])
 
     def _holds(self, point: Any) -> bool:
-        """Whether the curve's latest point at this step is this one."""
+        """Return whether the curve's latest point at this step has this value."""
         there = [one.value for one in self._client.get_metric_history(self.id, point.key) if one.step == point.step]
         return there[-1:] == [point.value]
 

@@ -1,4 +1,4 @@
-"""TensorBoard's event files in the run's folder: tensorboard/PART with curves, tensorboard/results with what came out."""
+"""Write TensorBoard's event files: curves in tensorboard/PART, final results in tensorboard/results."""
 
 import logging
 import shutil
@@ -16,7 +16,7 @@ from fedloom.sims.tracking.numbers import round_numbers, site_numbers
 from fedloom.sims.tracking.results import Results
 
 FOLDER, RESULTS = "tensorboard", "results"
-MARK = "replies"  # a number that each round has, written last
+MARK = "replies"  # the number of each round that is written last
 
 
 @TRACKERS.register("tensorboard")
@@ -32,7 +32,7 @@ class TensorBoardTracker(Tracker):
 
 
 class TensorBoardWriter(Writer):
-    """Each process adds a file of events; what it takes back of earlier ones is marked so, as TensorBoard does itself."""
+    """Each process adds an event file. TensorBoard's purge step marks rounds of earlier files that were rolled back."""
 
     def begin(self, part: Part) -> Line:
         return TensorBoardLine(self.folder / FOLDER / part.name, part, self.sites, self.config)
@@ -56,7 +56,7 @@ class TensorBoardWriter(Writer):
 
 
 class TensorBoardLine(Line):
-    """Curves of one part, and at round 0 of the run's own its configuration."""
+    """The curves of one part. The main part also has the configuration, at round 0."""
 
     def __init__(self, folder: Path, part: Part, sites: set[str], config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -85,14 +85,14 @@ class TensorBoardLine(Line):
 
 
 def _written(folder: Path) -> int:
-    """The last round that event files of earlier processes hold in full; 0 without any."""
+    """Return the last complete round in the event files of earlier processes; 0 without any."""
     if not folder.is_dir():
         return 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = logging.getLogger("tensorboard")
     level = log.level
-    log.setLevel(logging.ERROR)  # what was taken back earlier is no news
+    log.setLevel(logging.ERROR)  # hide warnings about purged rounds
     try:
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1}).Reload()
     finally:

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of its own for each part, one group for all; offline in the run's folder (wandb) by default."""
+"""Write to Weights & Biases: a run for each part, in one group; by default offline in the run's folder (wandb)."""
 
 import dataclasses
 import os
@@ -22,15 +22,15 @@ FOLDER, STEP = "wandb", "round"
 class WandbTracker(Tracker):
     """Weights & Biases, by default offline in the run's folder.
 
-    The key of an account is no option: W&B reads WANDB_API_KEY, or what `wandb login` has kept.
+    Set an account's key in WANDB_API_KEY, or with `wandb login`.
     """
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
-    project: str = option("fedloom", "W&B's project")
-    entity: str = option("", "user or team that it belongs to; empty: the account's own")
+    project: str = option("fedloom", "name of W&B's project")
+    entity: str = option("", "user or team that owns the project; empty: the account")
     mode: str = option(
-        "offline", "offline: files for `wandb sync`; online: sent while the run goes on", choices=("offline", "online")
+        "offline", "offline: files for `wandb sync`; online: sent during the run", choices=("offline", "online")
     )
 
     def open(self, config: Config) -> Writer:
@@ -38,7 +38,7 @@ class WandbTracker(Tracker):
 
 
 class WandbWriter(Writer):
-    """Rounds that a rollback took back stay in the run that they were in; what follows is a new one, complete again."""
+    """After a rollback, the old W&B run keeps its rounds, and a new one gets all committed rounds."""
 
     def __init__(self, config: Config, options: WandbTracker) -> None:
         super().__init__(config, options.sites)
@@ -63,7 +63,7 @@ class WandbWriter(Writer):
             job_type=part.name,
             config=tree,
             resume="allow",
-            reinit="create_new",  # whatever run of their own the user has stays as it is
+            reinit="create_new",  # leave the user's own W&B run alone
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
         run.define_metric("*", step_metric=STEP)
@@ -85,7 +85,7 @@ class WandbWriter(Writer):
 
 
 class WandbLine(Line):
-    """One of W&B's runs."""
+    """A W&B run."""
 
     def __init__(self, run: Any, written: int, sites: set[str]) -> None:
         self.run, self.written, self._sites = run, written, sites

@@ -160,7 +160,7 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--seeds", "0,1", "objective.mode=none"], "objective.mode: got 'none'"),
         (["--parallel", "2"], "--parallel: is for many runs"),
         (["seeds=0,1"], "seeds: a run for each is made by --seeds 0,1"),
-        (["seed=0,1"], "(of everything that is random); a run for each value: --sweep seed=0,1"),
+        (["seed=0,1"], "(seed of everything random); a run for each value: --sweep seed=0,1"),
         (["training.rate=0.1,0.2"], "a run for each value: --sweep training.rate=0.1,0.2"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/full/file")
 
-    assert attempt(full) == "/full/file: No space left on device; make room or mend permissions, then resume"
+    assert attempt(full) == "/full/file: No space left on device; free some space or correct the permissions, then resume"
     assert capfd.readouterr().err == ""
     assert attempt(lambda: {}["odd"]).startswith("KeyError") and "Traceback" in capfd.readouterr().err
 
