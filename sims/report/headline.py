@@ -37,15 +37,13 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 
 def _exchange_sentence(summary: Mapping[str, Any]) -> str:
     """Return the accuracy of exchanged heads, with that of the baselines; empty without another site."""
-    found = [one for one in exchanges(summary) if one.exchanged is not None]
-    if not found:
+    matrices = [matrix for matrix in exchanges(summary) if matrix.exchanged is not None]
+    if not matrices:
         return ""
-    first, *others = found
-    text = (
-        f"Extractors reach {percent(first.own)} with their own heads and {percent(first.exchanged)} with other sites' heads"
-    )
-    beside = ", ".join(f"{one.method} {percent(one.exchanged)}" for one in others)
-    return f"{text}{f' ({beside})' if beside else ''}, with {percent(first.share)} of FedAvg's traffic."
+    first, *others = matrices
+    text = f"With their own heads, extractors reach {percent(first.own)}; with other sites' heads {percent(first.exchanged)}"
+    baselines = ", ".join(f"{matrix.method} {percent(matrix.exchanged)}" for matrix in others)
+    return f"{text}{f' ({baselines})' if baselines else ''}. A site sends {percent(first.share)} of FedAvg's traffic."
 
 
 def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
@@ -53,12 +51,12 @@ def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
     forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
     holders = Holders(summary)
     alone = {site: after for site, after in forgotten.items() if not holders.others(site)}
-    told = alone or forgotten
-    if not told:
+    counted = alone or forgotten
+    if not counted:
         return ""
-    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(told, before))
-    own_after, kept_after = _own_and_retained(holders, told)
-    start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
+    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(counted, before))
+    own_after, kept_after = _own_and_retained(holders, counted)
+    start = f"Forgetting {next(iter(counted))}" if len(counted) == 1 else f"Forgetting a site (mean of {len(counted)})"
     stay = f"accuracy on the retained domains goes from {percent(kept_before)} to {percent(kept_after)} on average"
     own = f"goes from {percent(own_before)} to {percent(own_after)}"
     if not alone and (domain := only_domain(summary)):
