@@ -35,15 +35,15 @@ ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 def limits(root: Path = ROOT) -> Limits:
     """Return the limits of this process; infinite if the system has no control groups. `root`: of the file system."""
-    found = Limits()
+    result = Limits()
     for kind, mount, inside in _mounts(root):
         for folder in _groups(root, kind, mount, inside):
-            found = Limits(
-                min(found.memory, _number(folder / _files(kind).limit)),
-                min(found.free, _free(folder, _files(kind))),
-                min(found.cores, _cores(folder)),
+            result = Limits(
+                min(result.memory, _number(folder / _files(kind).limit)),
+                min(result.free, _free(folder, _files(kind))),
+                min(result.cores, _cores(folder)),
             )
-    return found
+    return result
 
 
 def _files(kind: str) -> _Files:
@@ -54,14 +54,14 @@ def _mounts(root: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield each tree of groups: its resource (empty: all, version 2), its mount point, and the group mounted there."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        words, kinds = before.split(), after.split()
-        if len(words) < 5 or len(kinds) < 3 or kinds[0] not in ("cgroup", "cgroup2"):
+        fields, kinds = before.split(), after.split()
+        if len(fields) < 5 or len(kinds) < 3 or kinds[0] not in ("cgroup", "cgroup2"):
             continue
-        mount = root / words[4].lstrip("/")
+        mount = root / fields[4].lstrip("/")
         if kinds[0] == "cgroup2":
-            yield "", mount, words[3]
+            yield "", mount, fields[3]
         for resource in {"memory", "cpu"} & set(kinds[2].split(",")):
-            yield resource, mount, words[3]
+            yield resource, mount, fields[3]
 
 
 def _groups(root: Path, kind: str, mount: Path, inside: str) -> Iterator[Path]:

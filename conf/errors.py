@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
-MOST_TOLD = 40  # names in an error
+MOST_NAMES = 40  # names in an error
 MOST_PATH = 200  # characters of a path in an error
 NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -52,6 +52,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def listed(name: str, known: Iterable[str]) -> str:
     """Return the names, sorted, with commas between; of many, only those similar to `name`, and the number of all."""
     names = sorted(known)
-    if len(names) > MOST_TOLD:
+    if len(names) > MOST_NAMES:
         names = [*sorted(difflib.get_close_matches(name, names, 8, 0.3)), f"{len(names)} in all"]
     return ", ".join(names)

@@ -5,9 +5,9 @@ import math
 MILLION = 1e6
 
 
-def count(number: int, one: str, more: str = "") -> str:
+def count(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: 1 round, 2 rounds. `more`: an irregular plural (1 reply, 2 replies)."""
-    return f"{number} {one if number == 1 else more or f'{one}s'}"
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def rounded(number: float, digits: int) -> str:

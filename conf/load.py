@@ -21,7 +21,7 @@ from fedloom.conf.yaml_text import read_yaml, write_yaml
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
 MANY = 100  # sites
-MOST_TOLD = 100  # characters of an override in an error
+MOST_CHARACTERS = 100  # characters of an override in an error
 
 VERSION = 4  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
 
@@ -62,11 +62,11 @@ def read_values(text: str) -> tuple[str, list[Any]]:
     key, _, items = text.partition("=")
     if not (key and items.strip()):
         raise UserError(f"'{_short(text)}': takes the form key=value,value, such as training.rate=0.01,0.03")
-    found = _value(f"{key}=[{items}]", key, f"[{items}]", many=True)
-    inside = found[0] if len(found) == 1 and isinstance(found[0], list) else found
-    if not inside:
+    values = _value(f"{key}=[{items}]", key, f"[{items}]", many=True)
+    inner = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    if not inner:
         raise UserError(f"'{_short(text)}': has no values; it takes key=value,value, such as training.rate=0.01,0.03")
-    return key, inside
+    return key, inner
 
 
 def read_override(text: str) -> Any:
@@ -87,17 +87,17 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
                 _forget_options(merged, str(key), item)
             merged = OmegaConf.merge(merged, OmegaConf.create(preset))
         for key, item in _options_last(changes):
-            _check_places(merged, key)
+            _check_indices(merged, key)
             _open_name(merged, key)
             _forget_options(merged, key, item)
-            OmegaConf.update(merged, key, item, merge=_alike(OmegaConf.select(merged, key), item), force_add=True)
-        whole = OmegaConf.to_container(merged, resolve=True)
+            OmegaConf.update(merged, key, item, merge=_mergeable(OmegaConf.select(merged, key), item), force_add=True)
+        resolved = OmegaConf.to_container(merged, resolve=True)
     except UserError:
         raise
     except (OmegaConfBaseException, TypeError, LookupError, ValueError, RecursionError) as error:
         raise UserError(f"{' '.join([name, *map(_short, overrides)])}: {_first_line(error)}") from None
-    assert isinstance(whole, dict)
-    return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in whole.items()}})
+    assert isinstance(resolved, dict)
+    return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in resolved.items()}})
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -106,11 +106,11 @@ def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, item in changes.items():
         yield key, item
         if key.endswith(".partition.name"):
-            yield from [one for one in before if one[0].startswith(key.removesuffix("name"))]
+            yield from [override for override in before if override[0].startswith(key.removesuffix("name"))]
         before.append((key, item))
 
 
-def _check_places(merged: Any, key: str) -> None:
+def _check_indices(merged: Any, key: str) -> None:
     """Raise UserError for a key that is not a valid index of the list that it leads into."""
     parts = key.split(".")
     for number, part in enumerate(parts[1:], 1):
@@ -132,9 +132,9 @@ def _open_name(merged: Any, key: str) -> None:
         OmegaConf.update(merged, section, {"name": name}, merge=False)
 
 
-def _alike(there: Any, item: Any) -> bool:
+def _mergeable(current: Any, item: Any) -> bool:
     """Return whether a value can be merged into the existing one; otherwise it replaces the existing one."""
-    return OmegaConf.is_list(there) == isinstance(item, list) and OmegaConf.is_dict(there) == isinstance(item, dict)
+    return OmegaConf.is_list(current) == isinstance(item, list) and OmegaConf.is_dict(current) == isinstance(item, dict)
 
 
 def _presets(tree: dict[str, Any], changes: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -151,10 +151,10 @@ def _presets(tree: dict[str, Any], changes: dict[str, Any], name: str) -> list[d
     if not (presets and isinstance(presets, Mapping)):
         raise UserError(f"preset: {name} has no presets")
     names = asked if isinstance(asked, list) else [asked]
-    for one in names:
-        if not isinstance(one, str) or one not in presets:
-            raise unknown(f"preset of {name}", one, presets)
-    return [dict(presets[one]) for one in names]
+    for preset in names:
+        if not isinstance(preset, str) or preset not in presets:
+            raise unknown(f"preset of {name}", preset, presets)
+    return [dict(presets[preset]) for preset in names]
 
 
 def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]:
@@ -168,17 +168,17 @@ def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]
 def _forget_options(merged: Any, key: str, item: Any) -> None:
     """Remove the options of a network, objective, strategy or partition that a preset or override replaces."""
     above, _, last = key.rpartition(".")
-    section, given = (above, {"name": item}) if last == "name" else (key, item)
-    if not isinstance(given, Mapping):
+    section, options = (above, {"name": item}) if last == "name" else (key, item)
+    if not isinstance(options, Mapping):
         return
-    there, name = OmegaConf.select(merged, section), given.get("name")
-    known = there.get("name") if isinstance(there, Mapping) else None
+    current, name = OmegaConf.select(merged, section), options.get("name")
+    known = current.get("name") if isinstance(current, Mapping) else None
     if section.rpartition(".")[2] in NAMED and known is not None and name not in (None, known):
         OmegaConf.update(merged, section, {}, merge=False, force_add=True)
     elif last != "name":
-        for inner, one in given.items():
-            if isinstance(one, Mapping):
-                _forget_options(merged, f"{section}.{inner}", one)
+        for inner, option in options.items():
+            if isinstance(option, Mapping):
+                _forget_options(merged, f"{section}.{inner}", option)
 
 
 def from_mapping(tree: Mapping[str, Any]) -> Config:
@@ -266,9 +266,9 @@ def _tree_of(text: str, where: str) -> dict[str, Any]:
         tree = read_yaml(text, lambda node: keep_texts(Config, node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         hint = " (YAML is indented with spaces, not tabs)" if "\\t" in str(error.problem) else ""
-        raise UserError(f"{where}:{place} {_first_line(error.problem)}{hint}") from None
+        raise UserError(f"{where}:{position} {_first_line(error.problem)}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -302,8 +302,8 @@ def _value(text: str, key: str, item: str, many: bool = False) -> Any:
 
 
 def _short(text: str) -> str:
-    return plain(text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}...")
+    return plain(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
 
 
-def _first_line(told: object) -> str:
-    return plain((str(told).splitlines() or [type(told).__name__])[0])
+def _first_line(message: object) -> str:
+    return plain((str(message).splitlines() or [type(message).__name__])[0])

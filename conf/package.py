@@ -31,5 +31,5 @@ def copy_package(folder: Path) -> Path:
 def _is_users(package: str) -> bool:
     """Return whether a package of this name can be imported from outside this project's folder."""
     spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return any(Path(place).resolve() != (ROOT / package).resolve() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any(Path(folder).resolve() != (ROOT / package).resolve() for folder in folders or ())

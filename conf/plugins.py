@@ -16,7 +16,7 @@ from typing import Any
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.package import NAME, ROOMS, ROOT, present_name
 
-MOST_TOLD = 200  # characters of options in an error
+MOST_CHARACTERS = 200  # characters of options in an error
 
 
 def is_reference(name: object) -> bool:
@@ -51,7 +51,7 @@ def imported(reference: str, key: str) -> Any:
     named, _, attribute = reference.partition(":")
     module = present_name(named)
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         if (room := lacks.partition(".")[0]) in ROOMS:
@@ -62,10 +62,10 @@ def imported(reference: str, key: str) -> Any:
             raise UserError(f"{key}: cannot find module '{lacks}' (of '{reference}'); {hint}") from None
         raise UserError(f"{key}: module '{module}' cannot be imported ({told(error)})") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, found)}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, target)}")
+        target = getattr(target, part)
+    return target
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
@@ -79,9 +79,10 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        usual = {one.name: repr(one.default) for one in parameters(function)[0]}
-        given = plain(", ".join(f"{key}={one!r}" for key, one in options.items() if usual.get(key) != repr(one)))[:MOST_TOLD]
-        raise UserError(f"{where}: '{name}' failed{f' with {given}' if given else ''} ({told(error)})") from error
+        usual = {parameter.name: repr(parameter.default) for parameter in parameters(function)[0]}
+        changed = [f"{key}={value!r}" for key, value in options.items() if usual.get(key) != repr(value)]
+        options_text = f" with {plain(', '.join(changed))[:MOST_CHARACTERS]}" if changed else ""
+        raise UserError(f"{where}: '{name}' failed{options_text} ({told(error)})") from error
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
@@ -91,7 +92,7 @@ def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], b
     except (TypeError, ValueError):
         return [], True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one for one in listed if one.kind in named], any(one.kind is one.VAR_KEYWORD for one in listed)
+    return [each for each in listed if each.kind in named], any(each.kind is each.VAR_KEYWORD for each in listed)
 
 
 def place_of(error: BaseException) -> str:
@@ -121,13 +122,13 @@ def _check_options(
     function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str
 ) -> None:
     known, others = parameters(function)
-    names = [one.name for one in known]
+    names = [each.name for each in known]
     for key in options:
         if key not in names and not others:
-            raise unknown(f"option of '{name}'", f"{where}.{key}", [f"{where}.{one}" for one in names])
-    for one in known:
-        if one.default is one.empty and one.name not in options and one.name not in ours:
-            raise UserError(f"{where}.{one.name}: missing; '{name}' needs it")
+            raise unknown(f"option of '{name}'", f"{where}.{key}", [f"{where}.{each}" for each in names])
+    for each in known:
+        if each.default is each.empty and each.name not in options and each.name not in ours:
+            raise UserError(f"{where}.{each.name}: missing; '{name}' needs it")
 
 
 def _group(kind: str) -> str:
@@ -143,7 +144,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, list[metadata.
     return points
 
 
-def _near(part: str, found: Any) -> str:
-    names = [name for name in dir(found) if not name.startswith("_")]
+def _near(part: str, owner: Any) -> str:
+    names = [name for name in dir(owner) if not name.startswith("_")]
     near = difflib.get_close_matches(part, names, n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""

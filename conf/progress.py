@@ -33,7 +33,7 @@ def step(what: str, done: int, of: int = 0) -> None:
 
 @contextlib.contextmanager
 def under_way(what: str) -> Iterator[None]:
-    """Report work without countable parts, such as the start of a program, as in progress inside the context."""
+    """Report `what`, work without countable parts such as the start of a program, as in progress inside the context."""
     step(what, 0, 1)
     try:
         yield

@@ -35,7 +35,7 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
 def drawn(device: torch.device) -> list[bytes]:
     """Return the state of torch's global generators. It changes with each draw."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [bytes(one.numpy()) for one in states]
+    return [bytes(state.numpy()) for state in states]
 
 
 def _digest(seed: int, words: tuple[str | int, ...]) -> bytes:

@@ -18,11 +18,11 @@ C = TypeVar("C", bound=type)
 Adapter = Callable[[str, Any, Mapping[str, Any], str], T]
 
 
-def section_of(given: Any, where: str, example: str) -> Mapping[str, Any]:
+def section_of(value: Any, where: str, example: str) -> Mapping[str, Any]:
     """Return a section of options; a name becomes a section with that name. Raise UserError for anything else."""
-    section = {"name": given} if isinstance(given, str) else given
+    section = {"name": value} if isinstance(value, str) else value
     if not isinstance(section, Mapping):
-        raise UserError(f"{where}: got {given!r}, takes a name or a section such as {example}")
+        raise UserError(f"{where}: got {value!r}, takes a name or a section such as {example}")
     return section
 
 
@@ -79,10 +79,10 @@ class Registry(Generic[T]):
 
     def get(self, name: str, where: str = "") -> type[T]:
         """Return the class of a name. Raise UserError for an unknown name, or an object that is not such a class."""
-        found = self.find(name, where)
-        if not self._fits(found):
-            raise self._wrong(name, found, where)
-        return found
+        entry = self.find(name, where)
+        if not self._fits(entry):
+            raise self._wrong(name, entry, where)
+        return entry
 
     def build(self, section: Mapping[str, Any], where: str) -> T:
         """Build the instance that a section {name: ..., <its fields>} describes. `where`: the section's dotted key."""
@@ -92,20 +92,20 @@ class Registry(Generic[T]):
 
     def create(self, name: str, options: Mapping[str, Any], where: str) -> T:
         """Build the instance of that name with these options, as `build` does."""
-        found = self.find(name, where)
-        if self._adapter and not self._fits(found):
+        entry = self.find(name, where)
+        if self._adapter and not self._fits(entry):
             importlib.import_module(self._adapter)
-        if self._adapt and not self._fits(found):
-            return self._adapt(name, found, options, where)
+        if self._adapt and not self._fits(entry):
+            return self._adapt(name, entry, options, where)
         return build(self.get(name, where), options, where)
 
     def _shipped(self) -> set[str]:
         return {*self._modules, *self._classes}
 
-    def _fits(self, found: Any) -> bool:
-        return isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, self.base or object)
+    def _fits(self, entry: Any) -> bool:
+        return isinstance(entry, type) and dataclasses.is_dataclass(entry) and issubclass(entry, self.base or object)
 
-    def _wrong(self, name: str, found: Any, where: str) -> UserError:
-        what = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
+    def _wrong(self, name: str, entry: Any, where: str) -> UserError:
+        what = f"the class {entry.__name__}" if isinstance(entry, type) else f"of the type {type(entry).__name__}"
         takes = f"a dataclass derived from {self.base.__module__}.{self.base.__name__}" if self.base else "a dataclass"
         return UserError(f"{where or self.kind}.name: '{name}' is {what}, takes {takes}")

@@ -34,12 +34,8 @@ class EngineConfig:
     ship_data: bool = option(False, "ray with an address: send the data folder to the nodes; false: they have it")
     num_cpus: float = option(1.0, "CPU cores per worker", low=0.0)
     num_gpus: float = option(0.0, "GPUs per worker; with a fraction, workers share a GPU", low=0.0)
-    vectorise: int = option(
-        1, "ray: sites of the same shape trained together; results then agree only up to rounding", low=1
-    )
-    compile: bool = option(
-        False, "use torch.compile for full batches; needs a C++ compiler; results agree only up to rounding"
-    )
+    vectorise: int = option(1, "ray: train so many equal sites together; results then agree only up to rounding", low=1)
+    compile: bool = option(False, "use torch.compile (needs a C++ compiler); results then agree only up to rounding")
     task_timeout: float = option(0.0, "ray: seconds that a site may take for a message; 0: no limit", low=0.0)
     threads: int = option(1, "torch threads per worker; results are bit-identical only for the same number", low=1, high=256)
     device: str = option("auto", "auto: a GPU if the worker has one", choices=("auto", "cpu", "cuda"))
@@ -76,8 +72,7 @@ class TrainingConfig:
     momentum: float = option(0.9, "momentum of sgd; other optimizers have their own options", low=0.0, high=1.0)
     weight_decay: float = option(0.0, "L2 penalty of sgd; other optimizers have their own options", low=0.0)
     schedule: Any = option(
-        "cosine",
-        "schedule of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}",
+        "cosine", "of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}"
     )
     clip: float = option(0.0, "clip gradients to this norm; 0: no clipping", low=0.0)
     label_smoothing: float = option(
@@ -86,9 +81,7 @@ class TrainingConfig:
     augment: list[Any] = option(
         [], "augmentations of training images from torchvision.transforms.v2: [{name: RandomCrop, size: 32, padding: 4}]"
     )
-    precision: str = option(
-        "float32", "number format of forward and backward passes; bf16: autocast", choices=("float32", "bf16")
-    )
+    precision: str = option("float32", "of forward and backward passes; bf16: autocast", choices=("float32", "bf16"))
     channels_last: bool = option(False, "store images with channels as the last dimension in memory")
 
 
@@ -110,13 +103,9 @@ class FederationConfig:
         choices=("restart", "stop"),
     )
     history: str = option(
-        "latest",
-        "contributions of a site that the server stores: the latest, or those of all rounds",
-        choices=("latest", "all"),
+        "latest", "a site's contributions that the server stores: the latest, or all rounds'", choices=("latest", "all")
     )
-    partial_sums: bool = option(
-        False, "workers add up their sites' contributions; they need the server's disk, or node_store"
-    )
+    partial_sums: bool = option(False, "workers add up their sites' contributions; needs the server's disk or node_store")
     node_store: str = option(
         "",
         "partial_sums: folder on each node for its sites' contributions in a run: an absolute path ($NAME: the node's)",
@@ -137,9 +126,7 @@ class FederationConfig:
         1e3, "refuse replies with a larger change (L2 norm) from the site's start of the round; 0: no limit", low=0.0
     )
     clip_change: float = option(
-        0.0,
-        "the server scales larger changes (L2 norm) from the site's start of the round to this norm; 0: no limit",
-        low=0.0,
+        0.0, "the server scales larger changes (L2 norm) from the site's start of the round to this; 0: no limit", low=0.0
     )
     most_samples: int = option(
         0, "maximum of samples per site; 0: as configured, or for own data ten times the median of the others", low=0
@@ -181,12 +168,8 @@ class Config:
     experiment: str = option("", "name of the YAML file")
     seed: int = option(0, "seed of everything random", low=0)
     rounds: int = option(10, "federated rounds", low=1, high=MOST_ROUNDS)
-    sites: Any = option(
-        None, "a list of sites, or a number of sites, distributed over `population` in turn", entries=SiteConfig
-    )
-    population: list[SiteConfig] = option(
-        [], "entries for a number of `sites`: site k gets entry k, starting again after the last"
-    )
+    sites: Any = option(None, "a list of sites, or a number of sites with the entries of `population`", entries=SiteConfig)
+    population: list[SiteConfig] = option([], "entries for a number of `sites`, which get them in turn")
     network: dict[str, Any] = option({}, "name: a network, or module:attribute; and its options", named=True)
     objective: dict[str, Any] = option({}, "name: what a site minimises; and its options", named=True)
     strategy: dict[str, Any] = option({}, "name: what the server does with the replies; and its options", named=True)

@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin
 INTERPOLATED = "${"  # a value that is not known yet
 
 
-def expand_shorthand(schema: type, given: Mapping[Any, Any]) -> dict[Any, Any]:
+def expand_shorthand(schema: type, values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the values for a dataclass with names replaced by sections, at any depth."""
-    return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in given.items()}
+    return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in values.items()}
 
 
 def opened_at(schema: type, key: str, item: Any) -> Any:
@@ -23,8 +23,8 @@ def opened_at(schema: type, key: str, item: Any) -> Any:
         return item
     many, inner = _many(field), inner_of(field)
     if many and rest:
-        place, _, rest = rest.partition(".")
-        many = not place.isdecimal()
+        index, _, rest = rest.partition(".")
+        many = not index.isdecimal()
     if rest:
         return opened_at(inner, rest, item) if inner else item
     if many:

@@ -70,8 +70,8 @@ class Site:
 def parse_entries(given: Any) -> list[SiteConfig]:
     """Return the entries of a `sites` list. Raise UserError with the wrong entry's index."""
     entries: list[SiteConfig] = []
-    for place, item in enumerate(given):
-        where = f"sites[{place}]"
+    for index, item in enumerate(given):
+        where = f"sites[{index}]"
         if not isinstance(item, SiteConfig | Mapping):
             raise UserError(f"{where}: got {item!r}, takes a section such as {{domain: mnist}}")
         entry = item if isinstance(item, SiteConfig) else build_many(SiteConfig, cast("Mapping[str, Any]", item), where)

@@ -62,17 +62,17 @@ def with_suggestion(error: UnknownKeyError) -> UserError:
 def by_word(word: str) -> str:
     """Return the only dotted key for a word; empty for no key or several keys."""
     word = word.lower()
-    places = [BY_WORD[word]] if word in BY_WORD else _places().get(word, [])
-    return places[0] if len(places) == 1 else ""
+    keys = [BY_WORD[word]] if word in BY_WORD else _keys_by_word().get(word, [])
+    return keys[0] if len(keys) == 1 else ""
 
 
 @functools.cache
-def _places() -> dict[str, list[str]]:
+def _keys_by_word() -> dict[str, list[str]]:
     """Return the dotted keys of a configuration by their last parts."""
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for key in _keys(Config, ""):
-        found.setdefault(key.rpartition(".")[2], []).append(key)
-    return found
+        keys.setdefault(key.rpartition(".")[2], []).append(key)
+    return keys
 
 
 def _keys(schema: Any, above: str) -> Iterator[str]:

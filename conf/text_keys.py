@@ -29,28 +29,28 @@ def keep_texts_at(schema: type, key: str, node: Node) -> Node:
     if field is None:
         return node
     if rest and (inner := inner_of(field)):
-        place, _, deeper = rest.partition(".")
-        if not place.isdecimal():
+        index, _, deeper = rest.partition(".")
+        if not index.isdecimal():
             return keep_texts_at(inner, rest, node)
         return keep_texts_at(inner, deeper, node) if deeper else keep_texts(inner, node)
     if rest:
-        whole = (rest == "name" and is_named(field)) or _takes_texts(field)
-        return _text(node) if whole else node
+        is_text = (rest == "name" and is_named(field)) or _takes_texts(field)
+        return _text(node) if is_text else node
     return _of_field(field, node)
 
 
 def values_kept_at(schema: type, key: str, node: Node) -> Node:
     """Return a list of values of one dotted key with texts in the same way. The list may be inside a list."""
     if isinstance(node, SequenceNode):
-        node.value = [keep_texts_at(schema, key, one) for one in node.value]
-        if len(node.value) == 1 and isinstance(one := node.value[0], SequenceNode):
-            one.value = [keep_texts_at(schema, key, inner) for inner in one.value]
+        node.value = [keep_texts_at(schema, key, value) for value in node.value]
+        if len(node.value) == 1 and isinstance(value := node.value[0], SequenceNode):
+            value.value = [keep_texts_at(schema, key, inner) for inner in value.value]
     return node
 
 
 def _of_key(schema: type, key: Node, value: Node) -> Node:
     if key.tag == MERGE:
-        return _each(value, schema)
+        return _sections(value, schema)
     if key.value == PRESETS and isinstance(value, MappingNode) and PRESETS not in fields_of(schema):
         value.value = [(name, keep_texts(schema, preset)) for name, preset in value.value]
         return value
@@ -63,16 +63,16 @@ def _of_field(field: dataclasses.Field[Any], node: Node) -> Node:
     if _takes_texts(field):
         return _text(node, within=get_origin(field.type) is dict)
     if inner := inner_of(field):
-        return _each(node, inner)
+        return _sections(node, inner)
     if is_named(field):
         return _with_name(node)
     return node
 
 
-def _each(node: Node, schema: type) -> Node:
+def _sections(node: Node, schema: type) -> Node:
     """Return a section, or a list of sections, of a dataclass with texts."""
     if isinstance(node, SequenceNode):
-        node.value = [keep_texts(schema, one) for one in node.value]
+        node.value = [keep_texts(schema, entry) for entry in node.value]
         return node
     return keep_texts(schema, node)
 
@@ -80,7 +80,7 @@ def _each(node: Node, schema: type) -> Node:
 def _with_name(node: Node) -> Node:
     """Return a section of options, or a list of them, with `name` as a text."""
     if isinstance(node, SequenceNode):
-        node.value = [_with_name(one) for one in node.value]
+        node.value = [_with_name(entry) for entry in node.value]
     elif isinstance(node, MappingNode):
         node.value = [(key, _text(value) if key.value == "name" else value) for key, value in node.value]
     return node
@@ -100,7 +100,7 @@ def _text(node: Node, within: bool = False) -> Node:
     if isinstance(node, ScalarNode):
         return _scalar(node)
     if isinstance(node, SequenceNode):
-        node.value = [_text(one) for one in node.value]
+        node.value = [_text(entry) for entry in node.value]
     elif isinstance(node, MappingNode) and within:
         node.value = [(_key(key), _text(value)) for key, value in node.value]
     return node

@@ -89,11 +89,11 @@ def at_home(instance: T) -> T:
     """Return the instance with `~` and `~name` at the beginning of its paths replaced by the home folder."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(instance):  # type: ignore[arg-type]
-        got = getattr(instance, field.name)
+        value = getattr(instance, field.name)
         if field.metadata.get("path"):
-            changed[field.name] = [*map(os.path.expanduser, got)] if isinstance(got, list) else os.path.expanduser(got)
-        elif dataclasses.is_dataclass(got):
-            changed[field.name] = at_home(got)
+            changed[field.name] = [*map(os.path.expanduser, value)] if isinstance(value, list) else os.path.expanduser(value)
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = at_home(value)
     return dataclasses.replace(instance, **changed)  # type: ignore[type-var]
 
 
@@ -142,13 +142,14 @@ def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
     for name, item in given.items():
         field = fields_of(schema)[name]
         texts = field.type is str or (get_origin(field.type) is list and get_args(field.type)[0] is str)
-        for one in (item if isinstance(item, list | tuple) else [item]) if texts else []:
-            if isinstance(one, bool | int | float):
-                key = _join(where, name)
-                raise UserError(f"{key}: got {_short(one)}, takes {takes(field, item)}; put it in quotes if it is a text")
+        for value in (item if isinstance(item, list | tuple) else [item]) if texts else []:
+            if isinstance(value, bool | int | float):
+                key = join(where, name)
+                raise UserError(f"{key}: got {_short(value)}, takes {takes(field, item)}; put it in quotes if it is a text")
 
 
-def _join(where: str, key: str) -> str:
+def join(where: str, key: str) -> str:
+    """Return the dotted key of `key` in the section `where`."""
     return f"{where}.{key}" if where else key
 
 
@@ -160,11 +161,11 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
     fields = fields_of(schema)
     for key, item in given.items():
         if key not in fields:
-            raise UnknownKeyError(_join(where, str(key)), [_join(where, name) for name in fields])
-        for section, content, place in _sections(fields[key], item, _join(where, key)):
+            raise UnknownKeyError(join(where, str(key)), [join(where, name) for name in fields])
+        for section, content, position in _sections(fields[key], item, join(where, key)):
             if not isinstance(content, Mapping):
-                raise UserError(f"{place}: got {_short(content)}, takes a section of keys")
-            _check_keys(section, content, place)
+                raise UserError(f"{position}: got {_short(content)}, takes a section of keys")
+            _check_keys(section, content, position)
 
 
 def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[type, Any, str]]:
@@ -174,7 +175,7 @@ def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[
     (entry,) = get_args(field.type) if get_origin(field.type) is list else (None,)
     if not (dataclasses.is_dataclass(entry) and isinstance(item, list)):
         return []
-    return [(entry, content, f"{key}[{place}]") for place, content in enumerate(item)]  # type: ignore[misc]
+    return [(entry, content, f"{key}[{index}]") for index, content in enumerate(item)]  # type: ignore[misc]
 
 
 def _check_literal(item: Any, where: str) -> None:
@@ -182,10 +183,10 @@ def _check_literal(item: Any, where: str) -> None:
     if isinstance(item, Mapping):
         for key, option in item.items():
             _check_literal(key, where)
-            _check_literal(option, _join(where, str(key)))
+            _check_literal(option, join(where, str(key)))
     elif isinstance(item, list | tuple):
-        for place, option in enumerate(item):
-            _check_literal(option, f"{where}[{place}]")
+        for index, option in enumerate(item):
+            _check_literal(option, f"{where}[{index}]")
     elif isinstance(item, str) and ("${" in item or item == "???"):
         raise UserError(
             f"{where}: contains '{'${' if '${' in item else item}', which is not interpolated here; write the value itself"
@@ -197,9 +198,9 @@ def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | N
     for field in dataclasses.fields(schema):
         if field.name not in given or _fits(schema, field.name, item := given[field.name]):
             continue
-        key = _join(where, field.name)
-        for section, content, place in _sections(field, item, key):
-            if error := _misfit(section, content, place):
+        key = join(where, field.name)
+        for section, content, position in _sections(field, item, key):
+            if error := _misfit(section, content, position):
                 return error
         about = f" ({field.metadata['help']})" if field.metadata.get("help") else ""
         return UserError(f"{key}: got {_short(item)}, takes {takes(field, item)}{about}")
@@ -231,47 +232,47 @@ def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
 
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
-MOST_TOLD = 100  # characters of a value in an error
+MOST_CHARACTERS = 100  # characters of a value in an error
 MOST = 3.4e38  # of float32
 
 
 def _short(item: Any) -> str:
-    told = repr(item)
-    return plain(told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}...")
+    text = repr(item)
+    return plain(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
 
 
 def _in_one_line(error: Exception, where: str) -> str:
     first = str(error).splitlines()[0]
     full = getattr(error, "full_key", None)
-    key = _join(where, str(full)) if full else where
+    key = join(where, str(full)) if full else where
     return f"{key}: {first}" if key else first
 
 
 def _check_values(instance: Any, where: str) -> None:
     for field in dataclasses.fields(instance):
-        key, got = _join(where, field.name), getattr(instance, field.name)
-        if dataclasses.is_dataclass(got):
-            _check_values(got, key)
+        key, value = join(where, field.name), getattr(instance, field.name)
+        if dataclasses.is_dataclass(value):
+            _check_values(value, key)
             continue
         low, high = field.metadata.get("low"), field.metadata.get("high")
         choices = field.metadata.get("choices")
-        for one in got if choices and isinstance(got, list) else [got] if choices else []:
-            if one not in choices:
-                raise UserError(f"{key}: got '{one}', takes {takes(field)}")
+        for choice in value if choices and isinstance(value, list) else [value] if choices else []:
+            if choice not in choices:
+                raise UserError(f"{key}: got '{choice}', takes {takes(field)}")
         if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
-            _check_entries(key, got)
-        if isinstance(got, str):
-            _check_text(key, got)
-        for number in got if isinstance(got, list) else [got]:
+            _check_entries(key, value)
+        if isinstance(value, str):
+            _check_text(key, value)
+        for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_range(key, number, low, high)
 
 
-def _check_entries(key: str, given: list[Any]) -> None:
+def _check_entries(key: str, entries: list[Any]) -> None:
     """Raise UserError for a list or section among texts or numbers, which OmegaConf does not check."""
-    for place, entry in enumerate(given):
+    for index, entry in enumerate(entries):
         if isinstance(entry, list | dict):
-            raise UserError(f"{key}[{place}]: got {_short(entry)}, takes a text or a number")
+            raise UserError(f"{key}[{index}]: got {_short(entry)}, takes a text or a number")
 
 
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
@@ -281,9 +282,9 @@ def _check_range(key: str, number: float, low: float | None, high: float | None)
         raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)}, as 32 bits can hold")
 
 
-def _check_text(key: str, given: str) -> None:
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in given):
-        raise UserError(f"{key}: got {_short(given)}, takes a text in one line, without control characters")
+def _check_text(key: str, text: str) -> None:
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+        raise UserError(f"{key}: got {_short(text)}, takes a text in one line, without control characters")
 
 
 def _row(choices: Sequence[str]) -> str:

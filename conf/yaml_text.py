@@ -119,14 +119,14 @@ class _Check:
         if id(node) not in self._known:
             self._known[id(node)] = None
             self._known[id(node)] = self._inside(node, key, depth)
-        found = self._known[id(node)]
-        if found is None:
+        measured = self._known[id(node)]
+        if measured is None:
             raise _wrong(node, key, "refers to itself")
-        if depth + found[1] > MOST_DEPTH:
+        if depth + measured[1] > MOST_DEPTH:
             raise _wrong(node, key, f"has lists and sections nested more than {MOST_DEPTH} deep")
-        if found[0] > self.limit:
+        if measured[0] > self.limit:
             raise _wrong(node, key, f"has aliases that stand for more than {MOST_COPIES} entries")
-        return found
+        return measured
 
     def _inside(self, node: Node, key: str, depth: int) -> tuple[int, int]:
         children = _section(node) if isinstance(node, MappingNode) else [(key, child) for child in node.value]
@@ -134,8 +134,8 @@ class _Check:
             raise _wrong(node, key, f"has lists and sections nested more than {MOST_DEPTH} deep")
         size, height = 1, 0
         for name, child in children:
-            its, high = self.measure(child, name, depth + 1)
-            size, height = size + its, max(height, high)
+            entries, high = self.measure(child, name, depth + 1)
+            size, height = size + entries, max(height, high)
         return size, height + 1
 
 
@@ -153,5 +153,5 @@ def _section(node: MappingNode) -> list[tuple[str, Node]]:
     return [(key.value, value) for key, value in node.value]
 
 
-def _wrong(node: Node, key: str, told: str) -> ConstructorError:
-    return ConstructorError(None, None, f"'{key}' {told}" if key else told, node.start_mark)
+def _wrong(node: Node, key: str, message: str) -> ConstructorError:
+    return ConstructorError(None, None, f"'{key}' {message}" if key else message, node.start_mark)

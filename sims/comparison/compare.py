@@ -47,8 +47,8 @@ def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by:
     Raises:
         UserError: There is nothing to compare.
     """
-    given = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
-    entries, notes = entries_of([Path(path).expanduser() for path in given])
+    paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    entries, notes = entries_of([Path(path).expanduser() for path in paths])
     refuse_nothing(entries, notes)
     groups, differing, more = grouped(entries, [by] if isinstance(by, str) and by else list(by))
     return Comparison(tuple(groups), tuple(differing), (*notes, *more))
@@ -69,8 +69,8 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Return tables of accuracy, of paired differences (with at least two common seeds), and of cost."""
-        found = [pair for pair in self.differences if pair.difference.n > 1]
-        return [accuracy_rows(self.groups), *([difference_table(found)] if found else []), cost_table(self.groups)]
+        clear = [pair for pair in self.differences if pair.difference.n > 1]
+        return [accuracy_rows(self.groups), *([difference_table(clear)] if clear else []), cost_table(self.groups)]
 
     def text(self) -> str:
         """Return the tables and the notes as plain text."""
@@ -110,8 +110,8 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values; NaN becomes None."""
         rows = [{**_row(group, domains_of(self.groups)), "values": dict(group.values)} for group in self.groups]
-        found = [{"one": pair.one, "other": pair.other, **asdict(pair.difference)} for pair in self.differences]
-        return {"rows": _plain(rows), "differences": _plain(found), "runs": _plain(self._runs()), "notes": list(self.notes)}
+        pairs = [{"one": pair.one, "other": pair.other, **asdict(pair.difference)} for pair in self.differences]
+        return {"rows": _plain(rows), "differences": _plain(pairs), "runs": _plain(self._runs()), "notes": list(self.notes)}
 
     def write_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write `runs()` to a CSV file, and return its path. Raise UserError if it cannot be written."""
@@ -165,24 +165,24 @@ def headline(groups: Sequence[Group]) -> str:
     reached = mean_and_spread(list(best.scores().values())) if best.scores() else "-"
     if len(seeds) == 1 and len(groups) > 1:
         return f"{many}: {best.label} has the highest test accuracy, {reached} %. {ONE_SEED}."
-    told = f"{many}: {best.label} has the highest mean test accuracy, {reached} %."
-    alike = [group.label for group in groups if group is not best and not _ahead(best, group)]
-    rest = " and others" if len(alike) > 3 else ""
-    more = f" With these seeds, the difference from {', '.join(alike[:3])}{rest} is not statistically clear."
-    return f"{told}{more if alike else ''}"
+    text = f"{many}: {best.label} has the highest mean test accuracy, {reached} %."
+    unclear = [group.label for group in groups if group is not best and not _ahead(best, group)]
+    rest = " and others" if len(unclear) > 3 else ""
+    more = f" With these seeds, the difference from {', '.join(unclear[:3])}{rest} is not statistically clear."
+    return f"{text}{more if unclear else ''}"
 
 
 def _ahead(one: Group, other: Group) -> bool:
     """Return whether the interval of the paired difference is above 0."""
-    found = paired(one.scores(), other.scores())
-    return found is not None and found.low > 0
+    difference = paired(one.scores(), other.scores())
+    return difference is not None and difference.low > 0
 
 
 def _row(group: Group, domains: Sequence[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"row": group.label, "seeds": sorted(group.seeds), "runs": len(group.entries)}
     for name in [*domains, UNION]:
-        found = spread(list(group.scores(name).values()) or [math.nan])
-        row |= {f"{name} mean": found.mean, f"{name} std": found.deviation}
+        scores = spread(list(group.scores(name).values()) or [math.nan])
+        row |= {f"{name} mean": scores.mean, f"{name} std": scores.deviation}
     return row | {what: group.cost(what).mean for what in COSTS}
 
 

@@ -13,9 +13,9 @@ from fedloom.sims.report.spread import Spread, spread
 from fedloom.sims.report.tables import percent
 from fedloom.sims.sweeps.names import label_of
 
-TELLING = ("strategy.name", "objective.name", "objective.mode", "network.name")  # the keys that name a row first
+DESCRIPTIVE = ("strategy.name", "objective.name", "objective.mode", "network.name")  # the keys that name a row first
 DEFAULT = "default"  # the value of a key that a configuration lacks
-MOST_TOLD = 10  # notes of the same kind
+MOST_NOTES = 10  # notes of the same kind
 UNION = "union"
 
 
@@ -34,8 +34,9 @@ class Group:
 
     def scores(self, domain: str = UNION) -> dict[int, float]:
         """Return the test accuracy by seed: the mean over the entries that have one."""
-        given = {seed: [one.accuracy[domain] for one in each if domain in one.accuracy] for seed, each in self.seeds.items()}
-        return {seed: sum(scores) / len(scores) for seed, scores in given.items() if scores}
+        by_seed = {seed: [entry.accuracy[domain] for entry in entries if domain in entry.accuracy]
+                   for seed, entries in self.seeds.items()}  # fmt: skip
+        return {seed: sum(scores) / len(scores) for seed, scores in by_seed.items() if scores}
 
     @property
     def rounds(self) -> list[int]:
@@ -45,8 +46,8 @@ class Group:
 
     def cost(self, what: str) -> Spread:
         """Return the spread of a cost (a key of `Entry.cost`) over the entries that have it."""
-        told = [entry.cost[what] for entry in self.entries if not math.isnan(entry.cost[what])]
-        return spread(told or [math.nan])
+        costs = [entry.cost[what] for entry in self.entries if not math.isnan(entry.cost[what])]
+        return spread(costs or [math.nan])
 
 
 def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], list[str], list[str]]:
@@ -55,9 +56,9 @@ def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], l
     Raises UserError for a key in `by` that no configuration has.
     """
     kept, notes = _comparable(entries)
-    kept, doubles = _once(kept)
+    kept, doubles = _without_repetition(kept)
     differing = _differing(kept)
-    keys = _known(kept, by, notes) if by else _shortest(kept, differing)
+    keys = _checked_keys(kept, by, notes) if by else _shortest(kept, differing)
     rows: dict[str, list[Entry]] = {}
     for entry in kept:
         rows.setdefault(_signature(entry, keys), []).append(entry)
@@ -88,27 +89,27 @@ def _signature(entry: Entry, keys: Sequence[str]) -> str:
 
 def _differing(entries: Sequence[Entry]) -> list[str]:
     """Return the keys of data and method that have several values, the most descriptive first."""
-    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=_telling)
+    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=_rank)
     return [key for key in keys if len({_signature(entry, [key]) for entry in entries}) > 1]
 
 
-def _telling(key: str) -> int:
+def _rank(key: str) -> int:
     """Return a key's rank among the most descriptive keys. All others share the last rank."""
-    return TELLING.index(key) if key in TELLING else len(TELLING)
+    return DESCRIPTIVE.index(key) if key in DESCRIPTIVE else len(DESCRIPTIVE)
 
 
 def _shortest(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
     """Return the keys that are enough to distinguish the groups."""
     left = list(keys)
-    apart = len({_signature(entry, left) for entry in entries})
+    number = len({_signature(entry, left) for entry in entries})
     for key in reversed(keys):
-        fewer = [one for one in left if one != key]
-        if len({_signature(entry, fewer) for entry in entries}) == apart:
+        fewer = [other for other in left if other != key]
+        if len({_signature(entry, fewer) for entry in entries}) == number:
             left = fewer
     return left
 
 
-def _known(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) -> list[str]:
+def _checked_keys(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) -> list[str]:
     known = dict.fromkeys(key for entry in entries for key in entry.everything)
     for key in by:
         if key not in known:
@@ -131,16 +132,16 @@ def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     return [entry for entry, mark in zip(entries, marks, strict=True) if mark == most], _cut(notes)
 
 
-def _once(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+def _without_repetition(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     """Return the first entry of each configuration and seed, and a note for each other entry."""
     kept: dict[str, Entry] = {}
     notes = []
     for entry in entries:
         first = kept.setdefault(json.dumps([entry.keys, entry.config.seed], sort_keys=True), entry)
         if first is not entry:
-            here, there = (one.accuracy.get(UNION) for one in (entry, first))
-            apart = f" (accuracy: {percent(here)} and {percent(there)})" if here != there else ""
-            notes.append(f"{entry.folder}: left out, because {first.folder} has the same configuration and seed{apart}")
+            here, other = (each.accuracy.get(UNION) for each in (entry, first))
+            accuracies = f" (accuracy: {percent(here)} and {percent(other)})" if here != other else ""
+            notes.append(f"{entry.folder}: left out, because {first.folder} has the same configuration and seed{accuracies}")
     return list(kept.values()), _cut(notes)
 
 
@@ -167,8 +168,8 @@ def _apart_notes(groups: Sequence[Group]) -> list[str]:
 
 
 def _cut(notes: list[str]) -> list[str]:
-    rest = len(notes) - MOST_TOLD
-    return notes if rest <= 0 else [*notes[:MOST_TOLD], f"... and {rest} more like these"]
+    rest = len(notes) - MOST_NOTES
+    return notes if rest <= 0 else [*notes[:MOST_NOTES], f"... and {rest} more like these"]
 
 
 def refuse_nothing(entries: Sequence[Entry], notes: Sequence[str]) -> None:

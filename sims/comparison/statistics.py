@@ -28,10 +28,10 @@ def paired(one: Mapping[int, float], other: Mapping[int, float], confidence: flo
     The interval is that of the paired t-test, mean ± t(n - 1) * s / sqrt(n), with the standard deviation s of the
     differences and Student's quantile t. It assumes normally distributed differences.
     """
-    apart = spread([one[seed] - other[seed] for seed in one if seed in other] or [math.nan])
-    if math.isnan(apart.mean):
+    differences = spread([one[seed] - other[seed] for seed in one if seed in other] or [math.nan])
+    if math.isnan(differences.mean):
         return None
-    if apart.n == 1 or apart.deviation < ALIKE:
-        return Difference(apart.n, apart.mean, math.nan, math.nan)
-    reach = float(stdtrit(apart.n - 1, 0.5 + confidence / 2)) * apart.deviation / math.sqrt(apart.n)
-    return Difference(apart.n, apart.mean, apart.mean - reach, apart.mean + reach)
+    if differences.n == 1 or differences.deviation < ALIKE:
+        return Difference(differences.n, differences.mean, math.nan, math.nan)
+    reach = float(stdtrit(differences.n - 1, 0.5 + confidence / 2)) * differences.deviation / math.sqrt(differences.n)
+    return Difference(differences.n, differences.mean, differences.mean - reach, differences.mean + reach)

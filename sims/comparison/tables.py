@@ -54,14 +54,14 @@ def _score(group: Group, name: str) -> str:
 def pairs(groups: Sequence[Group]) -> list[Pair]:
     """Return the differences of all pairs of rows with common seeds; of many rows, only those from the first row."""
     every = itertools.combinations(groups, 2) if len(groups) <= MOST_PAIRED else ((groups[0], one) for one in groups[1:])
-    found = [(other, one, paired(other.scores(), one.scores())) for one, other in every]
-    return [Pair(one.label, other.label, difference) for one, other, difference in found if difference is not None]
+    differences = [(other, one, paired(other.scores(), one.scores())) for one, other in every]
+    return [Pair(one.label, other.label, difference) for one, other, difference in differences if difference is not None]
 
 
-def difference_table(found: Sequence[Pair]) -> Table:
+def difference_table(differences: Sequence[Pair]) -> Table:
     """Return the paired differences with their intervals, in percentage points."""
     rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean),
-                               _interval(pair.difference)] for pair in found]  # fmt: skip
+                               _interval(pair.difference)] for pair in differences]  # fmt: skip
     note = (f"In percentage points of test accuracy on {UNION}, over the seeds that both rows have. Interval: "
             f"{CONFIDENCE:.0%} confidence, Student's paired t-test (it assumes normally distributed differences), not "
             "corrected for the number of pairs.")  # fmt: skip
@@ -91,22 +91,22 @@ def _rounds(group: Group) -> str:
     return ", ".join(map(str, sorted({len(entry.metrics) for entry in group.entries})))
 
 
-def amount(found: Spread, unit: float) -> str:
+def amount(cost: Spread, unit: float) -> str:
     """Return a cost with its deviation as text, divided by `unit`."""
-    if math.isnan(found.mean):
+    if math.isnan(cost.mean):
         return "-"
-    mean, deviation = found.mean / unit, found.deviation / unit
-    if found.n == 1 or not deviation:
+    mean, deviation = cost.mean / unit, cost.deviation / unit
+    if cost.n == 1 or not deviation:
         return rounded(mean, max(4, len(f"{mean:.0f}")))
-    around = rounded(deviation, 2)
-    places = len(around.partition(".")[2]) if "e" not in around else 0
-    return f"{mean:.{places}f} ± {around}"  # the mean has as many decimals as its deviation
+    deviation_text = rounded(deviation, 2)
+    decimals = len(deviation_text.partition(".")[2]) if "e" not in deviation_text else 0
+    return f"{mean:.{decimals}f} ± {deviation_text}"  # the mean has as many decimals as its deviation
 
 
 def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:
     """Return each row's values of the keys in which rows differ."""
     rows: list[list[Cell]] = [[group.label, *(_values(group, key) for key in differing)] for group in groups]
-    return Table("What differs", ["", *differing], rows)
+    return Table("Differing keys", ["", *differing], rows)
 
 
 def _values(group: Group, key: str) -> str:

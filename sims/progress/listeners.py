@@ -7,7 +7,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import clean, percent
 
 REFRESHES_PER_SECOND = 4
-MEMORY_SECONDS = 2.0
+
 TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines report a long step after 2 s, then every 10 s
 
 
@@ -39,37 +38,37 @@ class Watcher(Silent):
         self._hears.enter_context(heard(self.step))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hears.close()
         self.close()
 
     def close(self) -> None:
-        """Restore the terminal. Calling it twice is safe."""
+        """Restore the terminal. May be called twice."""
 
     def step(self, what: str, done: int, of: int) -> None:
         """Receive that `done` of `of` parts of the work `what` are done (`of` 0: total unknown). Must be fast."""
 
 
 class QuietListener(Watcher):
-    """Print warnings only. The base of the listeners that print."""
+    """Print warnings only. The base of the listeners that print. `name`: begin each line with it, for one run of a sweep."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self.console = console
+        self.console, self.name, self._clock = console, name, clock
 
     def message(self, text: str) -> None:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        self.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(
+            clean(f"{self.name}: {text}" if self.name else text), markup=False, highlight=False, soft_wrap=True
+        )
 
 
 class PlainListener(QuietListener):
-    """Print one plain line per round, for logs and pipes."""
+    """Print one plain line per round, for logs and pipes. With a name, leave notes and results to the sweep."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console)
-        self._clock, self._what, self._due = clock, "", 0.0
+    _what, _due = "", 0.0
 
     def step(self, what: str, done: int, of: int) -> None:
         if what != self._what or not done:
@@ -79,11 +78,12 @@ class PlainListener(QuietListener):
             self._say(_step_text(what, done, of))
 
     def note(self, text: str) -> None:
-        self._say(text)
+        if not self.name:
+            self._say(text)
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._rounds = rounds
-        self._say(_opening(run, sites, rounds, note))
+        self._say(_opening("" if self.name else run, sites, rounds, note))
 
     def round_done(self, record: dict[str, Any]) -> None:
         parts = [f"round {record['round']}/{self._rounds}", f"{record.get('seconds', 0):.1f} s"]
@@ -96,6 +96,8 @@ class PlainListener(QuietListener):
         self._say(", ".join(parts))
 
     def finished(self, summary: dict[str, Any]) -> None:
+        if self.name:
+            return
         self._say(_ending(summary))
         for table in result_tables(summary):
             self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
@@ -108,18 +110,17 @@ class RichListener(QuietListener):
     Calls to the listener only set counters. The display's thread builds the line from them a few times a second.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console)
-        self._clock = clock
+    def __init__(self, console: Console, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, name, clock)
         self._live: Live | None = None
-        self._begin("", 0)
+        self._begin(name, 0)
 
     def _begin(self, run: str, rounds: int) -> None:
         self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
         self._asked, self._heard, self._failed = 0, set[str](), set[str]()
         self._accuracy: float | None = None
         self._step = ""
-        self._replies, self._memory, self._looked = 0, 0, 0.0
+        self._replies = 0
         self._since, self._first = self._clock(), 0.0
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
@@ -200,14 +201,11 @@ class RichListener(QuietListener):
 
     def _load(self) -> str:
         """Return the replies per second since the start, and the memory of all processes of the run."""
-        now = self._clock()
-        if now - self._looked > MEMORY_SECONDS:
-            from fedloom.sims.progress.memory import tree_bytes
+        from fedloom.sims.progress.memory import recent_bytes
 
-            self._memory, self._looked = tree_bytes(), now
-        seconds = now - self._since
+        seconds = self._clock() - self._since
         speed = f"{self._replies / seconds:.3g} tasks/s, " if self._replies and seconds > 0 else ""
-        return f"{speed}{self._memory / 2**30:.1f} GiB"
+        return f"{speed}{recent_bytes() / 2**30:.1f} GiB"
 
     def _fraction(self) -> float:
         """Return the completed share of all rounds; the current round counts by the sites that replied."""
@@ -227,12 +225,8 @@ def listener_for(quiet: bool, console: Console | None = None, json_output: bool 
 
 
 def _opening(run: str, sites: int, rounds: int, note: str) -> str:
-    return f"{run}: {size_of(sites, rounds)}" + (f" ({note})" if note else "")
-
-
-def size_of(sites: int, rounds: int) -> str:
-    """Return the size of a run as text: `2 sites, 3 rounds`."""
-    return f"{count(sites, 'site')}, {count(rounds, 'round')}"
+    size = f"{count(sites, 'site')}, {count(rounds, 'round')}"
+    return (f"{run}: " if run else "") + size + (f" ({note})" if note else "")
 
 
 def traffic_of(record: dict[str, Any]) -> str:
@@ -261,6 +255,10 @@ def _left(seconds: float, fraction: float, start: float) -> str:
     """Return the time left at the current speed as text; empty while it is unknown."""
     if fraction <= start:
         return ""
-    rest = round(seconds * (1 - fraction) / (fraction - start))
-    hours, minutes = divmod(rest // 60, 60)
-    return f"{hours}:{minutes:02d}:{rest % 60:02d} left" if hours else f"{minutes}:{rest % 60:02d} left"
+    return f"{clock_text(seconds * (1 - fraction) / (fraction - start))} left"
+
+
+def clock_text(seconds: float) -> str:
+    """Return a duration as text: 1:02:03 or 2:03."""
+    hours, minutes = divmod(round(seconds) // 60, 60)
+    return f"{hours}:{minutes:02d}:{round(seconds) % 60:02d}" if hours else f"{minutes}:{round(seconds) % 60:02d}"

@@ -2,8 +2,12 @@
 
 import contextlib
 import os
+import time
 
 import psutil
+
+SECONDS = 2.0  # between two measurements for a display
+_last = -SECONDS, 0  # the time and result of the last one
 
 
 def descendants(root: int) -> list[int]:
@@ -24,3 +28,11 @@ def own_bytes(process: int) -> int:
 def tree_bytes(root: int | None = None) -> int:
     """Return the sum of `own_bytes` over a process (default: this one) and its descendants."""
     return sum(own_bytes(process) for process in descendants(root or os.getpid()))
+
+
+def recent_bytes() -> int:
+    """Return `tree_bytes` of this process, measured at most once in SECONDS: each display asks several times a second."""
+    global _last
+    if time.monotonic() - _last[0] > SECONDS:
+        _last = time.monotonic(), tree_bytes()
+    return _last[1]

@@ -10,22 +10,20 @@ from fedloom.sims.report.tables import Table, percent
 
 def write_html(path: Path) -> Path:
     """Write CERTIFICATE.html next to CERTIFICATE.json. Raise UserError if the certificate cannot be read."""
-    given = read(path)
-    evidence = given.get("evidence", {})
+    certificate = read(path)
+    evidence = certificate.get("evidence", {})
+    erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
     sections: list[tuple[str, list[Part]]] = [
-        ("What is exact", [given["exact"]["statement"], _exact(given)]),
-        ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
-        (
-            "What was deleted",
-            [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],
-        ),
+        ("What is exact", [certificate["exact"]["statement"], _exact(certificate)]),
+        ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in certificate["not_exact"].items()])]),
+        ("What was deleted", [erased, *_at_sites(certificate)]),
         (
             "What was measured",
             [*_networks(evidence), _accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)],
         ),
-        *([("What was tested, and what was not", [_scope(given["scope"])])] if "scope" in given else []),
+        *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
     ]
-    return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
+    return write_page(path.with_suffix(".html"), f"Certificate of request {certificate['request']}", sections)
 
 
 def write_pages(folder: Path) -> None:
@@ -36,12 +34,12 @@ def write_pages(folder: Path) -> None:
             write_html(path)
 
 
-def _at_sites(given: dict[str, Any]) -> list[Part]:
+def _at_sites(certificate: dict[str, Any]) -> list[Part]:
     """Return what the nodes of a real federation report as deleted."""
-    if not (told := given.get("at_sites")):
+    if not (reports := certificate.get("at_sites")):
         return []
     rows = [[site, f"{done['files']} files, {done['bytes']:,} bytes", done["time"]] if done else [site, "outstanding", ""]
-            for site, done in told.items()]  # fmt: skip
+            for site, done in reports.items()]  # fmt: skip
     note = (
         "As reported by the sites: the server cannot check another machine's disk. Outstanding: the site has not connected "
         "since the request."
@@ -49,27 +47,27 @@ def _at_sites(given: dict[str, Any]) -> list[Part]:
     return [Table("Deleted at the sites", ["site", "deleted", "when"], rows, note)]
 
 
-def _exact(given: dict[str, Any]) -> Table:
-    exact = given["exact"]
+def _exact(certificate: dict[str, Any]) -> Table:
+    exact = certificate["exact"]
     rest = "the sum of the remaining contributions" if exact["tensors"] else "the remaining contributions"
     sums = {"before": exact["digest_before"], "after": exact["digest_after"]} if exact["tensors"] else {}
     rows = [
-        ["sites", ", ".join(given["sites"])],
-        ["run", given["run"]],
-        ["reason", given["reason"] or "-"],
-        ["options", ", ".join(f"{name} {value}" for name, value in given["options"].items() if value) or "-"],
-        *([f"request {state}", when] for state, when in given["times"].items()),
+        ["sites", ", ".join(certificate["sites"])],
+        ["run", certificate["run"]],
+        ["reason", certificate["reason"] or "-"],
+        ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],
+        *([f"request {state}", when] for state, when in certificate["times"].items()),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
         *([f"digest of the sum {when}", one_digest(digests)] for when, digests in sums.items()),
         [f"digest of {rest}", exact["sum_of_remaining"]],
         ["remaining sites", str(len(exact["remaining"]))],
-        ["event of the ledger", f"{given['ledger']['event']}: {given['ledger']['digest']}"],
+        ["event of the ledger", f"{certificate['ledger']['event']}: {certificate['ledger']['digest']}"],
     ]
     return Table("", ["what", "value"], rows)
 
 
 def _scope(scope: dict[str, list[str]]) -> Table:
-    rows = [[what.replace("_", " "), one] for what in ("tested", "not_tested") for one in scope[what]]
+    rows = [[what.replace("_", " "), entry] for what in ("tested", "not_tested") for entry in scope[what]]
     return Table("", ["", "what"], rows)
 
 
@@ -79,16 +77,16 @@ def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _networks(evidence: dict[str, Any]) -> list[Part]:
     """Return the digests of the measured networks."""
-    rows = [[stage, one["network"]] for stage, one in _stages(evidence).items() if "network" in one]
+    rows = [[stage, measured["network"]] for stage, measured in _stages(evidence).items() if "network" in measured]
     note = "Networks with equal digests are bit-identical."
     return [Table("Measured networks", ["network", "digest"], rows, note)] if rows else []
 
 
 def _accuracy(evidence: dict[str, Any]) -> Table:
     stages = _stages(evidence)
-    domains = list(dict.fromkeys(name for one in stages.values() for name in one.get("accuracy", {})))
+    domains = list(dict.fromkeys(name for stage in stages.values() for name in stage.get("accuracy", {})))
     rows = [[domain, evidence.get("samples", {}).get(domain, "all"),
-             *(percent(one["accuracy"][domain]) if domain in one["accuracy"] else "-" for one in stages.values())]
+             *(percent(stage["accuracy"][domain]) if domain in stage["accuracy"] else "-" for stage in stages.values())]
             for domain in domains]  # fmt: skip
     note = (
         "An accuracy on a forgotten domain below that of a network retrained without the site is also a trace of the site."
@@ -98,8 +96,8 @@ def _accuracy(evidence: dict[str, Any]) -> Table:
 
 def _attacks(evidence: dict[str, Any]) -> Table:
     rows = []
-    for stage, one in _stages(evidence).items():
-        for site, attacks in one.get("membership", {}).items():
+    for stage, measured in _stages(evidence).items():
+        for site, attacks in measured.get("membership", {}).items():
             if "not_measured" in attacks:
                 rows.append([site, stage, "-", attacks["not_measured"], "-"])
                 continue
@@ -117,16 +115,16 @@ def _relearning(evidence: dict[str, Any]) -> Table:
         if "not_measured" in starts:
             rows.append([site, "-", starts["not_measured"], "-"])
             continue
-        rows += [[site, start, one["steps"] if one["steps"] is not None else "not reached", percent(one["target"])]
-                 for start, one in starts.items()]  # fmt: skip
+        rows += [[site, start, result["steps"] if result["steps"] is not None else "not reached", percent(result["target"])]
+                 for start, result in starts.items()]  # fmt: skip
     note = "SGD steps on the site's images until the network has 90 % of the old accuracy on its domain; fresh: untrained."
     return Table("Time to relearn", ["site", "start", "steps", "target"], rows, note)
 
 
 def _retrained(evidence: dict[str, Any]) -> list[Part]:
     """Return the distance to a network that was retrained without the sites, if there is one."""
-    if not (one := evidence.get("retrained")):
+    if not (comparison := evidence.get("retrained")):
         return []
-    rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in one["distance"].items()]
-    rows.append(["test images with different predicted classes", percent(one["disagreement"])])
+    rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in comparison["distance"].items()]
+    rows.append(["test images with different predicted classes", percent(comparison["disagreement"])])
     return [Table("Compared with a network retrained without the sites", ["what", "value"], rows)]

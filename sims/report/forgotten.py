@@ -39,7 +39,7 @@ def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]
 
 def forgotten_table(found: list[Forgotten]) -> Table:
     """Return a table of forgotten sites with request, time and certificate."""
-    rows, note = cut([one.row() for one in found], "forgotten sites")
+    rows, note = cut([site.row() for site in found], "forgotten sites")
     return Table("Forgotten on request", ["site", "request", "forgotten at (UTC)", "certificate"], rows, note)
 
 
@@ -47,20 +47,20 @@ def forgotten_sentence(names: list[str]) -> str:
     """Return a sentence for the first lines of a report; empty if no site is forgotten."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     were, them = ("was", "it") if len(names) == 1 else ("were", "them")
-    told = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {them}"
-    return f"{told}. Results of earlier rounds still include {them}." if names else ""
+    sentence = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {them}"
+    return f"{sentence}. Results of earlier rounds still include {them}." if names else ""
 
 
 def _of_ledger(folder: Path) -> list[Forgotten]:
     with Ledger.open(folder, server=False) as ledger:
         last = {site: event for event in ledger.events("forgotten") for site in event.body["sites"]}
         gone = [site for site, is_forgotten in ledger.sites().items() if is_forgotten]
-    found = []
+    forgotten = []
     for site in gone:
         request = last[site].body.get("request") or ""
         page = Path(CERTIFICATES) / f"{request}.html"
-        found.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else ""))
-    return found
+        forgotten.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else ""))
+    return forgotten
 
 
 def _of_summary(summary: Mapping[str, Any]) -> list[Forgotten]:

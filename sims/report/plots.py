@@ -95,9 +95,9 @@ def _forgetting_panels(
     height = down * (0.9 + 0.34 * len(names)) + 0.9
     figure, panels = new_panels(max(5.0, 1.6 + 3.3 * across), height, down, across, len(forgotten), sharey=True)
     for panel, (site, after) in zip(panels.flat, forgotten.items(), strict=False):
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             colour = PALETTE[1] if name == held.get(site) else INK if name == "union" else PALETTE[0]
-            _dots(panel, place, score_of(before, name), score_of(after, name), colour)
+            _dots(panel, index, score_of(before, name), score_of(after, name), colour)
         panel.set_yticks(range(len(names)), [short(name) for name in names])
         panel.set_ylim(len(names) - 0.4, -0.6)
         panel.set_xlim(-0.04, 1.04)
@@ -110,10 +110,10 @@ def _forgetting_panels(
     return figure
 
 
-def _dots(axes: Axes, place: int, before: float, after: float, colour: str) -> None:
-    axes.plot([before, after], [place, place], color=colour, linewidth=2, alpha=0.45, zorder=1)
-    axes.scatter([before], [place], s=52, facecolor="white", edgecolor=colour, linewidth=1.5, zorder=2)
-    axes.scatter([after], [place], s=26, color=colour, zorder=3)
+def _dots(axes: Axes, height: int, before: float, after: float, colour: str) -> None:
+    axes.plot([before, after], [height, height], color=colour, linewidth=2, alpha=0.45, zorder=1)
+    axes.scatter([before], [height], s=52, facecolor="white", edgecolor=colour, linewidth=1.5, zorder=2)
+    axes.scatter([after], [height], s=26, color=colour, zorder=3)
 
 
 def _legend(figure: Figure, names: Sequence[str]) -> None:
@@ -163,8 +163,8 @@ def _heat_map(
     numbers = len(rows) <= MAX_NUMBERS and len(names) <= MAX_NUMBERS
     width = min(16.0, 2.6 + (0.74 if numbers else 0.4) * len(names))
     figure, axes = new_figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
-    there = [abs(value) for row in grid for value in row if not math.isnan(value)]
-    reach = (max(there, default=0.0) or 1.0) if change else 1.0
+    changes = [abs(value) for row in grid for value in row if not math.isnan(value)]
+    reach = (max(changes, default=0.0) or 1.0) if change else 1.0
     low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
     picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, names)

@@ -20,12 +20,12 @@ def privacy_parts(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any
         for site, cost in (record.get("epsilon") or {}).items():
             spent[site] = float(cost), spent.get(site, (0.0, 0))[1] + 1
     if spent:
-        ordered = sorted(spent.items(), key=lambda one: (-one[1][0], one[0]))
+        ordered = sorted(spent.items(), key=lambda item: (-item[1][0], item[0]))
         rows, note = cut([[site, f"{cost:.3g}", times] for site, (cost, times) in ordered], "sites")
-        told = (
+        explanation = (
             f"Noise multiplier {hidden.get('noise', 0):g}, changes clipped to {hidden.get('clip', 0):g}, delta "
             f"{hidden.get('delta', 0):g}. Neighbouring data sets: the site sends its change, or no change. As reported by "
             f"the sites. {note}"
         )
-        parts.append(Table("Differential privacy", ["site", "epsilon", "rounds"], rows, told.strip()))
+        parts.append(Table("Differential privacy", ["site", "epsilon", "rounds"], rows, explanation.strip()))
     return parts

@@ -74,7 +74,7 @@ def write_report(folder: Path) -> Path:
     config = _read(folder / "config.yaml")
     try:
         gone = forgotten_sites(folder, summary)
-        summary["unlearned"], baselines = [one.site for one in gone], {**_others(metrics), **_baselines(folder)}
+        summary["unlearned"], baselines = [forgotten.site for forgotten in gone], {**_others(metrics), **_baselines(folder)}
         captions = _captions(summary, baselines)
         drawn = plots.draw_all(folder, metrics, summary, baselines)
         pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
@@ -97,12 +97,12 @@ def _captions(summary: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[
 
 def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the metrics of the run's baselines by mode. Baselines without an aggregate are measured at their sites."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    baselines: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((folder / "baselines").glob("*")):
         run = RunFolder(path)
-        apart = " (own networks)" if run.summary().get("aggregate") == "" else ""
-        found[path.name + apart] = list(run.metrics().values())
-    return {mode: records for mode, records in found.items() if records}
+        suffix = " (own networks)" if run.summary().get("aggregate") == "" else ""
+        baselines[path.name + suffix] = list(run.metrics().values())
+    return {mode: records for mode, records in baselines.items() if records}
 
 
 def _others(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -123,44 +123,29 @@ def _sections(
     different: list[Part] = [at_sites_table(summary)] if summary.get("at_sites") else []
     different += [costs_table(summary)] if summary.get("costs") else []
     forgotten: list[Part] = [forgetting_table(summary)] if summary.get("forgotten") else []
+    heads: list[Part] = [heads_table(matrices)] if (matrices := exchanges(summary)) else []
+    selection: list[Part] = [methods_table(chosen), sites_table(chosen[0])] if (chosen := selections(summary)) else []
+    details = Details("Configuration", config)
     sections: list[tuple[str, list[Part]]] = [
-        ("", [headline(summary, metrics), *_failed_checks(summary), *_gone(gone)]),
-        (
-            "What was run",
-            [
-                _run_table(summary),
-                _sites_table(summary),
-                *_pictures(pictures, "classes.png"),
-                Details("The whole configuration", config),
-            ],
-        ),
+        ("", [headline(summary, metrics), *_failed_checks(summary), *([forgotten_table(gone)] if gone else [])]),
+        ("The run", [_run_table(summary), _sites_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
         ("Privacy", [*privacy_parts(summary, metrics)]),
-        ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),
-        ("Layer selection", [*_selection(summary), *_pictures(pictures, "layers.png")]),
+        ("Exchanged heads", [*heads, *_pictures(pictures, "heads.png")]),
+        ("Layer selection", [*selection, *_pictures(pictures, "layers.png")]),
         ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
-        ("What is exact, and what is not", [*_checks(summary), *_guarantee(summary)]),
+        ("Exactness", [*_checks(summary), *_guarantee(summary)]),
         ("Digest", _digest(summary)),
     ]
     return [(heading, parts) for heading, parts in sections if parts]
-
-
-def _heads(summary: Mapping[str, Any]) -> list[Part]:
-    found = exchanges(summary)
-    return [heads_table(found)] if found else []
 
 
 def _at_home(summary: Mapping[str, Any]) -> list[Part]:
     if not summary.get("per_site"):
         return []
     return [spread_table(summary), per_site_table(summary), *classes_table(summary)]
-
-
-def _selection(summary: Mapping[str, Any]) -> list[Part]:
-    found = selections(summary)
-    return [methods_table(found), sites_table(found[0])] if found else []
 
 
 def _run_table(summary: Mapping[str, Any]) -> Table:
@@ -172,22 +157,18 @@ def _run_table(summary: Mapping[str, Any]) -> Table:
 
 def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
     """Return rows with the run's seconds and, where recorded, the start-up time and the server's peak memory."""
-    told = summary.get("resources") or {}
+    resources = summary.get("resources") or {}
     rows: list[list[Cell]] = [["seconds", f"{summary['seconds']:.1f}"]]
-    if "start_up" in told:
-        rows.append(["of these, start-up", f"{told['start_up']:.1f}"])
-    if "peak_memory" in told:
-        rows.append(["peak memory of the server, MB", round(told["peak_memory"] / 1e6)])
+    if "start_up" in resources:
+        rows.append(["of these, start-up", f"{resources['start_up']:.1f}"])
+    if "peak_memory" in resources:
+        rows.append(["peak memory of the server, MB", round(resources["peak_memory"] / 1e6)])
     return rows
 
 
 def _sites_table(summary: Mapping[str, Any]) -> Table:
     rows, note = cut([[site["name"], site["domain"], site["samples"]] for site in summary["sites"]], "sites")
     return Table("Sites", ["site", "domain", "training images"], rows, note)
-
-
-def _gone(gone: list[Forgotten]) -> list[Part]:
-    return [forgotten_table(gone)] if gone else []
 
 
 def _dropped(metrics: Sequence[Mapping[str, Any]]) -> list[Part]:

@@ -13,6 +13,6 @@ def result_tables(summary: dict[str, Any]) -> list[Table]:
     tables = [accuracy_table(summary)] if summary.get("accuracy") else []
     tables += [at_sites_table(summary)] if summary.get("at_sites") else []
     tables += [costs_table(summary)] if summary.get("costs") else []
-    tables += [heads_table(found)] if (found := exchanges(summary)) else []
+    tables += [heads_table(matrices)] if (matrices := exchanges(summary)) else []
     tables += [methods_table(chosen)] if (chosen := selections(summary)) else []
     return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables

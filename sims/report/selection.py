@@ -38,13 +38,13 @@ class Chosen:
     @property
     def last(self) -> float | None:
         """The accuracy with the final shared parameters."""
-        return next((one for one in reversed(self.accuracy) if one is not None), None)
+        return next((accuracy for accuracy in reversed(self.accuracy) if accuracy is not None), None)
 
     @property
     def peak(self) -> float | None:
         """The best accuracy in the rounds in which the site trained."""
         start, end = (self.rounds[0] - 1, self.rounds[-1]) if self.rounds else (0, len(self.accuracy))
-        return max((one for one in self.accuracy[start:end] if one is not None), default=None)
+        return max((accuracy for accuracy in self.accuracy[start:end] if accuracy is not None), default=None)
 
     @property
     def kept(self) -> float | None:
@@ -69,12 +69,12 @@ class Selection:
 
 def selections(summary: Mapping[str, Any]) -> list[Selection]:
     """Return the result of each method, the run's own first, without forgotten sites."""
-    gone, found = summary.get("unlearned") or [], []
+    gone, methods = summary.get("unlearned") or [], []
     for method, one in (summary.get(KEY) or {}).items():
         keys = ("sites", "configuration", "shared", "accuracy", "own")
         sites = [Chosen(*cells) for cells in zip(*(one[key] for key in keys), strict=True) if cells[0] not in gone]
-        found.append(Selection(method, one["groups"], sites, one["bytes"], one["fedavg_bytes"]))
-    return [one for one in found if one.sites]
+        methods.append(Selection(method, one["groups"], sites, one["bytes"], one["fedavg_bytes"]))
+    return [one for one in methods if one.sites]
 
 
 def methods_table(found: Sequence[Selection]) -> Table:
@@ -92,13 +92,13 @@ def methods_table(found: Sequence[Selection]) -> Table:
     return Table("Layer selection", columns, rows, note)
 
 
-def sites_table(one: Selection) -> Table:
+def sites_table(selection: Selection) -> Table:
     """Return a row for each site."""
     rows, note = cut([[site.site, site.configuration, percent(site.last), percent(site.peak), _ratio(site.kept)]
-                      for site in one.sites], "sites")  # fmt: skip
-    told = f"layers, from the input on: {', '.join(map(_named, one.groups))}; 1: shared, 0: the site's own."
-    return Table(f"{one.method}: what sites chose", ["site", "layers", "own task", "peak", "final / peak"], rows,
-                 " ".join(filter(None, [told, note])))  # fmt: skip
+                      for site in selection.sites], "sites")  # fmt: skip
+    legend = f"layers, from the input on: {', '.join(map(_named, selection.groups))}; 1: shared, 0: the site's own."
+    return Table(f"{selection.method}: what sites chose", ["site", "layers", "own task", "peak", "final / peak"], rows,
+                 " ".join(filter(None, [legend, note])))  # fmt: skip
 
 
 def selection_figure(found: Sequence[Selection]) -> Figure | None:
@@ -106,7 +106,7 @@ def selection_figure(found: Sequence[Selection]) -> Figure | None:
 
     Each site is a row; rounds run from left to right.
     """
-    learned = next((one for one in found if any(_learned(site) for site in one.sites)), None)
+    learned = next((selection for selection in found if any(_learned(site) for site in selection.sites)), None)
     if learned is None:
         return None
     across = min(ACROSS, len(learned.groups))
@@ -144,7 +144,7 @@ def _group_panel(axes: Axes, learned: Selection, number: int, named: bool) -> Ax
 
 def _learned(site: Chosen) -> bool:
     """Return whether some probability of the site is neither 0 nor 1."""
-    return any(one is not None and 0.0 < one < 1.0 for row in site.shared for one in row)
+    return any(probability is not None and 0.0 < probability < 1.0 for row in site.shared for probability in row)
 
 
 def _named(group: Sequence[str]) -> str:

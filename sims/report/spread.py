@@ -27,8 +27,8 @@ class Spread:
 
     def text(self, digits: int) -> str:
         """Return mean ± deviation with so many decimals; for one value, only the mean."""
-        around = f" ± {self.deviation:.{digits}f}" if self.n > 1 else ""
-        return f"{self.mean:.{digits}f}{around}"
+        deviation = f" ± {self.deviation:.{digits}f}" if self.n > 1 else ""
+        return f"{self.mean:.{digits}f}{deviation}"
 
 
 def spread(values: Sequence[float]) -> Spread:

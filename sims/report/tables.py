@@ -87,8 +87,8 @@ class Table:
     def html(self) -> str:
         """Return an escaped <table>. Cells with numbers have the class `number`, those with one word `whole`."""
         left = self._left()
-        head = "".join(_in_html_cell("th", name, one) for name, one in zip(self.columns, left, strict=True))
-        rows = ("".join(_in_html_cell("td", cell, one) for cell, one in zip(row, left, strict=True)) for row in self.rows)
+        head = "".join(_in_html_cell("th", name, text) for name, text in zip(self.columns, left, strict=True))
+        rows = ("".join(_in_html_cell("td", cell, text) for cell, text in zip(row, left, strict=True)) for row in self.rows)
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
         title = f"<caption>{_in_html(self.title)}</caption>" if self.title else ""
         note = f'<p class="note">{_in_html(self.note)}</p>\n' if self.note else ""
@@ -106,8 +106,8 @@ class Table:
 
     def _left(self) -> list[bool]:
         """Return for each column whether it holds text. Columns of numbers are aligned to the right."""
-        places = range(len(self.columns))
-        return [any(not _NUMBER.fullmatch(show(row[place])) for row in self.rows) for place in places]
+        columns = range(len(self.columns))
+        return [any(not _NUMBER.fullmatch(show(row[column])) for row in self.rows) for column in columns]
 
 
 def cut(rows: Sequence[Sequence[Cell]], what: str) -> tuple[list[Sequence[Cell]], str]:
@@ -139,12 +139,12 @@ def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
     A method without an aggregate is listed by its mode, with the mean of its sites' networks.
     """
-    given, sites, first = dict(summary.get("accuracy") or {}), homes(summary), aggregate(summary)
-    own, mode = [given[name] for name in given if name in sites], str(summary.get("method")).rpartition("/")[2]
-    if own and not has_aggregate(summary) and mode not in given:
+    scores, sites, first = dict(summary.get("accuracy") or {}), homes(summary), aggregate(summary)
+    own, mode = [scores[name] for name in scores if name in sites], str(summary.get("method")).rpartition("/")[2]
+    if own and not has_aggregate(summary) and mode not in scores:
         first = mode
-        given[mode] = {key: sum(one[key] for one in own) / len(own) for key in own[0] if all(key in one for one in own)}
-    return {name: given[name] for name in sorted(given, key=lambda name: (name != first, name in sites))}
+        scores[mode] = {key: sum(row[key] for row in own) / len(own) for key in own[0] if all(key in row for row in own)}
+    return {name: scores[name] for name in sorted(scores, key=lambda name: (name != first, name in sites))}
 
 
 def has_aggregate(summary: Mapping[str, Any]) -> bool:
@@ -157,11 +157,11 @@ def aggregate(summary: Mapping[str, Any]) -> str:
 
     In summaries without this name, it is the first network that is not a site's.
     """
-    given, sites = summary.get("accuracy") or {}, homes(summary)
-    said = str(summary.get("aggregate"))
-    if said in given or not has_aggregate(summary):
-        return said
-    return next((name for name in given if name not in sites), "")
+    scores, sites = summary.get("accuracy") or {}, homes(summary)
+    recorded = str(summary.get("aggregate"))
+    if recorded in scores or not has_aggregate(summary):
+        return recorded
+    return next((name for name in scores if name not in sites), "")
 
 
 def homes(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -176,8 +176,8 @@ def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
 
 def mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None or NaN; None without any."""
-    there = [value for value in values if value is not None and not math.isnan(value)]
-    return sum(there) / len(there) if there else None
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 class Holders:
@@ -218,15 +218,15 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
     means = "" if has_aggregate(summary) else "Methods without an aggregated network: mean over the sites' own networks."
     own = PERSONAL in accuracies(summary)
-    apart = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
-    told = " ".join(filter(None, [f"{mark}." if mark else "", means, apart, note, few]))
-    return Table("Test accuracy", ["network", *shown, *(["union"] if several else [])], kept, told)
+    personal = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
+    notes = " ".join(filter(None, [f"{mark}." if mark else "", means, personal, note, few]))
+    return Table("Test accuracy", ["network", *shown, *(["union"] if several else [])], kept, notes)
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:
     """Return the accuracy of the networks that sites use, as means over sites (server.evaluation.per_client_metrics)."""
-    rows = [[name, *(percent(one.get(key)) for key in ("own", "lacking", "union"))]
-            for name, one in summary["at_sites"].items()]  # fmt: skip
+    rows = [[name, *(percent(scores.get(key)) for key in ("own", "lacking", "union"))]
+            for name, scores in summary["at_sites"].items()]  # fmt: skip
     note = (
         "Means over sites, each with the shared network of its architecture, else its own. own test: the site's domain, "
         "classes as frequent as at the site; classes it lacks: classes without images at the site; all: all domains."
@@ -236,8 +236,8 @@ def at_sites_table(summary: Mapping[str, Any]) -> Table:
 
 def costs_table(summary: Mapping[str, Any]) -> Table:
     """Return the cost of networks of different sizes (server.evaluation.per_client_metrics)."""
-    rows = [[name, one["sites"], one["parameters"], _megabytes(one.get("bytes")), f"{1e3 * one['seconds']:.1f}"]
-            for name, one in summary["costs"].items()]  # fmt: skip
+    rows = [[name, cost["sites"], cost["parameters"], _megabytes(cost.get("bytes")), f"{1e3 * cost['seconds']:.1f}"]
+            for name, cost in summary["costs"].items()]  # fmt: skip
     columns = ["network", "sites", "parameters", "MB per site and round", "ms for 1,000 images"]
     return Table("Cost of the networks", columns, rows, "MB: sent and received. ms: measured on the server's machine.")
 
@@ -248,13 +248,13 @@ def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
     for record in metrics:
         for site, both in (record.get("bytes") or {}).items():
             rounds.setdefault(site, []).append(both)
-    rows = [[site, len(each), *(sum(one[place] for one in each) / len(each) / 1e6 for place in (0, 1))]
+    rows = [[site, len(each), *(sum(pair[direction] for pair in each) / len(each) / 1e6 for direction in (0, 1))]
             for site, each in sorted(rounds.items())]  # fmt: skip
     kept, few = cut(rows, "sites")
-    told = ("Total data exchanged per round. Identical data is counted once per site, but sent once where the engine "
+    explanation = ("Total data exchanged per round. Identical data is counted once per site, but sent once where the engine "
             "allows it.")  # fmt: skip
     columns = ["site", "rounds", "to the site", "from the site"]
-    return [Table("Traffic per round, MB", columns, kept, f"{told} {few}".strip())] if rows else []
+    return [Table("Traffic per round, MB", columns, kept, f"{explanation} {few}".strip())] if rows else []
 
 
 def _megabytes(number: int | None) -> float | None:

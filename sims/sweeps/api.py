@@ -1,7 +1,7 @@
 """Run many configurations from Python with `sweep`, and read their `Results`."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -80,9 +80,6 @@ class Results(Sequence[Result]):
 
     def __len__(self) -> int:
         return len(self.runs)
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self.runs)
 
     def compare(self, by: str | Sequence[str] = ()) -> Comparison:
         """Compare the runs, as `fedloom.compare` does. Raise UserError if no run is finished."""

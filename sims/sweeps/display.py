@@ -1,7 +1,6 @@
 """Show the progress of a sweep: a live block in a terminal, plain lines in a log, or only warnings."""
 
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -9,15 +8,8 @@ from rich.live import Live
 from rich.text import Text
 
 from fedloom.conf.errors import plain
-from fedloom.sims.progress.listeners import (
-    MEMORY_SECONDS,
-    REFRESHES_PER_SECOND,
-    PlainListener,
-    QuietListener,
-    RichListener,
-    size_of,
-)
-from fedloom.sims.progress.memory import tree_bytes
+from fedloom.sims.progress.listeners import REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener, clock_text
+from fedloom.sims.progress.memory import recent_bytes
 from fedloom.sims.report.tables import before_forgetting, percent
 from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 
@@ -31,7 +23,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -39,7 +31,7 @@ class Display:
 
     def begin(self, name: str) -> QuietListener:
         """Start or resume showing a run. Return the listener for it."""
-        return Quiet(self.console, name)
+        return QuietListener(self.console, name)
 
     def end(self, name: str, outcome: Outcome) -> None:
         """Count and show the outcome of a run."""
@@ -54,36 +46,11 @@ class Display:
         self.console.print(f"{name}: {line}" if name else line, markup=False, highlight=False, soft_wrap=True)
 
 
-class Quiet(QuietListener):
-    """Print only a run's warnings, with its name."""
-
-    def __init__(self, console: Console, name: str) -> None:
-        super().__init__(console)
-        self.name = name
-
-    def _say(self, text: str) -> None:
-        super()._say(f"{self.name}: {text}")
-
-
-class Plain(Quiet, PlainListener):
-    """Print a line for each round of a run, with its name."""
-
-    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        self._rounds = rounds
-        self._say(size_of(sites, rounds) + (f" ({note})" if note else ""))
-
-    def note(self, text: str) -> None:
-        """Print nothing: a sweep has too many runs for notes."""
-
-    def finished(self, summary: dict[str, Any]) -> None:
-        """Print nothing: `Lines.end` does."""
-
-
 class Lines(Display):
     """Print plain lines, for logs and pipes."""
 
     def begin(self, name: str) -> QuietListener:
-        return Plain(self.console, name)
+        return PlainListener(self.console, name)
 
     def end(self, name: str, outcome: Outcome) -> None:
         super().end(name, outcome)
@@ -95,7 +62,7 @@ class Row(RichListener):
     """One run's line in the block."""
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        self._begin(self._run, rounds)
+        self._begin(self.name, rounds)
 
     def _show(self) -> None:
         """Do nothing: the block shows this row."""
@@ -103,19 +70,11 @@ class Row(RichListener):
     def note(self, text: str) -> None:
         """Print nothing: the row shows the progress."""
 
-    def message(self, text: str) -> None:
-        self._say(f"{self._run}: {text}")
-
     def finished(self, summary: dict[str, Any]) -> None:
         """Print nothing: `Block.end` does."""
 
     def _load(self) -> str:
         return ""  # the block's first line shows it for all runs
-
-    def named(self, name: str) -> Self:
-        """Set the run's name, and return the row."""
-        self._begin(name, 0)
-        return self
 
 
 class Block(Display):
@@ -124,7 +83,7 @@ class Block(Display):
     def __init__(self, console: Console, total: int, kept: int) -> None:
         super().__init__(console, total, kept)
         self._rows: dict[str, Row] = {}
-        self._since, self._kept, self._memory, self._looked = time.monotonic(), kept, 0, 0.0
+        self._since, self._kept = time.monotonic(), kept
         self._live = Live(
             console=console,
             get_renderable=self.block,
@@ -138,7 +97,7 @@ class Block(Display):
         self._live.stop()
 
     def begin(self, name: str) -> QuietListener:
-        self._rows[name] = Row(self.console).named(name)
+        self._rows[name] = Row(self.console, name)
         return self._rows[name]
 
     def end(self, name: str, outcome: Outcome) -> None:
@@ -150,12 +109,10 @@ class Block(Display):
     def block(self) -> Group:
         """Return what is shown now."""
         now = time.monotonic()
-        if now - self._looked > MEMORY_SECONDS:
-            self._memory, self._looked = tree_bytes(), now
         parts = [f"{self.done} of {self.total} runs done"]
         parts += [f"{self.failed} failed"] if self.failed else []
-        parts += [f"{self._memory / 2**30:.1f} GiB", f"{_clock(now - self._since)} so far"]
-        parts += [f"about {_clock(left)} left"] if (left := self._left(now)) else []
+        parts += [f"{recent_bytes() / 2**30:.1f} GiB", f"{clock_text(now - self._since)} so far"]
+        parts += [f"about {clock_text(left)} left"] if (left := self._left(now)) else []
         return Group(Text(", ".join(parts), style="bold"), *(row.line() for row in list(self._rows.values())))
 
     def _left(self, now: float) -> float:
@@ -181,8 +138,3 @@ def ending(outcome: Outcome) -> str:
     union, seconds = before_forgetting(outcome.summary).get("union"), outcome.summary.get("seconds", 0.0)
     text = f"{outcome.status} after {seconds:.1f} s"
     return f"{text}, test accuracy {percent(union)}" if union is not None else text
-
-
-def _clock(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds) // 60, 60)
-    return f"{hours}:{minutes:02d}:{round(seconds) % 60:02d}" if hours else f"{minutes}:{round(seconds) % 60:02d}"

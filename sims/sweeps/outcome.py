@@ -12,8 +12,8 @@ from fedloom.sims.report.tables import Table, before_forgetting, percent
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
-AT_IT = "another process is working on this run; repeat the command when that process has finished"
-MOST_TOLD = 500  # letters of an error
+BUSY_MESSAGE = "another process is working on this run; repeat the command when that process has finished"
+MOST_CHARACTERS = 500  # letters of an error
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,20 @@ def finished(run: Planned, status: str = FINISHED) -> Outcome:
 def failed(run: Planned, reason: str) -> Outcome:
     """Return the outcome of a run that failed, or that another process is working on."""
     if busy(run.folder):
-        return Outcome(run.folder, run.values, BUSY, AT_IT)
+        return Outcome(run.folder, run.values, BUSY, BUSY_MESSAGE)
     return Outcome(run.folder, run.values, FAILED, reason, read_summary(run.folder))
 
 
-def looked_at(run: Planned) -> Planned | Outcome:
+def check_again(run: Planned) -> Planned | Outcome:
     """Check a run again just before it starts. Return the run, or its outcome if another process has worked on it."""
     try:
         now = placed(run, run.config.run.overwrite)
     except UserError as error:
-        return failed(run, plain(str(error))[:MOST_TOLD])
+        return failed(run, plain(str(error))[:MOST_CHARACTERS])
     if now.done:
         return finished(now, KEPT)
     if busy(now.folder):
-        return failed(now, AT_IT)
+        return failed(now, BUSY_MESSAGE)
     return (
         now if now.config.run.overwrite else ordered(now, resume=True)
     )  # resume, in case another process creates the folder first
@@ -81,10 +81,10 @@ def attempt(do: Callable[[], Any]) -> str:
     try:
         do()
     except (UserError, FailedError) as error:
-        return plain(str(error))[:MOST_TOLD]
+        return plain(str(error))[:MOST_CHARACTERS]
     except Exception as error:
         if isinstance(error, OSError) and (text := of_files(error)):
-            return text[:MOST_TOLD]
+            return text[:MOST_CHARACTERS]
         traceback.print_exc()
-        return plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]
+        return plain(f"{type(error).__name__}: {error}")[:MOST_CHARACTERS]
     return ""

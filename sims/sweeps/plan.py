@@ -19,7 +19,7 @@ from fedloom.sims.sweeps.names import part_of_name, short_keys, text_of
 SEED = "seed"
 EXPERIMENT = "experiment"
 MOST_RUNS = 1000  # each configuration takes some 20 ms to read and check
-MOST_TOLD = 100  # characters of the input in an error
+MOST_CHARACTERS = 100  # characters of the input in an error
 KEPT = "run"  # the section with a run's folder, which the sweep sets itself
 Load = Callable[[Sequence[str]], Config]  # an experiment with overrides
 
@@ -65,7 +65,7 @@ def _read_seeds(seeds: str) -> list[Any]:
     try:
         return read_values(f"{SEED}={seeds}")[1]
     except UserError:
-        message = f"--seeds: got '{plain(seeds)[:MOST_TOLD]}', takes whole numbers with commas between, such as 0,1,2"
+        message = f"--seeds: got '{plain(seeds)[:MOST_CHARACTERS]}', takes whole numbers with commas between, such as 0,1,2"
         raise UserError(message) from None
 
 

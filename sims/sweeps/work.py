@@ -7,7 +7,7 @@ from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.listing import busy
 from fedloom.sims.operations.simulate import absolute_paths, refuse, simulate
 from fedloom.sims.sweeps.display import Display, display_for
-from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, failed, finished, looked_at
+from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, check_again, failed, finished
 from fedloom.sims.sweeps.plan import Planned, placed
 from fedloom.sims.sweeps.worker_pool import WorkerPool
 
@@ -41,29 +41,29 @@ def carry_out(
     with display_for(quiet, len(planned), len(done), json_output) as display:
         if not quiet:
             display.say("", _opening(len(planned), len(done), parallel))
-        done |= _carried_out(missing, parallel, display)
-        seen = {run.name: looked_at(run) for run in missing if done[run.name].status == BUSY}
+        done |= _run_all(missing, parallel, display)
+        seen = {run.name: check_again(run) for run in missing if done[run.name].status == BUSY}
         done |= {name: outcome for name, outcome in seen.items() if isinstance(outcome, Outcome)}
-        done |= _carried_out([outcome for outcome in seen.values() if isinstance(outcome, Planned)], parallel, display)
+        done |= _run_all([outcome for outcome in seen.values() if isinstance(outcome, Planned)], parallel, display)
     return [done[run.name] for run in planned]
 
 
 def _opening(total: int, kept: int, parallel: int) -> str:
     """Return a line that says what the sweep will do."""
-    there = f", {kept} of them already finished" if kept else ""
-    return f"{total} run{'s' * (total > 1)}{there}, {max(1, min(parallel, total - kept))} at a time"
+    done = f", {kept} of them already finished" if kept else ""
+    return f"{total} run{'s' * (total > 1)}{done}, {max(1, min(parallel, total - kept))} at a time"
 
 
-def _carried_out(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
+def _run_all(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
     """Carry out the runs in processes or here. Return the outcome of each by its name."""
     if parallel and tasks:
         return WorkerPool(min(parallel, len(tasks)), display).run(tasks)
-    return {task.name: _here(task, display) for task in tasks}
+    return {task.name: _run_here(task, display) for task in tasks}
 
 
-def _here(task: Planned, display: Display) -> Outcome:
+def _run_here(task: Planned, display: Display) -> Outcome:
     """Carry out a run in this process."""
-    now = looked_at(task)
+    now = check_again(task)
     if isinstance(now, Planned):
         listener = display.begin(now.name)
         reason = attempt(lambda: simulate(now.config, listener=listener))

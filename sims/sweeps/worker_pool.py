@@ -26,14 +26,16 @@ from fedloom.sims.engines.share import Share
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.sweeps.display import Display
 from fedloom.sims.sweeps.events import FAILED, FINISHED, repeat
-from fedloom.sims.sweeps.outcome import Outcome, failed, finished, looked_at
+from fedloom.sims.sweeps.outcome import Outcome, check_again, failed, finished
 from fedloom.sims.sweeps.plan import Planned
 
 START = "from fedloom.sims.sweeps.worker_process import main; main()"
 GRACE = 15.0  # seconds for an interrupted run to complete its folder and stop Ray
 POLL = 0.2
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LOST = "its process ended ({}), possibly for lack of memory; repeat the command to resume after the last committed round"
+LOST_MESSAGE = (
+    "its process ended ({}), possibly for lack of memory; repeat the command to resume after the last committed round"
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class WorkerPool:
                 self._open(part)
             while len(self._outcomes) < len(tasks):
                 try:
-                    self._take(*self._events.get(timeout=POLL))
+                    self._handle(*self._events.get(timeout=POLL))
                 except Empty:
                     continue
         finally:
@@ -178,20 +180,20 @@ class WorkerPool:
 
     def _next(self, worker: WorkerProcess) -> None:
         while self._waiting:
-            task = looked_at(planned := self._waiting.popleft())
+            task = check_again(planned := self._waiting.popleft())
             if isinstance(task, Planned):
                 worker.give(task, self._display.begin(task.name))
                 return
             self._settle(task, planned)
         worker.let_go()
 
-    def _take(self, worker: WorkerProcess, line: str | None) -> None:
+    def _handle(self, worker: WorkerProcess, line: str | None) -> None:
         """Handle a line from a process. None: the process has ended."""
         task = worker.task
         if task is None or worker.listener is None:
             return
         if line is None:
-            self._settle(failed(task, LOST.format(worker.ending())), task)
+            self._settle(failed(task, LOST_MESSAGE.format(worker.ending())), task)
             worker.task = None
             if self._waiting:
                 self._open(worker.part)

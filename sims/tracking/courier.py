@@ -21,14 +21,14 @@ class Courier:
         self._waiting: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
 
-    def tell(self, call: str, *given: Any) -> None:
+    def tell(self, call: str, *arguments: Any) -> None:
         """Queue a call of the writer's method of this name."""
         if self.failure:
             return
         if self._thread.ident is None:
             self._thread.start()
         try:
-            self._waiting.put_nowait((call, given))
+            self._waiting.put_nowait((call, arguments))
         except queue.Full:
             self.failure = f"is {MOST_WAITING} rounds behind"
 
@@ -50,7 +50,7 @@ class Courier:
         try:
             writer, call = self._open(), ""
             while call != "close":
-                call, given = self._waiting.get()
-                getattr(writer, call)(*given)
+                call, arguments = self._waiting.get()
+                getattr(writer, call)(*arguments)
         except BaseException as error:  # only the main thread is interrupted: any interruption here comes from the tracker
             self.failure = self.failure or told(error)

@@ -24,28 +24,28 @@ BESIDE = ("baselines", "retrained")  # folders of other parts
 
 def trackers_of(config: Config) -> dict[str, Tracker]:
     """Return the configuration's trackers by name. Raise UserError for unknown or repeated names, and wrong options."""
-    found: dict[str, Tracker] = {}
-    for place, entry in enumerate(config.tracking):
-        where = f"tracking[{place}]"
+    trackers: dict[str, Tracker] = {}
+    for index, entry in enumerate(config.tracking):
+        where = f"tracking[{index}]"
         if not isinstance(entry, str | dict):
             raise UserError(
                 f"{where}: got {entry!r}, takes a name such as csv, or a section such as {{name: mlflow, uri: ...}}"
             )
         section = {"name": entry} if isinstance(entry, str) else entry
         tracker = TRACKERS.build(section, where)
-        if section["name"] in found:
+        if section["name"] in trackers:
             raise UserError(f"{where}: '{section['name']}' appears twice; leave one out")
-        found[section["name"]] = tracker
-    return found
+        trackers[section["name"]] = tracker
+    return trackers
 
 
 def refuse_trackers(config: Config) -> None:
     """Raise UserError for a tracker that cannot work, such as one without its package. Import no package."""
-    for place, (name, tracker) in enumerate(trackers_of(config).items()):
+    for index, (name, tracker) in enumerate(trackers_of(config).items()):
         if tracker.package and not _installed(tracker.package):
             how = f"pip install 'fedloom[{tracker.extra}]'" if tracker.extra else f"pip install {tracker.package}"
             raise UserError(
-                f"tracking[{place}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
+                f"tracking[{index}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
             )
 
 
@@ -115,8 +115,8 @@ class Tracking(Silent):
         """Send the final results, after the parts that an earlier process finished."""
         if not (self._folder / "summary.json").is_file():
             return
-        beside = [path for name in BESIDE for path in sorted((self._folder / name).glob("*"))]
-        for folder in [self._folder, *beside]:
+        others = [path for name in BESIDE for path in sorted((self._folder / name).glob("*"))]
+        for folder in [self._folder, *others]:
             if folder not in self._parts and folder.is_dir():
                 self._part(folder)
         self._tell("results", results_of(self._folder))
@@ -128,10 +128,10 @@ class Tracking(Silent):
                 courier.wait(seconds)
             self._news()
 
-    def _tell(self, call: str, *given: Any) -> None:
+    def _tell(self, call: str, *arguments: Any) -> None:
         """Queue a call for each tracker, with its own copy of the arguments."""
         for courier in self._couriers:
-            courier.tell(call, *copy.deepcopy(given))
+            courier.tell(call, *copy.deepcopy(arguments))
         self._news()
 
     def _news(self) -> None:

@@ -17,31 +17,38 @@ TRAFFIC = ("sent", "received")
 def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a round's numbers for all sites together: `train_loss`, `validation/union`, `bytes/sent`, `dropped`, ..."""
     known = {"round", "accuracy", "dropped", "bytes", RECEIVED, "epsilon", "clipped"}
-    found = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
-    found |= dict(_flat("validation", record.get("accuracy") or {}))
+    numbers = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
+    numbers |= dict(_flat("validation", record.get("accuracy") or {}))
     for key in ("dropped", "clipped"):
         if key in record:
-            found[key] = float(len(record[key] or {}))
+            numbers[key] = float(len(record[key] or {}))
     if record.get("bytes"):
-        found |= {f"bytes/{name}": float(each) for name, each in zip(TRAFFIC, traffic_of(record), strict=True)}
+        numbers |= {f"bytes/{name}": float(each) for name, each in zip(TRAFFIC, traffic_of(record), strict=True)}
     if spent := (record.get("epsilon") or {}).values():
-        found["epsilon"] = float(max(spent))
-    return found
+        numbers["epsilon"] = float(max(spent))
+    return numbers
 
 
 def site_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, dict[str, float]]:
     """Return the numbers of each of these sites that participated: `sent`, `received`, `dropped` (0 or 1), `epsilon`, ..."""
-    found: dict[str, dict[str, float]] = {}
+    by_site: dict[str, dict[str, float]] = {}
     traffic, dropped = record.get("bytes") or {}, record.get("dropped") or {}
     for site in sites & (traffic.keys() | dropped.keys()):
-        found[site] = {"dropped": float(site in dropped)}
-        found[site] |= dict(zip(TRAFFIC, map(float, traffic.get(site, ())), strict=False))
+        by_site[site] = {"dropped": float(site in dropped)}
+        by_site[site] |= dict(zip(TRAFFIC, map(float, traffic.get(site, ())), strict=False))
     for key, item in record.items():
         if key in ("bytes", "dropped") or not isinstance(item, Mapping):
             continue
         for site in sites & item.keys():
-            found.setdefault(site, {}).update(_flat(key, item[site]))
-    return dict(sorted(found.items()))
+            by_site.setdefault(site, {}).update(_flat(key, item[site]))
+    return dict(sorted(by_site.items()))
+
+
+def all_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, float]:
+    """Return the numbers of a round and, as `site NAME/...`, of these sites."""
+    of_sites = {f"site {site}/{name}": number for site, numbers in site_numbers(record, sites).items()
+                for name, number in numbers.items()}  # fmt: skip
+    return round_numbers(record) | of_sites
 
 
 def settings(config: Config) -> dict[str, str]:

@@ -44,7 +44,7 @@ def results_of(folder: Path) -> Results:
     return Results(max(metrics, default=0), numbers, tables, pictures, digest, files)
 
 
-def _accuracies(kind: str, given: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, float]]:
-    for name, shares in (given or {}).items():
+def _accuracies(kind: str, accuracies: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, float]]:
+    for name, shares in (accuracies or {}).items():
         for domain, share in shares.items():
             yield f"{kind}/{one(name)}/{one(domain)}", float(share)

@@ -12,7 +12,7 @@ from PIL import Image
 from fedloom.conf import to_yaml
 from fedloom.conf.schema import Config
 from fedloom.sims.tracking.base import MAIN, TRACKERS, Line, Part, Tracker, Writer
-from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.numbers import all_numbers
 from fedloom.sims.tracking.results import Results
 
 FOLDER, RESULTS = "tensorboard", "results"
@@ -40,9 +40,9 @@ class TensorBoardWriter(Writer):
     def results(self, results: Results) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        place = self.folder / FOLDER / RESULTS
-        shutil.rmtree(place, ignore_errors=True)
-        with SummaryWriter(str(place)) as events:
+        folder = self.folder / FOLDER / RESULTS
+        shutil.rmtree(folder, ignore_errors=True)
+        with SummaryWriter(str(folder)) as events:
             for name, number in results.numbers.items():
                 events.add_scalar(name, number, results.round)
             for table in results.tables:
@@ -70,13 +70,10 @@ class TensorBoardLine(Line):
             self._events.add_text("configuration", text, 0)
 
     def write(self, record: dict[str, Any]) -> None:
-        step, numbers = record["round"], round_numbers(record)
+        step, numbers = record["round"], all_numbers(record, self._sites)
         mark = numbers.pop(MARK, 0.0)
         for name, number in numbers.items():
             self._events.add_scalar(name, number, step)
-        for site, each in site_numbers(record, self._sites).items():
-            for name, number in each.items():
-                self._events.add_scalar(f"site {site}/{name}", number, step)
         self._events.add_scalar(MARK, mark, step)
         self._events.flush()
 

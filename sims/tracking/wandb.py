@@ -10,7 +10,7 @@ from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.sims.report.tables import show
 from fedloom.sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
-from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.numbers import all_numbers
 from fedloom.sims.tracking.results import Results
 from fedloom.sims.tracking.wandb_files import last_number
 
@@ -81,7 +81,7 @@ class WandbWriter(Writer):
         }
         if pictures or tables:
             line.run.log({**pictures, **tables}, step=results.round)
-        line.run.summary.update({**results.numbers, **{f"digest/{name}": one for name, one in results.digest.items()}})
+        line.run.summary.update({**results.numbers, **{f"digest/{name}": digest for name, digest in results.digest.items()}})
 
 
 class WandbLine(Line):
@@ -91,10 +91,7 @@ class WandbLine(Line):
         self.run, self.written, self._sites = run, written, sites
 
     def write(self, record: dict[str, Any]) -> None:
-        numbers = round_numbers(record)
-        for site, each in site_numbers(record, self._sites).items():
-            numbers |= {f"site {site}/{name}": number for name, number in each.items()}
-        self.run.log({STEP: record["round"], **numbers}, step=record["round"])
+        self.run.log({STEP: record["round"], **all_numbers(record, self._sites)}, step=record["round"])
 
     def close(self, status: str) -> None:
         self.run.finish(exit_code=0 if status == FINISHED else 1)

@@ -14,18 +14,18 @@ def messages(path: Path) -> Iterator[Any]:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-    content, place, message = path.read_bytes(), HEADER, b""
+    content, position, message = path.read_bytes(), HEADER, b""
     if content and not content.startswith(MAGIC):
         raise ValueError(f"{path}: not a W&B file, or one of a newer format")
-    while place + HEADER <= len(content):
-        if (left := BLOCK - place % BLOCK) < HEADER:
-            place += left  # padding: no room for a header
+    while position + HEADER <= len(content):
+        if (left := BLOCK - position % BLOCK) < HEADER:
+            position += left  # padding: no room for a header
             continue
-        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
-        place += HEADER + length
-        if place > len(content):
+        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        position += HEADER + length
+        if position > len(content):
             return
-        message += content[place - length : place]
+        message += content[position - length : position]
         if kind in (WHOLE, LAST):
             try:
                 yield Record.FromString(message)
@@ -36,8 +36,8 @@ def messages(path: Path) -> Iterator[Any]:
 
 def last_number(folder: Path, id: str, name: str) -> int:
     """Return the largest value of a number in a run's history, over all files below W&B's folder; 0 without any."""
-    found = [0]
+    values = [0]
     for path in folder.glob(f"*run-*-{id}/run-{id}.wandb"):
         for message in messages(path):
-            found += [int(item.value_json) for item in message.history.item if [item.key, *item.nested_key][-1] == name]
-    return max(found)
+            values += [int(item.value_json) for item in message.history.item if [item.key, *item.nested_key][-1] == name]
+    return max(values)
