@@ -279,7 +279,7 @@ def _check_range(key: str, number: float, low: float | None, high: float | None)
     if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
         raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
     if isinstance(number, float) and abs(number) > MOST:
-        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)}, as 32 bits can hold")
+        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)} (32 bits)")
 
 
 def _check_text(key: str, text: str) -> None:

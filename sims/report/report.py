@@ -221,7 +221,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: damaged JSON ({error}); run the experiment again") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: takes a JSON object; run the experiment again")
+        raise UserError(f"{where}: is not a JSON object; run the experiment again")
     return value
 
 

@@ -95,7 +95,7 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ('run.name="a\\nb"', r"run\.name: got 'a.+b', takes a text in one line"),
         ("rounds=[1", "override 'rounds=.1'"),
         ('data.root="\\0"', r"data\.root: got '.*', takes a text in one line, without control characters"),
-        ("training.rate=1e308", r"training\.rate: got 1e\+308, takes a number from 0\.0 to 3\.4e\+38, as 32 bits can hold"),
+        ("training.rate=1e308", r"training\.rate: got 1e\+308, takes a number from 0\.0 to 3\.4e\+38 \(32 bits\)"),
         ("federation.fraction=0", r"federation\.fraction: got 0\.0, takes a number from 1e-09 to 1\.0"),
     ],
 )

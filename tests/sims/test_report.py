@@ -131,7 +131,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     ("name", "content", "says"),
     [
         ("summary.json", b"{", "summary.json: damaged JSON"),
-        ("summary.json", b"[]", "summary.json: takes a JSON object"),
+        ("summary.json", b"[]", "summary.json: is not a JSON object"),
         ("summary.json", b"{}", "'experiment' is missing"),
         ("summary.json", b"\xff", "not UTF-8"),
         ("metrics.jsonl", b'{"round": 1}\n{"rou', "metrics.jsonl line 2: damaged JSON"),
