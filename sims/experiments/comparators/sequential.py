@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedloom.fusion.comparators.layers import (
+from fedloom.fusion.graph.channels import Layer, Wiring, wire
+from fedloom.fusion.refit.patches import patches, picked
+from fedloom.sims.experiments.comparators.layers import (
     ROWS,
     Frame,
     in_channels,
@@ -23,8 +25,6 @@ from fedloom.fusion.comparators.layers import (
     with_ones,
     written,
 )
-from fedloom.fusion.graph.channels import Layer, Wiring, wire
-from fedloom.fusion.refit.patches import patches, picked
 
 LLOYD = 50  # most steps of k-means
 
