@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.comparators.baselines import Ensemble, naive_average
+from fedloom.fusion.baselines import Ensemble, naive_average
 from fedloom.fusion.search import STEPS, best_weights
 from tests.fusion.parts import apart, images, network, outputs
 

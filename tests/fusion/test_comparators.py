@@ -9,12 +9,12 @@ from torch import nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.repair import recompute_statistics
-from fedloom.fusion.comparators import COMPARATORS
-from fedloom.fusion.comparators import layers as parts
-from fedloom.fusion.comparators.channels import _assigned, _cca, _zipped
-from fedloom.fusion.comparators.layers import products, ridge, with_ones
-from fedloom.fusion.comparators.sequential import _kmeans
 from fedloom.fusion.refit.patches import patches, picked
+from fedloom.sims.experiments.comparators import COMPARATORS
+from fedloom.sims.experiments.comparators import layers as parts
+from fedloom.sims.experiments.comparators.channels import _assigned, _cca, _zipped
+from fedloom.sims.experiments.comparators.layers import products, ridge, with_ones
+from fedloom.sims.experiments.comparators.sequential import _kmeans
 from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
 PROBE = images(24)

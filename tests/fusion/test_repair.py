@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.fusion.baselines import naive_average
 from fedloom.fusion.cla_ot.repair import (
     Statistics,
     Target,
@@ -19,7 +20,6 @@ from fedloom.fusion.cla_ot.repair import (
     running,
     watched,
 )
-from fedloom.fusion.comparators.baselines import naive_average
 from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.probe import Moments, observe

@@ -7,9 +7,9 @@ from torch import nn
 from fedloom.clients.networks import parse_name
 from fedloom.clients.networks.base import initialise
 from fedloom.conf.errors import UserError
-from fedloom.fusion.comparators.net2net import deepened
-from fedloom.fusion.comparators.transfer import by_chain, chain, common, transferred
 from fedloom.fusion.graph.channels import wire
+from fedloom.sims.experiments.comparators.net2net import deepened
+from fedloom.sims.experiments.comparators.transfer import by_chain, chain, common, transferred
 
 
 def network(text: str, seed: int) -> nn.Module:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import write_state
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.sims.operations.domain_task import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 

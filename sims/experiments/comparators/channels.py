@@ -11,7 +11,11 @@ from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.moves import Moves, apply
 from fedloom.fusion.cla_ot.repair import recompute_statistics, rescale
 from fedloom.fusion.cla_ot.transport import correlation_cost
-from fedloom.fusion.comparators.layers import (
+from fedloom.fusion.graph.channels import Axis
+from fedloom.fusion.probe import features_of, observe
+from fedloom.fusion.refit.patches import picked
+from fedloom.fusion.state import State
+from fedloom.sims.experiments.comparators.layers import (
     Frame,
     in_channels,
     norms,
@@ -21,10 +25,6 @@ from fedloom.fusion.comparators.layers import (
     walk,
     weighted,
 )
-from fedloom.fusion.graph.channels import Axis
-from fedloom.fusion.probe import features_of, observe
-from fedloom.fusion.refit.patches import picked
-from fedloom.fusion.state import State
 
 SWEEPS = 50  # most passes of weight matching over all axes
 AGAIN = 0.3  # ZipIt: factor of a merged group's correlations

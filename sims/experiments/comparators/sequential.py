@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedloom.fusion.comparators.layers import (
+from fedloom.fusion.graph.channels import Layer, Wiring, wire
+from fedloom.fusion.refit.patches import patches, picked
+from fedloom.sims.experiments.comparators.layers import (
     ROWS,
     Frame,
     in_channels,
@@ -26,8 +28,6 @@ from fedloom.fusion.comparators.layers import (
     with_ones,
     written,
 )
-from fedloom.fusion.graph.channels import Layer, Wiring, wire
-from fedloom.fusion.refit.patches import patches, picked
 
 LLOYD = 50  # most steps of k-means
 

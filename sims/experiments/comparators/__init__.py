@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.fusion.cla_ot.repair import recompute_statistics
-from fedloom.fusion.comparators.channels import cca_merge, git_rebasin, zipit
-from fedloom.fusion.comparators.layers import (
+from fedloom.fusion.refit.patches import patches, picked
+from fedloom.fusion.state import BATCH_NORM
+from fedloom.sims.experiments.comparators.channels import cca_merge, git_rebasin, zipit
+from fedloom.sims.experiments.comparators.layers import (
     ROWS,
     in_channels,
     prepared,
@@ -23,9 +25,7 @@ from fedloom.fusion.comparators.layers import (
     with_ones,
     written,
 )
-from fedloom.fusion.comparators.sequential import hungarian, kmeans
-from fedloom.fusion.refit.patches import patches, picked
-from fedloom.fusion.state import BATCH_NORM
+from fedloom.sims.experiments.comparators.sequential import hungarian, kmeans
 
 KEPT = 0.9  # RegMean: factor of the Gram matrices' off-diagonals
 
