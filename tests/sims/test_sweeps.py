@@ -26,7 +26,7 @@ from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.progress.listeners import QuietListener
 from fedloom.sims.sweeps.events import Teller, repeat
 from fedloom.sims.sweeps.names import label_of, part_of_name, short_keys
-from fedloom.sims.sweeps.outcome import AT_IT, attempt
+from fedloom.sims.sweeps.outcome import BUSY_MESSAGE, attempt
 from fedloom.sims.sweeps.plan import plan
 from fedloom.sims.sweeps.work import carry_out, ready
 from fedloom.sims.sweeps.worker_pool import START, parts
@@ -296,7 +296,7 @@ def test_a_run_that_another_process_is_at_is_busy(tmp_path: Path, fedloom: Comma
     lock = acquire(tmp_path / "digits-seed=0")
     found = sweep("digits", *words, seeds=[0, 1])
     assert [result.folder.name for result in found] == ["digits-seed=1"]
-    assert found.failed == {tmp_path / "digits-seed=0": AT_IT}
+    assert found.failed == {tmp_path / "digits-seed=0": BUSY_MESSAGE}
     refused(fedloom("run", "digits", *words, "--seeds", "0,1", "--overwrite"), "is working on it")
     os.close(lock)
     found = sweep("digits", *words, seeds=[0, 1])
