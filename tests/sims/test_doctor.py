@@ -51,7 +51,7 @@ def test_versions_machine_and_domains(data_module: ModuleType) -> None:
     assert "narrow convolutions" in found
     assert found["domain digits"] == ("/here/digits", True)
     assert found["domain svhn"] == ("not available: no such file", False)
-    assert found["domain broken"] == ("cannot be found out: disk on fire", False)
+    assert found["domain broken"] == ("cannot be determined: disk on fire", False)
 
 
 def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_the_real_domains() -> None:
 def test_table() -> None:
     table = doctor_table([("torch", "2.0", True), ("domain svhn", "not available", False)])
     assert [row[2] for row in table.rows] == ["yes", "NO"]
-    assert table.note.startswith("1 of 2 are not there or not sound")
-    assert doctor_table([("torch", "2.0", True)]).note == "All is there."
+    assert table.note.startswith("1 of 2 are missing or broken.")
+    assert doctor_table([("torch", "2.0", True)]).note == "Everything is available."
 
 
 @pytest.mark.parametrize("date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"])

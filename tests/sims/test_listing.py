@@ -96,15 +96,15 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     for odd, told in (
         (tmp_path / "link", "is a link"),
         (tmp_path / "other", "is no run"),
-        (tmp_path / "nowhere", f"is not there; 'fedloom runs {tmp_path}' lists what is"),
+        (tmp_path / "nowhere", f"does not exist; 'fedloom runs {tmp_path}' lists the runs there"),
     ):
         refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
     baseline.mkdir(parents=True)
     shutil.copy(run / CONFIG, baseline)
-    refused(fedloom("rm", baseline, "--yes"), "is a part of the run")
+    refused(fedloom("rm", baseline, "--yes"), "is part of the run")
     nested.mkdir(parents=True)
     shutil.copy(run / CONFIG, nested)
-    refused(fedloom("rm", run, "--yes"), "holds another run", str(nested))
+    refused(fedloom("rm", run, "--yes"), "contains another run", str(nested))
     assert (run / CONFIG).is_file() and (tmp_path / "link").is_symlink() and (tmp_path / "other" / CONFIG).is_file()
 
 
@@ -163,7 +163,7 @@ def test_all_that_a_run_writes_goes_with_it(fedloom: Command, run: Path):
     assert {path.name for path in run.iterdir()} < WRITTEN
     (run / ".report.html.new").write_text("torn")
     (part,) = (run / "retrained").iterdir()
-    refused(fedloom("rm", part, "--yes"), "is a part of the run")
+    refused(fedloom("rm", part, "--yes"), "is part of the run")
     assert fedloom("rm", run, "--yes").code == 0 and not run.exists()
 
 

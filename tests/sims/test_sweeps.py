@@ -156,9 +156,9 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
         (["--seeds", "0,1", "objective.mode=none"], "objective.mode: got 'none'"),
         (["--parallel", "2"], "--parallel: is for many runs"),
-        (["seeds=0,1"], "seeds: a run for each is made by --seeds 0,1"),
-        (["seed=0,1"], "(of everything that is random); a run for each value: --sweep seed=0,1"),
-        (["training.rate=0.1,0.2"], "a run for each value: --sweep training.rate=0.1,0.2"),
+        (["seeds=0,1"], "seeds: for one run per seed, use --seeds 0,1"),
+        (["seed=0,1"], "(of everything that is random); for one run per value, use --sweep seed=0,1"),
+        (["training.rate=0.1,0.2"], "for one run per value, use --sweep training.rate=0.1,0.2"),
     ],
 )
 def test_what_cannot_be_swept_is_told_before_anything_starts(fedloom: Command, tmp_path: Path, words: list[str], told: str):
