@@ -63,7 +63,7 @@ def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: 
     assert (
         last.startswith("mnist, fashion_mnist, ")
         and "FEDLOOM_DATA" in last
-        and last.endswith("fetches them, but for mnist_m")
+        and last.endswith("fetches them, except mnist_m")
     )
 
 
@@ -132,13 +132,13 @@ def test_table() -> None:
 @pytest.mark.parametrize("date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"])
 def test_whatever_a_server_says_of_the_time_is_a_line(monkeypatch: pytest.MonkeyPatch, date: str | None):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, date))
-    told = checks._spoken("a", 1, Path())
+    told = checks._check_server("a", 1, Path())
     assert told.startswith(("answers, but not as Flower's", "its clock differs by"))
 
 
 def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, "Tue, 25 Nov 2025 10:00:00 -0000"))
-    assert checks._spoken("a", 1, Path()).startswith("its clock differs by")
+    assert checks._check_server("a", 1, Path()).startswith("its clock differs by")
 
 
 def test_a_server_that_answers_by_drops_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
