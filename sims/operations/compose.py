@@ -105,8 +105,8 @@ def _start(aggregation: ServerState, order: CompositionOrder) -> State | None:
     start, theta = read_state(order.start), start_of(aggregation.view())
     check_shapes(theta, start, str(order.start))
     start = {name: tensor.to(theta[name].dtype) for name, tensor in start.items()}
-    here, theirs = digest(start), digest(theta)
-    if here != theirs and not order.force:
-        digests = f"digest {here[:12]}, theirs is {theirs[:12]}"
+    ours, theirs = digest(start), digest(theta)
+    if ours != theirs and not order.force:
+        digests = f"digest {ours[:12]}, theirs is {theirs[:12]}"
         raise UserError(f"{order.start}: is not the network that the sites started from ({digests}); add --force to use it")
     return start

@@ -148,7 +148,7 @@ def _memory() -> tuple[str, bool]:
 def _gpus() -> tuple[str, bool]:
     import torch
 
-    names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join(names) if names else "none; runs use the CPU", True
 
 

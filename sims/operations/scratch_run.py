@@ -42,8 +42,8 @@ def training_run(config: Config, name: str = "", gone: Collection[str] = ()) -> 
     check(config)
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
-    there = [site.name for site in config.roster if site.name not in gone]
-    with open_ledger(config, folder, name, there) as ledger:
+    sites = [site.name for site in config.roster if site.name not in gone]
+    with open_ledger(config, folder, name, sites) as ledger:
         yield TrainingRun(config, folder, ledger, Evaluator(config))
 
 

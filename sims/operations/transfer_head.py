@@ -92,9 +92,9 @@ def recombined(extractor: State, head: State, architecture: Architecture, misfit
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:
-        here, there = (_shape(each, name) for each in (state, wanted))
-        if here != there:
-            raise UserError(f"{misfit}: '{name}' is {here}, the network takes {there}")
+        actual, expected = (_shape(tensors, name) for tensors in (state, wanted))
+        if actual != expected:
+            raise UserError(f"{misfit}: '{name}' is {actual}, the network takes {expected}")
     return {name: state[name] for name in wanted}
 
 

@@ -61,22 +61,22 @@ class Unlearned(NamedTuple):
     certificate: dict[str, Any]
 
 
-def unlearn(path: Path, asked: UnlearningRequest, *, listener: Watcher | None = None) -> Unlearned:
+def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = None) -> Unlearned:
     """Fulfil a request on a run, or queue it if a server is running."""
-    config, id = read_config(path), asked.id or uuid.uuid4().hex[:12]
+    config, id = read_config(path), order.id or uuid.uuid4().hex[:12]
     try:
         ledger = Ledger.open(path)
     except BusyError:
-        return _queue(path, id, asked)
+        return _queue(path, id, order)
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(listener or Watcher())
         with ledger:
             RunFolder(path).check(ledger.run().config)  # before anything is received
             if ledger.request(id) is None:
-                _refuse(config, asked)
-            request = receive(ledger, id, asked.sites, asked.reason, asked.options)
+                _refuse(config, order)
+            request = receive(ledger, id, order.sites, order.reason, order.options)
             if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
-                return _first_result(path, request, asked)
+                return _first_result(path, request, order)
             tracking = stack.enter_context(Tracking(trackable(config, shown.message), shown.message))
             method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config), request_id=id)
             _carry_out(method, Listeners([shown, tracking]))
@@ -84,30 +84,30 @@ def unlearn(path: Path, asked: UnlearningRequest, *, listener: Watcher | None = 
         write_pages(path)
         write_report(path)
     if request.state == "refused":
-        return _first_result(path, request, asked)
+        return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
     text = f"Request '{id}' is verified: {', '.join(request.sites)} forgotten. Certificate: {file.with_suffix('.html')}"
     return Unlearned(text, read(file))
 
 
-def _refuse(config: Config, asked: UnlearningRequest) -> None:
+def _refuse(config: Config, order: UnlearningRequest) -> None:
     """Raise UserError, before the request is received, if its engine or data is missing."""
-    if wants_training(config, asked.options):
+    if wants_training(config, order.options):
         refuse_engine(config)
     try:
-        if has_data(config) and not asked.without_data:
+        if has_data(config) and not order.without_data:
             site_sizes(config)
     except UserError as error:
         raise UserError(f"{error}. Nothing is forgotten yet, since networks cannot be measured. "
-                        "--without-data forgets without measuring; then the certificate has no accuracies") from None  # fmt: skip
+                        "--without-data forgets without measuring; the certificate has no accuracies") from None  # fmt: skip
 
 
-def _queue(path: Path, id: str, asked: UnlearningRequest) -> Unlearned:
+def _queue(path: Path, id: str, order: UnlearningRequest) -> Unlearned:
     """Queue a request for the running server, or report its state."""
     with Ledger.open(path, server=False) as ledger:
-        request = receive(ledger, id, asked.sites, asked.reason, asked.options)
+        request = receive(ledger, id, order.sites, order.reason, order.options)
     if request.state in ("verified", "refused"):
-        return _first_result(path, request, asked)
+        return _first_result(path, request, order)
     if request.state == "received":
         state = "is queued. The server will process it after the current round."
     else:
@@ -124,7 +124,7 @@ def _state_of(request: Request) -> dict[str, Any]:
     return {"request": request.id, "state": request.state}
 
 
-def _first_result(path: Path, request: Request, asked: UnlearningRequest) -> Unlearned:
+def _first_result(path: Path, request: Request, order: UnlearningRequest) -> Unlearned:
     """Return the earlier result of a request. Raises UserError if the request was refused."""
     if request.state == "refused":
         raise UserError(
@@ -135,7 +135,7 @@ def _first_result(path: Path, request: Request, asked: UnlearningRequest) -> Unl
     certificate = read(file) if file.is_file() else None
     text = f"Request '{request.id}' was verified before: {', '.join(request.sites)} forgotten. Certificate: {file}"
     text += "" if certificate else ", which is missing; restore it from a copy"
-    if others := set(asked.sites) - set(request.sites):
+    if others := set(order.sites) - set(request.sites):
         text += f"\nThis request does not forget {', '.join(sorted(others))}; use another --request-id"
     return Unlearned(text, certificate or _state_of(request))
 

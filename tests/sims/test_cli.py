@@ -182,6 +182,10 @@ def test_options_names_the_sections_that_there_are(fedloom: Command, section: st
     refused(fedloom("options", section), line)
 
 
+def test_help_explains_arguments(fedloom: Command):
+    assert "A shipped experiment" in fedloom("run", "--help").out
+
+
 def test_the_version_is_that_of_the_package(fedloom: Command):
     assert fedloom("--version").out == f"fedloom {metadata.version('fedloom')}\n"
 

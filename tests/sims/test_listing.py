@@ -52,7 +52,7 @@ def test_runs_are_listed_as_they_stand(fedloom: Command, run: Path):
     assert one["bytes"] == sum(path.lstat().st_size for path in run.rglob("*") if path.is_file())
     said = fedloom("runs", root)
     assert said.code == 0 and len([line for line in said.out.splitlines() if str(root) in line]) == 5
-    refused(fedloom("runs", root / "nowhere"), "there is no such folder")
+    refused(fedloom("runs", root / "nowhere"), "the folder does not exist")
     assert "no runs yet" in fedloom("runs", root / "no-run").out
 
 
@@ -188,5 +188,5 @@ def test_where_nobody_can_be_asked_one_line_says_so(fedloom: Command, run: Path,
     with open(os.devnull) as given:
         monkeypatch.setattr("sys.stdin", given)
         said = fedloom("rm", run)
-    refused(said, "stdin is no terminal", "--yes")
+    refused(said, "stdin is not a terminal", "--yes")
     assert not said.out and run.exists()
