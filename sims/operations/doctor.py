@@ -71,7 +71,7 @@ def doctor_table(findings: list[Finding]) -> Table:
     """Return the findings as a table."""
     rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in _together(findings)]
     missing = sum(not ok for _, _, ok in findings)
-    lacking = f"{missing} of {len(findings)} are missing or broken. Runs that need them will fail."
+    lacking = f"{missing} of {len(findings)} checks failed. Only runs that need these parts will fail."
     return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "Everything is available.")
 
 
