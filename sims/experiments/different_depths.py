@@ -16,7 +16,7 @@ from fedloom.clients.networks import parse_name
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.formatting import count
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.formatting import count
+from fedloom.fusion.baselines import Ensemble, naive_average
 from fedloom.fusion.cla_ot.repair import recompute_statistics
-from fedloom.fusion.comparators import COMPARATORS
-from fedloom.fusion.comparators.baselines import Ensemble, naive_average
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.experiments import fusion_pairs
+from fedloom.sims.experiments.comparators import COMPARATORS
 from fedloom.sims.experiments.dot_plot import draw
 from fedloom.sims.experiments.fusion_pairs import FOLDER, accuracy_of, parents, probe
 from fedloom.sims.experiments.kept import slug

@@ -19,7 +19,7 @@ from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.experiments.pairs import Recipe, trained

@@ -14,8 +14,8 @@ from fedloom.clients.data.domains import find
 from fedloom.clients.networks import NetworkName, save_network
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
+from fedloom.fusion.baselines import Ensemble
 from fedloom.fusion.classes import united
-from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.results import Fused
 from fedloom.fusion.search import best_weights

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import write_state
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.sims.operations.domain_task import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 
@@ -224,7 +224,7 @@ BAD = [
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),
     (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is not one of the networks"),
-    (["fuse", "a", "--into", "1"], "takes two or more"),
+    (["fuse", "a", "--into", "1"], "use two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
     (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
     (["fuse", "a", "b", "--into", "1", "--refit", "all"], "fusion refit: got 'all', takes one of: none, plans, regression"),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from fedloom.clients.networks.base import initialise
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.fusion.comparators.baselines import Ensemble, naive_average
-from fedloom.fusion.comparators.net2net import deepened
-from fedloom.fusion.comparators.transfer import transferred
+from fedloom.fusion.baselines import Ensemble, naive_average
 from fedloom.fusion.graph.channels import Unit, wire
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
+from fedloom.sims.experiments.comparators.net2net import deepened
+from fedloom.sims.experiments.comparators.transfer import transferred
 
 REFERENCE = FusionSettings.reference()  # what the paper's public code does
 AVERAGED = FusionSettings(refit="none")  # ours: averaged, one plan for each axis, statistics repaired

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import to_float
 from fedloom.clients.networks import parameter_count
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.sims.experiments.cla.methods import METHODS
 from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.papers import cells
