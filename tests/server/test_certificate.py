@@ -228,7 +228,7 @@ def test_a_certificate_is_signed_and_checked_without_the_run(
     there.with_suffix(".sig").unlink()
     assert not verify_certificate(there, None, ours)[1]
     for odd, told in [
-        ("", "verify: takes a certificate, and the run.s folder"),
+        ("", "verify: needs the run.s folder"),
         ("nowhere", "there is no file 'nowhere'"),
         ("a b", "ssh-ed25519"),
     ]:

@@ -227,7 +227,7 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
 def test_what_some_sites_gave_cannot_be_composed(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     run(config)
-    with pytest.raises(UserError, match="--sites: under masks nobody can read what some of the sites gave"):
+    with pytest.raises(UserError, match="--sites: secure aggregation hides the contributions of single sites"):
         compose(folder(config), CompositionOrder([ONE, TWO]), tmp_path / "some.safetensors")
     compose(folder(config), CompositionOrder(others(), measure=False), tmp_path / "all.safetensors")
 

@@ -110,7 +110,7 @@ def test_a_start_that_cannot_be_read_is_refused_and_one_of_another_type_is_taken
 
 def test_the_runs_own_files_are_not_overwritten(run: Path) -> None:
     before = (run / "ledger.sqlite").read_bytes()
-    with pytest.raises(UserError, match="among the run's own files"):
+    with pytest.raises(UserError, match="inside the run's folder"):
         compose(run, CompositionOrder([ONE]), run / "states" / ".." / "ledger.sqlite")
     assert (run / "ledger.sqlite").read_bytes() == before
 

@@ -86,7 +86,7 @@ def test_resuming_what_is_finished_starts_no_engine_and_says_so(tmp_path: Path, 
     done = run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     assert resume(folder(config), listener=listener_for(quiet=False)) == json.loads(json.dumps(done))
     page, said = folder(config) / "report.html", capfd.readouterr().out.splitlines()
-    assert said == [f"{folder(config)}: is finished, after 1 round; nothing is left to do", f"report: {page}"]
+    assert said == [f"{folder(config)}: the run is finished after 1 round; nothing remains to do", f"report: {page}"]
     page.write_text("as it was")
     before = kept(config)
     resume(folder(config))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--reason", "asked by mail")
     assert said.code == 0, said.err
-    assert said.out.count(f"request 'r1' verified: {ONE} forgotten") == 1
+    assert said.out.count(f"Request 'r1' is verified: {ONE} forgotten") == 1
     file, page = run / "certificates/r1.json", run / "certificates/r1.html"
     assert str(page) in said.out
     written, text = file.read_text(), page.read_text()
@@ -52,20 +52,20 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
         said = fedloom("verify", file, run)
         assert said.code == 1 and "r1.json: mismatch" in said.out and f"| {what} | mismatch |" in said.out
     said = fedloom("ledger", run, "--check")
-    assert said.code == 1 and "certificates/r1.json: is not as the server wrote it" in said.out
+    assert said.code == 1 and "certificates/r1.json: differs from what the server wrote" in said.out
     file.write_text(written)
 
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"}
     again = fedloom("unlearn", run, ONE, "--request-id", "r1", "--json")
-    assert again.code == 0 and "request 'r1' was verified before" in again.out
+    assert again.code == 0 and "Request 'r1' was verified before" in again.out
     assert last_line(again) == done
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"} == before
 
     other = fedloom("unlearn", run, TWO, "--request-id", "r1")
-    assert other.code == 0 and f"nothing is done about {TWO}: ask under another id" in other.out
+    assert other.code == 0 and f"This request does not forget {TWO}; use another --request-id" in other.out
 
     said = fedloom("readmit", run, ONE)
-    assert said.code == 0 and "may take part again" in said.out and "no round is left" in said.out
+    assert said.code == 0 and "can participate again" in said.out and "No rounds remain" in said.out
     said = fedloom("verify", file, run)
     assert said.code == 1 and "it was readmitted since" in said.out
     assert fedloom("ledger", run, "--check").code == 0
@@ -142,7 +142,7 @@ def test_without_the_images_to_measure_with_nothing_is_forgotten_unless_that_is_
         return done.stderr
 
     said = unlearn()
-    assert "usps" in said and "nothing is forgotten yet" in said and "(--without-data: all the same" in said
+    assert "usps" in said and "Nothing is forgotten yet" in said and "--without-data forgets" in said
     assert events(run) == before
     unlearn("--without-data", "--request-id", "r")
     done = json.loads((run / "certificates/r.json").read_text())
@@ -248,7 +248,7 @@ def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, ru
     with monkeypatch.context() as broken:
         broken.setattr(Unlearning, "certify", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
-    refused(fedloom("readmit", run, ONE), "request 'r1' is not done with 'site-0001' yet")
+    refused(fedloom("readmit", run, ONE), "request 'r1' to forget 'site-0001' is not finished")
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     assert fedloom("readmit", run, ONE).code == 0
 
@@ -302,11 +302,11 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
         refused(fedloom("unlearn", path, "site-001"), "did you mean")
         said = fedloom("unlearn", path, ONE, "--request-id", "r1", "--repair", 2, "--retrain")
-        assert said.code == 0 and "request 'r1' received: the running server takes it" in said.out
+        assert said.code == 0 and "Request 'r1' is queued. The server will process it" in said.out
         until(certificate.is_file, server)
         assert json.loads(certificate.read_text())["evidence"]["retrained"]["distance"]
         again = fedloom("unlearn", path, ONE, "--request-id", "r1")
-        assert again.code == 0 and "request 'r1' was verified before" in again.out
+        assert again.code == 0 and "Request 'r1' was verified before" in again.out
         assert "What is exact" in certificate.with_suffix(".html").read_text()
         assert fedloom("verify", certificate, path).code == 0
         assert fedloom("ledger", path).code == 0
