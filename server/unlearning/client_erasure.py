@@ -1,7 +1,7 @@
-"""What forgotten sites themselves keep: their nodes are told to delete it, and the ledger notes what each says that it did.
+"""Have the nodes of forgotten sites delete what they store, and note their answers in the ledger.
 
-Of a real federation only: simulated sites keep their states in the run's folder. A node that is not there is told when it
-comes; until then its part of a request is outstanding, which the certificate says.
+This applies to real federations only: simulated sites store their states in the run's folder. A node that is offline is
+asked when it reconnects. Until then its part of a request is outstanding, as the certificate says.
 """
 
 import contextlib
@@ -27,9 +27,10 @@ WAIT_SECONDS = 60.0  # for an answer
 
 
 def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """By site of a request that joined a federation: what its node says that it deleted, and when; None: outstanding.
+    """Return, for each of a request's sites that joined a federation, what its node says that it deleted, and when.
 
-    With its signature, and its key, if it signs (clients.protocol.signatures).
+    The value is None if it is outstanding. It includes the node's signature and key, if it signs
+    (clients.protocol.signatures).
     """
     kept = (*ERASED, "signature", "key")
     said = {event.body["site"]: {**{key: event.body[key] for key in kept if key in event.body}, "time": event.time}
@@ -39,7 +40,7 @@ def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, di
 
 
 def outstanding(ledger: Ledger) -> dict[str, str]:
-    """Sites that are forgotten and whose nodes have not yet deleted what they keep, and by which request."""
+    """Return the forgotten sites whose nodes have not deleted their stores yet, each with its request."""
     gone = {site for site, forgotten in ledger.sites().items() if forgotten}
     found: dict[str, str] = {}
     for event in ledger.events("forgotten"):
@@ -51,7 +52,7 @@ def outstanding(ledger: Ledger) -> dict[str, str]:
 
 @dataclass
 class Erasure:
-    """Tells the nodes of forgotten sites. `told`: for what the user should know."""
+    """Asks the nodes of forgotten sites to delete their stores. `told`: called with messages for the user."""
 
     config: Config
     ledger: Ledger
@@ -59,7 +60,7 @@ class Erasure:
     told: Callable[[str], None]
 
     def tell(self) -> Mapping[str, str]:
-        """Ask the nodes that are there; by site, the requests for which one has answered now."""
+        """Ask the nodes that are online. Return the request by site, for the sites that have answered now."""
         if not (waiting := outstanding(self.ledger)):
             return {}
         federation = self._reached(waiting)
@@ -71,22 +72,22 @@ class Erasure:
             try:
                 found = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
             except ReplyError as error:
-                self.told(f"{reply.site.name}: does not say what it deleted: {error}")
+                self.told(f"{reply.site.name}: its answer does not say what it deleted: {error}")
                 continue
             if found:
                 self._note(reply.site.name, waiting[reply.site.name], found, reply.content)
                 done[reply.site.name] = waiting[reply.site.name]
             else:
-                self.told(f"{reply.site.name}: its node did not delete what it keeps: {reply.reason}")
+                self.told(f"{reply.site.name}: its node did not delete its store: {reply.reason}")
         return done
 
     def _reached(self, waiting: Mapping[str, str]) -> ClientChannel:
-        """The forgotten sites whose nodes are there, once these have said who they are."""
+        """Return a channel to the forgotten sites whose nodes are online and have identified themselves."""
         online, bound = set(self.grid.get_node_ids()), self.ledger.bound()
         sites = [site for site in self.config.roster if site.name in waiting and bound.get(site.name) in online]
         federation = ClientChannel(self.grid, sites, 0, self.ledger)
         if sites:
-            with contextlib.suppress(UserError):  # that one has not
+            with contextlib.suppress(UserError):  # a node did not answer
                 federation.join(WAIT_SECONDS)
         return federation
 
@@ -103,6 +104,6 @@ class Erasure:
         words = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
         signed = verified_signature(content, *words) if content is not None else {}
         if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):
-            signed = {}  # of a key that is not the site's
+            signed = {}  # signed with a key that is not the site's
         self.ledger.note(AT_SITE, {"request": request, "site": site, **numbers, **signed})
-        self.told(f"{site}: deleted what it kept of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")
+        self.told(f"{site}: deleted its store of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")

@@ -14,7 +14,7 @@ def write_html(path: Path) -> Path:
     evidence = given.get("evidence", {})
     sections: list[tuple[str, list[Part]]] = [
         ("What is exact", [given["exact"]["statement"], _exact(given)]),
-        ("What is not", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
+        ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
         (
             "What was deleted",
             [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],

@@ -77,7 +77,7 @@ def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
     kept = part.put("run", state)
     assert torch.equal(part.get("run", kept, "here")["w"], state["w"])
     assert part.put("run", state) == kept
-    with pytest.raises(ReplyError, match=r"what it gave before cannot be read from node here .*no such blob"):
+    with pytest.raises(ReplyError, match=r"its last contribution cannot be read from node here .*this blob is missing"):
         part.get("other", kept, "here")
 
 

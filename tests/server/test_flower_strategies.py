@@ -125,7 +125,7 @@ def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path:
         before = digest(method.state.aggregate().state)
     words = ["unlearn", str(folder(config)), "site-0000", "--request-id", "r", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "fedloom.sims.cli", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Request 'r' is verified" in done.stdout, done.stderr
     with method_of(config) as method:
         assert digest(method.state.aggregate().state) != before
     written = read(file := folder(config) / CERTIFICATES / "r.json")

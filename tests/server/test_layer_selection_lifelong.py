@@ -163,7 +163,7 @@ def test_nobody_has_the_turn_of_a_task_that_was_forgotten_before_it(tmp_path: Pa
     heard = Asking(folder(config), {"r1": [B]})
     done = run(config, client, heard)
     assert client.orders == [(0, 1), (0, 2), (2, 1), (2, 2)]
-    assert heard.messages == [f"request 'r1' verified: {B} forgotten"] and heard.asked == [1, 1, 0, 0, 1, 1]
+    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {B}."] and heard.asked == [1, 1, 0, 0, 1, 1]
     assert found(done)["sites"] == [A, C] and found(done)["own"] == [[1, 2], [5, 6]]
     assert all(done.summary["checks"].values()) and not audit(folder(config))
 

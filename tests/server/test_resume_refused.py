@@ -61,7 +61,9 @@ def test_a_second_server_is_refused_in_one_line_and_changes_nothing(tmp_path: Pa
     config = halted(tmp_path, 2)
     with Ledger.open(folder(config)):
         before = files(folder(config))
-        with pytest.raises(LedgerError, match=r"digits: process \d+ is working on it; let it end, or stop it") as told:
+        with pytest.raises(
+            LedgerError, match=r"digits: process \d+ is working on it; wait until it ends, or stop it"
+        ) as told:
             resumed(config)
         assert "\n" not in str(told.value)
         assert files(folder(config)) == before

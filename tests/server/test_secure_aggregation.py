@@ -125,7 +125,9 @@ def test_forgetting_leaves_the_sum_of_what_the_others_hold(tmp_path: Path) -> No
         before = method.unlearning().last_round()
         listener = forget(method, config, [ONE, FOUR], "second")
         assert listener.announced[-1] == listener.records[-1]["round"] == before + 1  # once told as round 3 of 2
-        assert "the server never read one alone" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
+        assert (
+            "the server never read a single one" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
+        )
         assert method.state.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
         assert all(method.state.checks()[0].values())
         assert [one.state for one in map(method.ledger.request, ("first", "second")) if one] == ["verified"] * 2
@@ -209,7 +211,7 @@ def test_the_sum_of_one_site_is_refused(tmp_path: Path) -> None:
         forget(method, config, ["site-0000"], "one")
         request = method.ledger.request("one")
         assert request is not None and request.state == "refused"
-        assert "under masks two must stay" in (request.result or {})["reason"]
+        assert "with secure aggregation, two must remain" in (request.result or {})["reason"]
 
 
 def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_other(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
     with method_of(config) as method:
         receive(method.ledger, "first", ["site-0000", ONE], "", {})
         told = forget(method, config, [TWO, FOUR], "second")
-        assert "request 'second' waits until site-0000, site-0001 are forgotten" in " ".join(told.messages)
+        assert "Request 'second' waits until the run has forgotten site-0000, site-0001" in " ".join(told.messages)
         states = {id: request.state for id in ("first", "second") if (request := method.ledger.request(id))}
         assert states == {"first": "verified", "second": "refused"}
         assert method.state.digest()["sum"] == held(config, others("site-0000", ONE))
@@ -248,7 +250,7 @@ def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
         early = next(site for site, round in first.items() if round == 1)
         method.state.check_forgetting([early], rollback=True)
         for site in late:
-            with pytest.raises(UserError, match="--rollback: under masks"):
+            with pytest.raises(UserError, match="--rollback: with secure aggregation"):
                 method.state.check_forgetting([site], rollback=True)
 
 
