@@ -149,4 +149,4 @@ class Records:
             raise LedgerError(f"{self._database.path}: has no run ({error}); restore it from a copy of the run") from None
         if not isinstance(version, int) or not OLDEST <= version <= FORMAT:
             known = f"this fedloom reads {OLDEST} to {FORMAT}"
-            raise LedgerError(f"{self._database.path}: has format {version}, {known}; use the fedloom that wrote it")
+            raise LedgerError(f"{self._database.path}: has format {version}, but {known}; use the fedloom that wrote it")

@@ -1,13 +1,13 @@
-"""Which sites' masks are in what is kept of each other (server.rounds.secure_aggregation): the rounds' records say so."""
+"""Which masks are in the stored contributions (server.rounds.secure_aggregation), according to the rounds' records."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 
 from fedloom.server.ledger import Ledger
 
-RECORD = "masked"  # of a round's record in the ledger: which sites' masks are in what is kept of each other
+RECORD = "masked"  # key of a round's record in the ledger: which sites share masks
 
-_Masked = tuple[int, int, set[str]]  # a round: its number, the sites' number of it, the sites that count
+_Masked = tuple[int, int, set[str]]  # a round: its number, its number for the sites, the sites that count
 
 
 def _without(rounds: Sequence[_Masked], gone: Sequence[str]) -> list[_Masked]:
@@ -15,13 +15,16 @@ def _without(rounds: Sequence[_Masked], gone: Sequence[str]) -> list[_Masked]:
 
 
 def partners(together: Mapping[frozenset[str], object], leaving: Sequence[str]) -> list[str]:
-    """The sites that stay and have masks in common with those that leave."""
+    """Return the remaining sites that share masks with leaving ones."""
     others = {name for pair in together if pair & set(leaving) for name in pair}
     return sorted(others - set(leaving))
 
 
 def rounds_together(ledger: Ledger) -> dict[frozenset[str], list[int]]:
-    """By two sites, the sites' rounds of which what is kept of both holds their common mask; forgotten sites are in none."""
+    """Return, for each pair of sites, the rounds (as the sites number them) whose common mask is in their contributions.
+
+    Forgotten sites are in no pair.
+    """
     rounds: list[_Masked] = []
     for event in ledger.events():
         if event.kind == "round" and (record := (event.body.get("record") or {}).get(RECORD)):

@@ -1,4 +1,4 @@
-"""Federated evaluation: sites measure networks on their own images, and the server needs none of them."""
+"""Federated evaluation: sites measure networks on their own images, so the server needs none."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from fedloom.server.rounds.transport import RoundTransport
 
 @dataclass
 class SiteEvaluation:
-    """Measures models at the sites of a run, as server.evaluation.evaluator.Evaluator does at the server.
+    """Measures models at a run's sites, as server.evaluation.evaluator.Evaluator does at the server.
 
-    `beside`: by record name, what the method sends with the question for sites' own networks.
+    `beside`: returns what the method sends with a question about the sites' own networks, by record name.
     """
 
     transport: RoundTransport
@@ -29,17 +29,17 @@ class SiteEvaluation:
     beside: Callable[[], Mapping[str, State]] = dict
 
     def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
-        """Of each model the fraction of right answers for each domain, and `union`: of all sites' images together.
+        """Return each model's share of right answers by domain, and `union`: over all sites' images.
 
-        None: of each site's own network.
+        A model of None stands for each site's own network.
         """
         return [self.shares(scores) for scores in self.scores(models, split)]
 
     def scores(self, models: Sequence[Model | None], split: str) -> list[dict[str, Score]]:
-        """Of each model by site how it does on the site's own images; None: of each site's own network.
+        """Return, for each model, the scores at each site on the site's own images. None stands for each site's own network.
 
-        All that are sent travel in one question; the sites' own networks are asked for in another. A site is sent the models
-        of its own architecture; what it does not answer, or what cannot be, does not count.
+        One question asks about all models that are sent, another about the sites' own networks. A site receives only models
+        of its own architecture. Missing and impossible answers do not count.
         """
         found: list[dict[str, Score]] = [{} for _ in models]
         for own in (False, True):
@@ -51,7 +51,7 @@ class SiteEvaluation:
         self, models: Sequence[Model | None], places: Sequence[int], split: str, found: list[dict[str, Score]],
         beside: Mapping[str, State],
     ) -> None:  # fmt: skip
-        """One question about the models at these places, whose answers go into `found`."""
+        """Ask one question about the models at these indices, and put the answers into `found`."""
         sent = {site.name: [place for place in places if self._reads(site, models[place])] for site in self.sites()}
         asked = [site for site in self.sites() if sent[site.name]]
 
@@ -69,9 +69,9 @@ class SiteEvaluation:
                     found[place][reply.site.name] = check_score(reply.content, name)
 
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
-        """The fraction of right answers for each domain, and of all together; nothing where there are no images.
+        """Return the share of right answers by domain, and over all images; empty without images.
 
-        A site of a real federation that says many more images than the others counts less (client_metadata.capped).
+        In a real federation, a site that reports many more images than the others counts less (client_metadata.capped).
         """
         tally: dict[str, tuple[float, float]] = {}
         said = {name: one.images for name, one in scores.items() if one.images}
@@ -86,7 +86,7 @@ class SiteEvaluation:
         return {**shares, UNION: both[0] / both[1]} if shares else {}
 
     def _reads(self, site: Site, model: Model | None) -> bool:
-        """Whether the site's network is of the model's architecture, and its domain one that the model is read on."""
+        """Return whether the site has the model's architecture, and its domain is one of the model's."""
         if model is None:
             return True
         same = architecture_of(self.transport.config, site) == model.architecture

@@ -1,4 +1,4 @@
-"""One experiment from start to summary: the main method, its baselines on the same data, and the measurements at the end."""
+"""One experiment from start to summary: the main method, its baselines on the same data, and the final measurements."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from fedloom.server.unlearning.client_erasure import outstanding
 
 @held()
 def check(config: Config) -> None:
-    """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
+    """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
     _check_method(config)
     check_hidden(config)
     if has_data(config):
@@ -57,49 +57,54 @@ def check(config: Config) -> None:
     if has_data(config):
         check_sizes(experiment)
     if config.network:
-        NETWORKS.build(config.network, "network")  # no site may have it
+        NETWORKS.build(config.network, "network")  # checked even if no site has it
     STRATEGIES.build(config.strategy, "strategy").check(experiment)
     slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
-        raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+        raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
-        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
+        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {FEWEST}")
     check_asked(config)
 
 
 def _check_start(architecture: Architecture, bits: int) -> None:
-    """UserError for a network of the user's own that starts with what the exact sums cannot hold."""
+    """Raise UserError if a user's network starts with values that the exact sums cannot hold."""
     network = architecture.build()
     if isinstance(network, SelfStarting):
         try:
             check_range(network.state_dict(), bits)
         except ExactSumError as error:
-            told = f"network: '{architecture.options['name']}': {error}, and cannot be summed"
-            raise UserError(f"{told}; register it with persistent=False if it is a constant, or scale it") from None
+            told = f"network: '{architecture.options['name']}': {error}, so it cannot be summed"
+            raise UserError(f"{told}; register it with persistent=False if it is constant, or scale it") from None
 
 
 def _check_method(config: Config) -> None:
-    """UserError for what cannot be summed, and for sums where nobody can add up."""
+    """Raise UserError for unknown names, and for partial sums without workers that can add them up."""
     check_named(config)
     if config.federation.partial_sums and config.engine.name == "flower":
-        raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
+        raise UserError("federation.partial_sums: needs the run's own workers (engine.name=ray); leave it off")
     if config.federation.node_store and not (config.federation.partial_sums and config.engine.name == "ray"):
-        raise UserError("federation.node_store: nodes keep what their workers add up: takes federation.partial_sums=true "
+        raise UserError("federation.node_store: nodes store what their workers add up; set federation.partial_sums=true "
                         "and engine.name=ray")  # fmt: skip
 
 
 def with_mode(config: Config, mode: str) -> Config:
-    """The configuration of a baseline: the same experiment with another mode of the objective."""
+    """Return the configuration of a baseline: the same experiment with another objective.mode."""
     own = {"initialisation": "own"} if mode == "independent" else {}
     return dataclasses.replace(config, objective={**config.objective, "mode": mode, **own}, baselines=[])
 
 
 def run_experiment(grid: Grid, config: Config, listener: Listener, began: float | None = None) -> dict[str, Any]:
-    """Run an experiment over the grid, into the folder run.root/run.name; returns what summary.json holds.
+    """Run an experiment over the grid, in the folder run.root/run.name, and return the content of summary.json.
 
-    An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
-    beside all that was committed; with run.resume it goes on from there. `began`: when (time.monotonic) what counts as its
-    time began; now, if not given.
+    After an interruption (KeyboardInterrupt, SystemExit) or an error, the committed rounds and a summary with status
+    "interrupted" or "failed" remain. With run.resume, the run continues from there.
+
+    Args:
+        grid: Flower's grid, or an engine's.
+        config: the configuration.
+        listener: receives the progress.
+        began: the time.monotonic() from which seconds are counted; None: now.
     """
     refuse_existing(config)
     check(config)
@@ -107,15 +112,15 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
 
 
 def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> dict[str, Any]:
-    """The same of a configuration that is checked."""
+    """Run an experiment whose configuration is checked; arguments as in `run_experiment`."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
     return work(grid, config, folder, listener, began)
 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
-    """All that is not committed yet of an experiment whose folder is there."""
-    with ordinary():  # checks may have imported what sets something else
+    """Run everything that is not committed yet, in a folder that exists."""
+    with ordinary():  # checks may have imported code that changes torch's defaults
         return _worked(grid, config, folder, listener, began)
 
 
@@ -134,9 +139,9 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
             for line in [*odd, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
-            while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
+            while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
                 method.train(channel, hearing)
-                listener.note("measuring on the test images")
+                listener.note("measuring on test images")
                 began = time.monotonic()
                 summary |= method.measure()
                 if has_data(config):
@@ -159,8 +164,8 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                         method.leave()
                 summary |= {**head(config, ledger), **spent.told()}
                 for request in ledger.waiting(applied=True):
-                    listener.message(f"request '{request.id}' ({', '.join(request.sites)}) waits; "
-                                     f"'fedloom resume {folder.path}' carries it out")  # fmt: skip
+                    listener.message(f"Request '{request.id}' ({', '.join(request.sites)}) waits. "
+                                     f"Run `fedloom resume {folder.path}` to process it.")  # fmt: skip
                 folder.write_summary(summary)
                 ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
@@ -168,14 +173,14 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
 
 
 def check_sums(path: Path, found: Mapping[str, Any]) -> None:
-    """FailedError if one of the checks of what was measured does not hold."""
+    """Raise FailedError if a check of the measured run fails."""
     if failed := [name for name, holds in found["checks"].items() if not holds]:
-        raise FailedError(f"{path}: does not hold: {', '.join(failed)}; do not rely on its sums "
-                          f"('fedloom ledger {path} --check' says more)")  # fmt: skip
+        raise FailedError(f"{path}: failed checks: {', '.join(failed)}; do not rely on its sums. "
+                          f"Run `fedloom ledger {path} --check` for details")  # fmt: skip
 
 
 def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
-    """Whether the run is finished, nothing waits, and neither ledger nor files have changed since."""
+    """Return whether the run is finished, no request waits, and neither ledger nor files have changed since."""
     last = deque(ledger.events(), maxlen=1)[0]
     if ledger.waiting(applied=True) or outstanding(ledger):
         return False
@@ -183,7 +188,7 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
 
 
 def finished(config: Config) -> dict[str, Any]:
-    """The summary of the run that is to go on, where it is finished and there is nothing to do; empty otherwise."""
+    """Return the summary of the run to resume, if it is finished and nothing is left to do; otherwise an empty one."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     if not (config.run.resume and begun(folder.path / LEDGER) and folder.summary().get("status") == FINISHED):
         return {}
@@ -192,14 +197,17 @@ def finished(config: Config) -> dict[str, Any]:
 
 
 Rows = dict[str, dict[str, float]]
-BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # what a summary says of every method
+BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # entries of a summary that baselines add to
 
 
 def _run_baseline(
     config: Config, main: TrainingRun, channel: ClientChannel, listener: Listener
 ) -> tuple[Rows, dict[str, Any]]:
-    """Run a baseline into a folder of its own; the accuracy of its aggregate under the name of its mode, and of further
-    networks that are no site's (without an aggregate: the mean of the sites' own); and what of it stands BY_METHOD."""
+    """Run a baseline in its own folder; return its accuracies, and its entries for BY_METHOD.
+
+    The accuracies are those of its shared networks, under the name of its mode; without shared networks, the mean over the
+    sites' own.
+    """
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
         method.train(channel, listener)
@@ -218,13 +226,13 @@ def _run_baseline(
 
 
 def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each over those that have it: a network may be read on some domains only."""
+    """Return means by domain, each over the networks that have it: a network may be for some domains only."""
     given = {key: [one[key] for one in accuracies if key in one] for each in accuracies for key in each}
     return {key: sum(shares) / len(shares) for key, shares in given.items()}
 
 
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
-    """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
+    """Return a summary's entries that need no measurement, without the sites that the ledger has as forgotten."""
     gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
     last = ledger.last_round() if ledger else None
     return {

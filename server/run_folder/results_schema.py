@@ -1,4 +1,4 @@
-"""What a run's folder says came out, checked as it is read: such files are edited, damaged, or another program's."""
+"""Check the results in a run's folder as they are read: files may be edited, damaged, or another program's."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,8 +8,8 @@ from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.layout import METRICS, SUMMARY
 from fedloom.server.run_folder.listing import read_metrics, read_summary
 
-LARGEST = 1e300  # of a number; NaN is one, too
-RECEIVED = "received"  # of a round's record: bytes of arrays that came to the server, where sums did in the place of replies
+LARGEST = 1e300  # limit of a number; NaN passes, too
+RECEIVED = "received"  # key of a round's record: bytes that reached the server, if sums arrived instead of replies
 Check = Callable[[Any], bool]
 
 
@@ -45,7 +45,7 @@ def _site(given: Any) -> bool:
     return isinstance(given, Mapping) and _text(given.get("name")) and _text(given.get("domain"))
 
 
-KEYS = Mapping[str, tuple[str, Check]]  # what a key is, and whether it is that
+KEYS = Mapping[str, tuple[str, Check]]  # by key, the expected type and its check
 OF_SUMMARY: KEYS = {
     "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
     "aggregate": ("text", _text),
@@ -67,19 +67,19 @@ OF_RECORD: KEYS = {
 
 
 def checked_summary(path: Path) -> dict[str, Any]:
-    """What a run's summary.json holds; empty if there is nothing that can be read. UserError for a key of another type."""
+    """Return the content of a run's summary.json; empty if it cannot be read. Raises UserError for a key of another type."""
     found = read_summary(path)
     _check(found, OF_SUMMARY, f"{path}: {SUMMARY}")
     return found
 
 
 def sound_summary(path: Path) -> dict[str, Any]:
-    """The same, without keys of another type."""
+    """Return the content of summary.json without keys of another type."""
     return {key: one for key, one in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](one)}
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """The records in a run's metrics.jsonl by round, without lines that are torn. UserError for a key of another type."""
+    """Return the records in metrics.jsonl by round, without torn lines. Raises UserError for a key of another type."""
     found = read_metrics(path)
     for round, record in found.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
@@ -87,7 +87,7 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of arrays that a round's record tells of: to all sites, and what came to the server."""
+    """Return the bytes of arrays in a round's record: sent to all sites, and received by the server."""
     each = (record.get("bytes") or {}).values()
     sent, received = (sum(one[place] for one in each) for place in (0, 1))
     return sent, record.get(RECEIVED, received)
@@ -96,4 +96,4 @@ def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
 def _check(found: Mapping[str, Any], keys: KEYS, where: str) -> None:
     for key, (what, holds) in keys.items():
         if key in found and not holds(found[key]):
-            raise UserError(f"{where}: {key} is no {what}")
+            raise UserError(f"{where}: {key} must be a {what}")

@@ -31,7 +31,7 @@ def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
     with monkeypatch.context() as patch:
         patch.setattr(Slots, "commit", loses)
-        with pytest.raises(FailedError, match=r"does not hold: .*sum_of_contributions.*ledger .* --check"):
+        with pytest.raises(FailedError, match=r"failed checks: .*sum_of_contributions.*ledger .* --check"):
             run_experiment(InlineGrid(3, store_folder(config)), config, LogListener())
     return config
 

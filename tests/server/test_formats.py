@@ -147,7 +147,7 @@ def test_a_folder_whose_configuration_is_not_ours_is_never_deleted(tmp_path: Pat
     folder.mkdir()
     lines = to_yaml(small(tmp_path)).replace(f"\n{gone}:", "\nother:")
     (folder / CONFIG).write_text(lines)
-    with pytest.raises(UserError, match=r"digits is no run of fedloom"):
+    with pytest.raises(UserError, match=r"digits is not a run of fedloom"):
         refuse_existing(small(tmp_path, "run.overwrite=true"))
 
 

@@ -152,7 +152,7 @@ def test_a_task_that_lost_its_store_begins_again_from_what_is_shared(tmp_path: P
     [gone] = store_folder(config).glob(f"*/{B}")
     shutil.rmtree(gone)
     done = run(to_resume(config), listener=heard)
-    assert heard.messages[-1].startswith(f"round 4: {B}: its own state is lost")
+    assert heard.messages[-1].startswith(f"round 4: {B} has lost its own state")
     assert int(own_state(done, 1)[COUNTS].sum()) == 6 and int(own_state(done, 0)[COUNTS].sum()) == 12
     assert all(done.summary["checks"].values())
 

@@ -62,7 +62,7 @@ def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("strategy", "told"), [
-    ("Fraction", r"slot 'networks': got 2\.5 samples of site-0000, takes a whole number from 0"),
+    ("Fraction", r"slot 'networks': samples of site-0000 must be a whole number from 0, not 2\.5"),
     ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
     ("Slashed", r"the slot 'networks/x' needs a name of letters"),
     ("NoSlots", r"its slots\(\) must give a dictionary of fedloom\.server\.strategies\.Sum and PerClientSlot"),
