@@ -28,9 +28,7 @@ from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.view import Setup, View, own
 
-Content = (
-    Mapping[str, State] | Callable[[Site], Mapping[str, State]]
-)  # states by record name, for all sites or for each site
+Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name, for all sites or each
 
 
 class Gathering(Protocol):
