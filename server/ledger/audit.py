@@ -40,10 +40,7 @@ _SEAL_TEXT = re.compile(rf"([0-9a-f]{{64}})  {re.escape(LEDGER)}\n".encode())
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault in a file of the run's folder.
-
-    A severity of 'note' means that it is unusual but does no harm.
-    """
+    """A fault in a file of the run's folder. A severity of 'note' means that it is unusual but does no harm."""
 
     file: str
     what: str
@@ -73,12 +70,12 @@ def check(folder: Path) -> list[Problem]:
     blobs = Blobs(folder / "blobs")
     if not (folder / LEDGER).is_file():
         return [Problem(LEDGER, "is missing")]
-    found = _guarded(SEAL, _seal(folder)) + _guarded("blobs", _named(blobs))
+    problems = _guarded(SEAL, _seal(folder)) + _guarded("blobs", _named(blobs))
     refers: list[_Refers] = []
-    found += _guarded(LEDGER, _tables(folder, refers))
+    problems += _guarded(LEDGER, _tables(folder, refers))
     if not refers:
-        return found
-    damaged = any(problem.severity == "problem" and problem.file.startswith("blobs") for problem in found)
+        return problems
+    damaged = any(problem.severity == "problem" and problem.file.startswith("blobs") for problem in problems)
     about_blobs = _guarded("blobs", _missing(blobs, refers[0]))
     away = any(problem.what == AWAY for problem in about_blobs)
     if not (damaged or away) and not any(problem.severity == "problem" for problem in about_blobs):
@@ -86,18 +83,18 @@ def check(folder: Path) -> list[Problem]:
             about_blobs += _guarded(_file(refers[0].states[row.name]), _sum(blobs, refers[0], row))
     if any(problem.severity == "problem" for problem in about_blobs) and _went_on(folder, refers[0].event):
         about_blobs = [Problem(LEDGER, "was written to during the check; check again for its blobs", "note")]
-    return found + about_blobs + _guarded(LEDGER, _finished(folder, refers[0].files))
+    return problems + about_blobs + _guarded(LEDGER, _finished(folder, refers[0].files))
 
 
 def _guarded(file: str, step: Iterator[Problem]) -> list[Problem]:
     """Return the problems that a step yields. An exception from damaged bytes becomes one more problem, about `file`."""
-    found = []
+    problems = []
     try:
         for problem in step:
-            found.append(problem)
+            problems.append(problem)
     except Exception as error:
-        found.append(Problem(file, f"cannot be read ({' '.join(str(error).split())})"))
-    return found
+        problems.append(Problem(file, f"cannot be read ({' '.join(str(error).split())})"))
+    return problems
 
 
 def _file(blob: str) -> str:
@@ -136,9 +133,9 @@ def _tables(folder: Path, refers: list[_Refers]) -> Iterator[Problem]:
     with closing(reading(folder / LEDGER)) as db:
         db.execute("BEGIN")
         for step in (_integrity, _chain, _replay):
-            found = list(step(db))
-            yield from found
-            if found:
+            problems = list(step(db))
+            yield from problems
+            if problems:
                 return
         yield from _guarded(CONFIG, _configuration(db, folder))
         refers.append(_references(db))
@@ -174,9 +171,8 @@ def _replay(db: sqlite3.Connection) -> Iterator[Problem]:
     """Apply the events to empty tables; yield, for each table, the first row that differs from the result."""
     format = json.loads(next(db.execute(f"{EVENTS} WHERE id = 1"))[3]).get("format")
     if format not in range(OLDEST, FORMAT + 1):
-        yield Problem(
-            LEDGER, f"has format {format}, but this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it"
-        )
+        known = f"this fedloom reads {OLDEST} to {FORMAT}"
+        yield Problem(LEDGER, f"has format {format}, but {known}; use the fedloom that wrote it")
         return
     with closing(sqlite3.connect("", isolation_level=None)) as again:
         again.execute("PRAGMA foreign_keys=ON")
@@ -213,8 +209,8 @@ def _references(db: sqlite3.Connection) -> _Refers:
     files = _results(db)
     latest = {site: Contribution(*row) for site, *row in db.execute(LATEST)}
     created = json.loads(db.execute("SELECT body FROM events WHERE id = 1").fetchone()[0])
-    kept = json.loads(states)
-    return _Refers(event, bits, referenced(db), latest, sum_rows(created, kept), kept, files, _apart(created))
+    names = json.loads(states)
+    return _Refers(event, bits, referenced(db), latest, sum_rows(created, names), names, files, _apart(created))
 
 
 def _results(db: sqlite3.Connection) -> dict[str, str]:
@@ -248,22 +244,20 @@ def _missing(blobs: Blobs, refers: _Refers) -> Iterator[Problem]:
         fault = (AWAY, "note") if refers.apart and not refers.files else ("is missing: the ledger refers to it", "problem")
         yield Problem(_file(blob), *fault)
     for blob in sorted(names - refers.blobs):
-        yield Problem(
-            _file(blob), "is an orphan: the ledger does not refer to it; `fedloom ledger RUN --prune` removes it", "note"
-        )
+        yield Problem(_file(blob), "is an orphan: the ledger does not refer to it; prune removes it", "note")
 
 
 def _sum(blobs: Blobs, refers: _Refers, row: SumRow) -> Iterator[Problem]:
     """Compare a stored sum with the exact sum of the latest contributions, which are read one by one."""
     stored = blobs.get(refers.states[row.name])
     added = ExactSum(refers.bits, modular=True)
-    for site, one in steps("adding contributions up", refers.latest.items()):
-        part = row.of(blobs.get(one.blob), stored, refers.bits)
+    for site, contribution in steps("adding contributions up", refers.latest.items()):
+        part = row.of(blobs.get(contribution.blob), stored, refers.bits)
         if absent := stored.keys() - part.keys() if part or not row.prefix else ():
-            yield Problem(_file(one.blob), f"{site}'s contribution lacks the tensor '{min(absent)}', which the sum has")
+            yield Problem(_file(contribution.blob), f"{site}'s contribution lacks the sum's tensor '{min(absent)}'")
             return
         if part:
-            added.add(part, row.times(one.samples))
+            added.add(part, row.times(contribution.samples))
     for name, tensor in stored.items():
         expected = added.totals.get(name, torch.zeros_like(tensor))
         if tensor.dtype != torch.int64 or not torch.equal(tensor, expected):

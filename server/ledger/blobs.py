@@ -21,9 +21,7 @@ from fedloom.fusion.state import State
 SYNCS = 8  # files that are flushed to disk at the same time
 _BLOB = re.compile(r"([0-9a-f]{64})\.safetensors")
 _HINTS = {
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; free some space and run again: what was committed is safe"
-    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; free space and run again: what was committed is safe"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; check its permissions"),
 }
 
@@ -80,7 +78,7 @@ class RemoteBlobStore(Protocol):
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def ledger_errors(path: Path) -> Iterator[None]:
     """Turn an OSError into a LedgerError that names the file."""
     try:
         yield
@@ -109,14 +107,12 @@ class Blobs:
         return self.elsewhere.holder(digest) if self.elsewhere is not None else ""
 
     def bring_home(self, digests: Iterable[str]) -> int:
-        """Copy these blobs from the nodes into the folder, then remove all blobs from the nodes. Return how many were
-        copied.
-        """
+        """Copy these blobs from the nodes into the folder, remove all from the nodes, and return how many were copied."""
         if self.elsewhere is None:
             return 0
         away = sorted(digest for digest in set(digests) if self.holder(digest) and not self.path(digest).is_file())
         for digest in away:
-            with told(self.path(digest)):
+            with ledger_errors(self.path(digest)):
                 write_bytes(self.path(digest), self._content(digest), durable=False, private=True)
         self.settle(away)
         self.elsewhere.end()
@@ -128,7 +124,7 @@ class Blobs:
         content = save(tensors, metadata={"format": "pt"})
         digest = hashlib.sha256(content).hexdigest()
         path = self.path(digest)
-        with told(path):
+        with ledger_errors(path):
             if not self._whole(digest):
                 write_bytes(path, content, durable=False, private=True)
         return digest
@@ -136,10 +132,9 @@ class Blobs:
     def adopt(self, path: Path) -> str:
         """Move a complete file into the blobs and return its digest. It must be on the same file system.
 
-        Raises:
-            LedgerError: if the file cannot be moved.
+        Raises LedgerError if the file cannot be moved.
         """
-        with told(path):
+        with ledger_errors(path):
             digest = file_digest(path)
             target = self.path(digest)
             if not self._whole(digest):
@@ -155,26 +150,18 @@ class Blobs:
         return path.is_file() and file_digest(path) == digest
 
     def settle(self, digests: Iterable[str]) -> None:
-        """Flush these blobs to disk, before anything refers to them.
-
-        Raises:
-            LedgerError: naming a blob that is missing.
-        """
+        """Flush these blobs to disk, before anything refers to them. Raises LedgerError naming a blob that is missing."""
         paths = [self.path(digest) for digest in digests if not self.holder(digest)]
         for path in paths:
             if not path.is_file():
                 raise LedgerError(f"{path}: this blob is missing; write it before the commit")
         if self.folder.is_dir():
-            with told(self.folder), ThreadPoolExecutor(SYNCS) as threads:  # at once: the disk's journal groups them
+            with ledger_errors(self.folder), ThreadPoolExecutor(SYNCS) as threads:  # at once: the disk's journal groups them
                 list(threads.map(sync, paths))
                 sync(self.folder)
 
     def get(self, digest: str) -> State:
-        """Return a state whose bytes match its name.
-
-        Raises:
-            LedgerError: naming a file that is missing or damaged.
-        """
+        """Return a state whose bytes match its name. Raises LedgerError naming a file that is missing or damaged."""
         try:
             return dict(sorted(load(self._content(digest)).items()))  # safetensors has no order
         except SafetensorError as error:
@@ -221,16 +208,16 @@ class Blobs:
 
     def remove(self, digest: str) -> None:
         """Remove a blob, if it exists."""
-        with told(self.path(digest)):
+        with ledger_errors(self.path(digest)):
             self.path(digest).unlink(missing_ok=True)
 
     def sweep(self) -> list[str]:
         """Remove the temporary files that a crash left, and return their names. No other process may be writing."""
-        left = sorted(name for name in self.strangers() if name.startswith("."))
-        with told(self.folder):
-            for name in left:
+        temporary = sorted(name for name in self.strangers() if name.startswith("."))
+        with ledger_errors(self.folder):
+            for name in temporary:
                 (self.folder / name).unlink(missing_ok=True)
-        return left
+        return temporary
 
     def _files(self) -> list[str]:
         return os.listdir(self.folder) if self.folder.is_dir() else []

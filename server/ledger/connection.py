@@ -48,14 +48,14 @@ class Connection(sqlite3.Connection):
             with self._path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         assert self._file is not None
-        shared, found, place = _SHARED[self._file], hashlib.sha256(), 0
+        shared, sha256, offset = _SHARED[self._file], hashlib.sha256(), 0
         with _GUARD:
             if shared.descriptor is None:
                 shared.descriptor = os.open(self._path, os.O_RDONLY)
-        while piece := os.pread(shared.descriptor, _PIECE, place):
-            found.update(piece)
-            place += len(piece)
-        return found.hexdigest()
+        while piece := os.pread(shared.descriptor, _PIECE, offset):
+            sha256.update(piece)
+            offset += len(piece)
+        return sha256.hexdigest()
 
     def close(self) -> None:
         """Close the connection. Closing twice is harmless."""

@@ -29,10 +29,7 @@ def prefixes(slots: Sequence[str]) -> dict[str, str]:
 
 @dataclass
 class Contributions:
-    """The contributions of one run.
-
-    `latest`: the last committed contribution of each site that is not forgotten.
-    """
+    """The contributions of one run. `latest`: the last committed contribution of each site that is not forgotten."""
 
     ledger: Ledger
     bits: int
@@ -57,10 +54,12 @@ class Contributions:
 
     def has(self, site: str, slot: str) -> bool:
         """Return whether the site has put something into the slot."""
-        one = self.here(site)
-        if one is None or len(self.slots) == 1:
-            return one is not None
-        return any(name.startswith(prefixes(self.slots)[slot]) for name in read_names(self.ledger.blobs.path(one.blob)))
+        contribution = self.here(site)
+        if contribution is None or len(self.slots) == 1:
+            return contribution is not None
+        return any(
+            name.startswith(prefixes(self.slots)[slot]) for name in read_names(self.ledger.blobs.path(contribution.blob))
+        )
 
     def load(self, site: str, slot: str) -> State:
         """Return what the site put into the slot, as int64 in units of 2**-bits. Raises KeyError if it has put nothing."""
@@ -74,8 +73,8 @@ class Contributions:
 
     def file(self, site: str) -> Path | None:
         """Return the file of the site's contribution; None if it has none."""
-        one = self.here(site)
-        return self.ledger.blobs.path(one.blob) if one else None
+        contribution = self.here(site)
+        return self.ledger.blobs.path(contribution.blob) if contribution else None
 
     def stage(self, site: str, round: int, parts: Mapping[str, State], samples: int) -> None:
         """Write what a site puts into slots; it counts once the round is committed. Its other slots are unchanged."""
@@ -84,12 +83,12 @@ class Contributions:
 
     def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
         """Stage the same content for many sites, before any of them has put anything into these slots: one file for all."""
-        alike: dict[Contribution | None, list[str]] = {}
+        groups: dict[Contribution | None, list[str]] = {}
         for site in sites:
-            alike.setdefault(self.here(site), []).append(site)
-        for here, names in alike.items():
-            merged = self._merged(self.ledger.blobs.get(here.blob) if here else {}, parts)
-            new = Contribution(self.ledger.blobs.put(merged), here.samples if here else 0, round, self.bits)
+            groups.setdefault(self.here(site), []).append(site)
+        for contribution, names in groups.items():
+            merged = self._merged(self.ledger.blobs.get(contribution.blob) if contribution else {}, parts)
+            new = Contribution(self.ledger.blobs.put(merged), contribution.samples if contribution else 0, round, self.bits)
             self._staged |= dict.fromkeys(names, new)
 
     def blob_of(self, parts: Mapping[str, State]) -> str:
@@ -129,23 +128,23 @@ class Contributions:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def _whole(self, site: str) -> State:
-        one = self.here(site)
-        if one is None:
+        contribution = self.here(site)
+        if contribution is None:
             raise KeyError(f"{site} has contributed nothing")
-        if self._read[0] != one.blob:
-            self._read = one.blob, self.ledger.blobs.get(one.blob)
+        if self._read[0] != contribution.blob:
+            self._read = contribution.blob, self.ledger.blobs.get(contribution.blob)
         return self._read[1]
 
-    def _part(self, whole: State, slot: str) -> State:
+    def _part(self, state: State, slot: str) -> State:
         start = prefixes(self.slots)[slot]
-        found = {name[len(start) :]: tensor for name, tensor in whole.items() if name.startswith(start)}
-        if not found and len(self.slots) > 1:
+        part = {name[len(start) :]: tensor for name, tensor in state.items() if name.startswith(start)}
+        if not part and len(self.slots) > 1:
             raise KeyError(f"nothing was put into the slot '{slot}'")
-        return found
+        return part
 
     def _merged(self, before: State, parts: Mapping[str, State]) -> State:
         start = prefixes(self.slots)
-        gone = tuple(start[slot] for slot in parts)
-        stays = {name: tensor for name, tensor in before.items() if not name.startswith(gone)}
-        whole = stays | {start[slot] + name: tensor for slot, state in parts.items() for name, tensor in state.items()}
-        return exact(whole, self.bits) if self._integers else whole
+        replaced = tuple(start[slot] for slot in parts)
+        unchanged = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
+        merged = unchanged | {start[slot] + name: tensor for slot, state in parts.items() for name, tensor in state.items()}
+        return exact(merged, self.bits) if self._integers else merged

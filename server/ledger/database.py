@@ -12,14 +12,14 @@ from typing import Any
 import portalocker
 
 from fedloom.clients.storage.states import write_bytes
-from fedloom.server.ledger.blobs import LedgerError, sync, told
+from fedloom.server.ledger.blobs import LedgerError, ledger_errors, sync
 from fedloom.server.ledger.connection import PATIENCE, Connection
 from fedloom.server.run_folder.layout import LEDGER, LOCK, SEAL
 
 _TRIES = 10  # for the lock, which a process that queues a request holds for a moment
 _HINTS = {
-    "SQLITE_FULL": "free some space and run again: what was committed is safe",
-    "SQLITE_IOERR": "the disk is full or failing: free some space and run again; what was committed is safe",
+    "SQLITE_FULL": "free space and run again: what was committed is safe",
+    "SQLITE_IOERR": "the disk is full or failing: free space and run again; what was committed is safe",
     "SQLITE_BUSY": f"another process has locked it for {PATIENCE:.0f} s: wait until it ends and run again",
     "SQLITE_READONLY": "check the permissions of the file and its folder",
     "SQLITE_CANTOPEN": "check the permissions of the file and its folder",
@@ -33,10 +33,10 @@ class BusyError(LedgerError):
 
 
 @contextmanager
-def sqlite_told(path: Path) -> Iterator[None]:
+def sqlite_errors(path: Path) -> Iterator[None]:
     """Turn an error of SQLite or the operating system into a LedgerError that names the file."""
     try:
-        with told(path):
+        with ledger_errors(path):
             yield
     except sqlite3.Error as error:
         name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
@@ -47,14 +47,13 @@ def sqlite_told(path: Path) -> Iterator[None]:
 def acquire(folder: Path) -> int:
     """Lock the folder for its one server and return the open lock file. The lock ends with the process.
 
-    Raises:
-        BusyError: naming the process that holds the lock.
+    Raises BusyError naming the process that holds the lock.
     """
     for _ in range(_TRIES):
         if (handle := _try_lock(folder)) is not None:
             return handle
         time.sleep(0.05)
-    with told(folder / LOCK):
+    with ledger_errors(folder / LOCK):
         owner = (folder / LOCK).read_text(errors="replace").strip() or "unknown"
     raise BusyError(f"{folder}: process {owner} is working on it; wait until it ends, or stop it, and run again")
 
@@ -67,7 +66,7 @@ def refuse_busy(folder: Path) -> None:
 
 def _try_lock(folder: Path) -> int | None:
     """Lock the folder; return None if another process holds the lock."""
-    with told(folder / LOCK):
+    with ledger_errors(folder / LOCK):
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             portalocker.lock(handle, portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING)
@@ -113,7 +112,7 @@ class Database:
     def __post_init__(self) -> None:
         self._lock = acquire(self.path.parent) if self.server else None
         try:
-            with sqlite_told(self.path):
+            with sqlite_errors(self.path):
                 self._open()
         except BaseException:
             self._release()
@@ -121,7 +120,7 @@ class Database:
 
     def query(self, sql: str, *values: Any) -> list[tuple]:
         """Return all rows of a query. Raises LedgerError if they cannot be read."""
-        with sqlite_told(self.path):
+        with sqlite_errors(self.path):
             if self._final:
                 self._db.close()
                 self._open()  # SQLite does not notice changes of an immutable file
@@ -129,9 +128,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit all changes of the block, or none if it raises. Raises LedgerError for a reader, and if the disk
-        refuses.
-        """
+        """Commit all changes of the block, or none if it raises. Raises LedgerError for a reader."""
         if not self.server:
             raise LedgerError(f"{self.path}: is open for reading and for queueing requests; only its server may change it")
         self.refuse_moved()
@@ -145,7 +142,7 @@ class Database:
             with self.transaction() as db:
                 yield db
             return
-        with sqlite_told(self.path), closing(Connection(self.path, "mode=rw")) as db:
+        with sqlite_errors(self.path), closing(Connection(self.path, "mode=rw")) as db:
             with _changing(db, self.path):
                 yield db
             if (lock := _try_lock(self.path.parent)) is not None:
@@ -170,13 +167,13 @@ class Database:
     def seal(self) -> None:
         """Merge the log into the file, and write the file's sha256 next to it. A server calls this when it ends."""
         if self.in_place():
-            with sqlite_told(self.path):
+            with sqlite_errors(self.path):
                 _seal(self._db, self.path)
 
     def close(self) -> None:
         """Close the file and release the lock. Closing twice is harmless."""
         try:
-            with sqlite_told(self.path):
+            with sqlite_errors(self.path):
                 self._db.close()
         finally:
             self._release()
@@ -194,7 +191,7 @@ class Database:
 @contextmanager
 def _changing(db: sqlite3.Connection, path: Path) -> Iterator[None]:
     """Run a transaction that removes the seal before anything is written."""
-    with sqlite_told(path):
+    with sqlite_errors(path):
         db.execute("BEGIN IMMEDIATE")
         try:
             seal = path.parent / SEAL
@@ -225,15 +222,13 @@ def begun(path: Path) -> bool:
     """Return whether a ledger exists; false if a crash came before its tables were committed."""
     if not path.is_file():
         return False
-    with sqlite_told(path), closing(reading(path)) as db:
+    with sqlite_errors(path), closing(reading(path)) as db:
         return db.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
 
 
 def make(path: Path) -> None:
-    """Create an empty SQLite file with a write-ahead log. Raises LedgerError if a ledger exists or the file cannot be
-    written.
-    """
-    with sqlite_told(path):
+    """Create an empty SQLite file with a write-ahead log. Raises LedgerError if it cannot, or a ledger exists."""
+    with sqlite_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(Connection(path, "mode=rwc")) as db:
             if db.execute("SELECT 1 FROM sqlite_master").fetchone():

@@ -47,6 +47,6 @@ Slot = Sum | PerClientSlot
 def declared_sums(slots: Mapping[str, Slot]) -> dict[str, dict[str, Any]]:
     """Return the sums of a method, as its ledger's first event stores them."""
     start = prefixes(list(slots))
-    sums = {name: one for name, one in slots.items() if isinstance(one, Sum)}
-    return {name: {"prefix": start[name], "weighted": one.weighted, **({"masked": True} if one.masked else {})}
-            for name, one in sums.items()}  # fmt: skip
+    sums = {name: declared for name, declared in slots.items() if isinstance(declared, Sum)}
+    return {name: {"prefix": start[name], "weighted": declared.weighted, **({"masked": True} if declared.masked else {})}
+            for name, declared in sums.items()}  # fmt: skip

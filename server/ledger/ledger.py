@@ -12,7 +12,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from fedloom.conf.errors import UserError
-from fedloom.server.ledger.blobs import LedgerError, told
+from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.database import LEDGER, make
 from fedloom.server.ledger.records import BOUND, REQUESTS, Records
 from fedloom.server.ledger.rows import Contribution, Request
@@ -40,19 +40,10 @@ class Ledger(Records):
         cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE,
         slots: Sequence[str] | None = None,
     ) -> "Ledger":  # fmt: skip
-        """Create a ledger and become its one server.
+        """Create a ledger and become its one server. Raises LedgerError if it exists, or the folder cannot be written.
 
-        Args:
-            folder: the run's folder.
-            run: the id of the run.
-            config: the text of config.yaml.
-            bits: sums count in units of 2**-bits.
-            sites: the names of all sites.
-            sums: the method's sums, as the first event stores them (server.ledger.sums).
-            slots: the names of all slots of the method.
-
-        Raises:
-            LedgerError: if the folder has a ledger already, or the folder cannot be written.
+        `config`: the text of config.yaml. `bits`: sums count in units of 2**-bits. `sums`: the method's sums, as the first
+        event stores them (server.ledger.sums). `slots`: the names of all its slots.
         """
         check_repeated(sites)
         make(Path(folder) / LEDGER)
@@ -60,7 +51,7 @@ class Ledger(Records):
         body = {"run": run, "config": config, "bits": bits, "format": FORMAT, "sites": list(sites), "sums": dict(sums)}
         body |= {} if slots is None else {"slots": list(slots)}
         try:
-            with told(ledger.blobs.folder):
+            with ledger_errors(ledger.blobs.folder):
                 ledger.blobs.folder.mkdir(exist_ok=True)
             with ledger._database.transaction() as db:
                 for statement in schema(FORMAT):
@@ -75,10 +66,8 @@ class Ledger(Records):
     def open(cls, folder: Path, *, server: bool = True) -> "Ledger":
         """Open the ledger of a folder, as its one server or as a reader.
 
-        A reader can also queue requests while a server runs.
-
-        Raises:
-            LedgerError: if the ledger is missing, has another format, or another server has it open.
+        A reader can also queue requests while a server runs. Raises LedgerError if the ledger is missing, has another
+        format, or another server has it open.
         """
         if not (Path(folder) / LEDGER).is_file():
             raise LedgerError(f"{folder}: has no ledger ({LEDGER}); name the folder of a run that has one")
@@ -106,18 +95,14 @@ class Ledger(Records):
             self._database.close()
 
     def close(self) -> None:
-        """Close the ledger. A server first merges the log into ledger.sqlite and writes ledger.sha256. Closing twice is
-        harmless.
-        """
+        """Close the ledger. A server first merges its log and writes ledger.sha256. Closing twice is harmless."""
         try:
             self._database.seal()
         finally:
             self._database.close()
 
     def in_place(self) -> bool:
-        """Return whether this server's folder is still in its place: it may have been moved, and replaced by another
-        run's.
-        """
+        """Return whether this server's folder is still in its place: another run's may have replaced it."""
         return self._database.in_place()
 
     def refuse_moved(self) -> None:
@@ -135,25 +120,16 @@ class Ledger(Records):
         record: dict[str, Any] | None,
         keep: str,
     ) -> None:
-        """Commit a round whose blobs exist; round 0 is the start.
+        """Commit a round whose blobs exist; round 0 is the start. `keep`: 'latest' (remove replaced blobs) or 'all'.
 
-        Args:
-            round: the number of the round.
-            contributions: by site, what it contributed in this round.
-            states: digests of the method's states, by name.
-            digest: digests of the sums, by slot.
-            record: what metrics.jsonl says of the round.
-            keep: 'latest' (replaced rows and blobs are removed) or 'all'.
-
-        Raises:
-            LedgerError: if the round is not the next one, a site is unknown or forgotten, a blob is missing, or the disk
-                refuses. Nothing is written then.
+        Raises LedgerError, and writes nothing, if the round is not the next one, a site is unknown or forgotten, a blob is
+        missing, or the disk refuses.
         """
         body = {"round": round, "contributions": _plain(contributions), "states": dict(states), "digest": dict(digest)}
         if keep not in ("latest", "all"):
             raise LedgerError(f"round {round}: keep must be 'latest' or 'all', not '{keep}'")
-        if odd := {one.round for one in contributions.values()} - {round}:
-            raise LedgerError(f"round {round}: a contribution belongs to round {min(odd)}; commit each in its own round")
+        if wrong := {contribution.round for contribution in contributions.values()} - {round}:
+            raise LedgerError(f"round {round}: a contribution belongs to round {min(wrong)}; commit each in its own round")
         self.blobs.settle(_blobs(contributions, states))
         with self._replacing() as db:
             check_round(db, round)
@@ -172,15 +148,8 @@ class Ledger(Records):
     ) -> None:
         """Remove sites: their rows and blobs, and all older states. The last round gets `states` and `digest`.
 
-        Args:
-            sites: the sites to forget.
-            states: the states of the last round without them, by name.
-            digest: the digests of the sums without them.
-            body: further facts for the event.
-            request: the request that this answers. It becomes 'applied' in the same transaction, with `body` as its result.
-
-        Raises:
-            LedgerError: if a site is unknown or forgotten, or the request is not waiting.
+        `body`: further facts for the event. `request` becomes 'applied' in the same transaction, with `body` as its result.
+        Raises LedgerError if a site is unknown or forgotten, or the request is not waiting.
         """
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("forgotten", written, sites, {}, request)
@@ -199,14 +168,13 @@ class Ledger(Records):
     def check_roll_back(self, round: int) -> None:
         """Check that the run can go back to the state after a round.
 
-        Raises:
-            UserError: if that state, or a site's contribution to it, is not stored, or its sum lacks a member.
+        Raises UserError if that state, or a site's contribution to it, is not stored, or its sum lacks a member.
         """
         rows = {row.round: row for row in self.rounds()}
         before = (event.body for event in self.events("round") if event.body["round"] <= round)
         gave = {site for body in before for site in body["contributions"]}
-        lost = [site for site, gone in self.sites().items() if site in gave and not gone and not any(
-            one.round <= round for one in self.history(site))]  # fmt: skip
+        lost = [site for site, forgotten in self.sites().items() if site in gave and not forgotten and not any(
+            contribution.round <= round for contribution in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or lost:
             hint = "federation.history=all stores it, until a site is forgotten"
             raise UserError(f"{self.folder}: the state after round {round} is not stored ({hint})")
@@ -228,9 +196,9 @@ class Ledger(Records):
         request: str | None = None,
     ) -> None:
         """Readmit forgotten sites, with contributions of committed rounds; otherwise as `forget`."""
-        if odd := contributions.keys() - set(sites):
+        if unnamed := contributions.keys() - set(sites):
             raise LedgerError(
-                f"site '{min(odd)}' has a contribution but is not among the readmitted sites ({', '.join(sites)})"
+                f"site '{min(unnamed)}' has a contribution but is not among the readmitted sites ({', '.join(sites)})"
             )
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("readmitted", written, sites, contributions, request)
@@ -258,8 +226,7 @@ class Ledger(Records):
     def receive(self, id: str, kind: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
         """Queue a request and return it; a known id returns the request as it stands. Works while a server runs.
 
-        Raises:
-            LedgerError: if a site is unknown.
+        Raises LedgerError if a site is unknown.
         """
         body = {"id": id, "kind": kind, "sites": list(sites), "reason": reason, "options": options}
         with self._database.queueing() as db:
@@ -271,8 +238,7 @@ class Ledger(Records):
     def set_request(self, id: str, state: str, result: dict[str, Any] | None) -> None:
         """Move a request to its next state: from received to applied to verified, or from received to refused.
 
-        Raises:
-            LedgerError: for other moves.
+        Raises LedgerError for other moves.
         """
         with self._database.transaction() as db:
             check_move(db, id, state)
@@ -319,13 +285,13 @@ class Ledger(Records):
         with self._database.transaction() as db:
             watch(db)
             yield db
-            gone = unreferenced(db)
-        self.blobs.remove_all(gone)
+            unused = unreferenced(db)
+        self.blobs.remove_all(unused)
 
 
 def _plain(contributions: Mapping[str, Contribution]) -> dict[str, dict[str, Any]]:
-    return {site: asdict(one) for site, one in contributions.items()}
+    return {site: asdict(contribution) for site, contribution in contributions.items()}
 
 
 def _blobs(contributions: Mapping[str, Contribution], states: Mapping[str, str]) -> set[str]:
-    return {*(one.blob for one in contributions.values()), *states.values()}
+    return {*(contribution.blob for contribution in contributions.values()), *states.values()}

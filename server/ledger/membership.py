@@ -31,7 +31,7 @@ def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
 
     The count starts with the first round that has a contribution by one of them. Without names, it is the number of rounds.
     """
-    wanted, rounds, first, found = set(names), 0, 0, 0
+    wanted, rounds, first, longest = set(names), 0, 0, 0
     for event in ledger.events():
         if event.kind in ("round", "rolled back"):
             rounds = event.body["round"]
@@ -39,8 +39,8 @@ def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
         if event.kind == "round" and not first and wanted & event.body["contributions"].keys():
             first = rounds  # in round 0, every site has what the method began with, which is no site's work
         if event.kind == "forgotten" and first and wanted & set(event.body["sites"]):
-            found = max(found, rounds - first + 1)
-    return found if names else rounds
+            longest = max(longest, rounds - first + 1)
+    return longest if names else rounds
 
 
 class Membership:
@@ -52,20 +52,17 @@ class Membership:
     def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
         """Check that these sites can be removed and, with `rollback`, that the run can go back to before they participated.
 
-        Raises:
-            UserError: if not.
+        Raises UserError if not.
         """
-        slots, left = self.slots, len(self.slots.members) - len(names)
+        slots, remaining = self.slots, len(self.slots.members) - len(names)
         check_members(slots.members, names)
         masked = any(map(slots.masked, slots.declared))
         if not slots.declared:
             raise UserError("the method stores no contributions, so no site can be subtracted; train again without it")
-        if left <= 0:
+        if remaining <= 0:
             raise UserError("no site would be left: delete the run's folder instead")
-        if masked and left == 1:
-            raise UserError(
-                "one site would be left, and the sum would reveal its contribution: with secure aggregation, two must remain"
-            )
+        if masked and remaining == 1:
+            raise UserError("one site would be left, and the sum would reveal its contribution: two sites must remain")
         if rollback and (before := self._before(names)) is not None:
             if before and masked:
                 raise UserError(
@@ -74,9 +71,7 @@ class Membership:
             self.ledger.check_roll_back(before)
 
     def forget(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
-        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError if it cannot
-        be done.
-        """
+        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError."""
         self.check_forgetting(names)
         self.slots.stage({slot: self.slots.sum_without(slot, names) for slot in self.slots.totals})
         self._leave(names, body, request)
@@ -86,14 +81,14 @@ class Membership:
         blobs, latest = self.ledger.blobs, self.slots.contributions.latest
         if blobs.elsewhere is None or not blobs.elsewhere.look():
             return []
-        gone = {blob for blob in {one.blob for one in latest.values()} if not blobs.has(blob)}
-        return [site for site, one in latest.items() if one.blob in gone]
+        missing = {blob for blob in {contribution.blob for contribution in latest.values()} if not blobs.has(blob)}
+        return [site for site, contribution in latest.items() if contribution.blob in missing]
 
     def lose(self, names: Sequence[str], body: dict) -> None:
         """Remove sites whose contributions are lost: add up the sums again from what is left, and commit it."""
-        left = set(names)
-        stays = [one for site, one in self.slots.contributions.latest.items() if site not in left]
-        self.slots.stage({row.name: self._added_up(row, stays) for row in self.ledger.sums()})
+        lost = set(names)
+        remaining = [contribution for site, contribution in self.slots.contributions.latest.items() if site not in lost]
+        self.slots.stage({row.name: self._added_up(row, remaining) for row in self.ledger.sums()})
         self._leave(names, body, None)
 
     def roll_back(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
@@ -112,26 +107,26 @@ class Membership:
                     slots.changing(slot).add(slots.summed(slot, exact(state, slots.bits)))
             if parts:
                 back[name] = Contribution(slots.contributions.blob_of(parts), 0, 0, slots.bits)
-        there = {site.name for site in slots.members} | set(names)
-        with self._committed([site for site in slots.sites if site.name in there], slots.contributions.latest | back):
+        members = {site.name for site in slots.members} | set(names)
+        with self._committed([site for site in slots.sites if site.name in members], slots.contributions.latest | back):
             self.ledger.readmit(names, back, slots.write(), slots.digest())
 
-    def _added_up(self, row: SumRow, given: Sequence[Contribution]) -> ExactSum:
+    def _added_up(self, row: SumRow, contributions: Sequence[Contribution]) -> ExactSum:
         """Add up contributions, each on the machine that stores it."""
         blobs, names = self.ledger.blobs, list(self.slots.totals[row.name].totals)
-        here = [one for one in given if not blobs.holder(one.blob)]
-        total = added_up(row, names, here, blobs.get, self.slots.bits)
-        if blobs.elsewhere is not None and len(here) < len(given):
-            there = [one for one in given if blobs.holder(one.blob)]
-            part = blobs.elsewhere.summed(row, names, there, self.slots.bits)
+        local = [contribution for contribution in contributions if not blobs.holder(contribution.blob)]
+        total = added_up(row, names, local, blobs.get, self.slots.bits)
+        if blobs.elsewhere is not None and len(local) < len(contributions):
+            remote = [contribution for contribution in contributions if blobs.holder(contribution.blob)]
+            part = blobs.elsewhere.summed(row, names, remote, self.slots.bits)
             total.merge(part.totals, part.addends)
         return total
 
     def _leave(self, names: Sequence[str], body: dict, request: str | None) -> None:
         """Commit the staged sums, which are without these sites."""
-        slots, left = self.slots, set(names)
-        latest = {site: one for site, one in slots.contributions.latest.items() if site not in left}
-        with self._committed([site for site in slots.members if site.name not in left], latest):
+        slots, leaving = self.slots, set(names)
+        latest = {site: contribution for site, contribution in slots.contributions.latest.items() if site not in leaving}
+        with self._committed([site for site in slots.members if site.name not in leaving], latest):
             self.ledger.forget(names, slots.write(), slots.digest(), body, request)
 
     @contextlib.contextmanager
@@ -151,5 +146,7 @@ class Membership:
 
     def _before(self, names: Sequence[str]) -> int | None:
         """Return the round before the first in which one of these sites participated; None if none ever did."""
-        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
+        rounds = [
+            contribution.round for name in names for contribution in self.ledger.history(name) if contribution.round > 0
+        ]
         return min(rounds) - 1 if rounds else None

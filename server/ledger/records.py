@@ -36,21 +36,18 @@ class Records:
     def steady(self, read: Callable[[], T]) -> T:
         """Call `read` until its result is of one state: again, if a server has committed another state meanwhile.
 
-        A row may name a blob that the server has replaced since.
-
-        Raises:
-            UserError: if the server commits during every try.
+        A row may name a blob that the server has replaced since. Raises UserError if the server commits during every try.
         """
         for _ in range(_TRIES):
             before = self.last_round()
             try:
-                found = read()
+                result = read()
             except UserError:
                 if self.last_round() == before:
                     raise
                 continue
             if self.last_round() == before:
-                return found
+                return result
         raise UserError(f"{self.folder}: a server commits round after round; try again when it has finished")
 
     # Rounds
@@ -83,7 +80,7 @@ class Records:
 
     def sites(self) -> dict[str, bool]:
         """Return, by site in their order, whether it is forgotten."""
-        return {name: bool(gone) for name, gone in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
+        return {name: bool(forgotten) for name, forgotten in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
 
     def sums(self) -> list[SumRow]:
         """Return the stored sums of the method."""
@@ -102,29 +99,27 @@ class Records:
         return Request.of(rows[0]) if rows else None
 
     def waiting(self, *, applied: bool = False) -> list[Request]:
-        """Return the requests that are received but not applied, oldest first; with `applied`, also those not verified
-        yet.
-        """
+        """Return the requests that are received but not applied, oldest first; with `applied`, also the applied ones."""
         sql = f"{REQUESTS} WHERE state = 'received' OR (? AND state = 'applied') ORDER BY rowid"
         return [Request.of(row) for row in self._query(sql, applied)]
 
     def bound(self) -> dict[str, int]:
         """Return, by site, the node that its contributions belong to now."""
-        found: dict[str, int] = {}
+        nodes: dict[str, int] = {}
         for event in self.events(BOUND):
-            found |= event.body["nodes"]
-        return found
+            nodes |= event.body["nodes"]
+        return nodes
 
     def keys(self) -> dict[str, str]:
         """Return, by site, the digest of the public key that it joined with.
 
         Sites that joined without a key, or were moved to another node, are left out.
         """
-        found: dict[str, str] = {}
+        keys: dict[str, str] = {}
         for event in self.events(BOUND):
-            found = {site: key for site, key in found.items() if site not in event.body["nodes"]}
-            found |= event.body.get("keys", {})
-        return found
+            keys = {site: key for site, key in keys.items() if site not in event.body["nodes"]}
+            keys |= event.body.get("keys", {})
+        return keys
 
     def events(self, kind: str = "", after: int = 0) -> Iterator[Event]:
         """Yield the events with ids above `after`, oldest first; only those of `kind`, if it is set."""

@@ -4,11 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-MOVES = (
-    ("received", "applied"),
-    ("applied", "verified"),
-    ("received", "refused"),
-)  # of a request, from one state to the next
+MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused"))  # of a request, between states
 
 
 @dataclass(frozen=True)

@@ -113,13 +113,13 @@ class Slots:
         for name in names:
             if self.has(slot, name):
                 rest.subtract(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
-        nobody = not rest.addends and not any(bool(tensor.any()) for tensor in rest.totals.values())
-        return self.empty(slot) if nobody else rest  # as if no site had ever put anything
+        empty = not rest.addends and not any(bool(tensor.any()) for tensor in rest.totals.values())
+        return self.empty(slot) if empty else rest  # as if no site had ever put anything
 
     def base(self, site: str) -> int:
         """Return the round of the site's last contribution, after which its own state is valid; 0 if it has none."""
-        one = self.contributions.latest.get(site)
-        return one.round if one else 0
+        contribution = self.contributions.latest.get(site)
+        return contribution.round if contribution else 0
 
     def digest(self) -> dict[str, str]:
         """Return digests of the exact sums or, for a method without sums, of the server's states."""
@@ -134,27 +134,28 @@ class Slots:
 
         If a site puts twice into a slot, the later state counts.
         """
-        puts = list({(one.slot, one.site): one for one in puts}.values())
-        samples = {site: self._samples([one for one in puts if one.site == site]) for site in {one.site for one in puts}}
-        before, sums = dict(self._totals), [one for one in puts if one.slot in self.totals]
+        puts = list({(update.slot, update.site): update for update in puts}.values())
+        samples = {
+            site: self._samples([update for update in puts if update.site == site])
+            for site in {update.site for update in puts}
+        }
+        before, sums = dict(self._totals), [update for update in puts if update.slot in self.totals]
         try:
-            for one in sums:
-                self._totals[one.slot] = self._replaced(one, alone=len(sums) == 1)
+            for update in sums:
+                self._totals[update.slot] = self._replaced(update, alone=len(sums) == 1)
         except ExactSumError:
             self._totals = before
             raise
-        for site in dict.fromkeys(one.site for one in puts):
-            mine = [one for one in puts if one.site == site]
-            parts = {one.slot: stored(one.state, self.bits) for one in mine}
+        for site in dict.fromkeys(update.site for update in puts):
+            mine = [update for update in puts if update.site == site]
+            parts = {update.slot: stored(update.state, self.bits) for update in mine}
             self.contributions.stage(site, round, parts, samples[site])
 
     def put_all(self, slot: str, state: State, round: int) -> None:
         """Put the same state for every site, before any site has put anything."""
         names = [site.name for site in self.members]
         if any(self.has(slot, name) for name in names):
-            raise UserError(
-                f"slot '{slot}': a site has already put something; call put_all once, before any site puts anything"
-            )
+            raise UserError(f"slot '{slot}': a site has already put something; call put_all once, before that")
         if slot in self.totals:
             self.changing(slot).add(self.summed(slot, exact(stored(state, self.bits), self.bits)), times=len(names))
         self.contributions.stage_all(names, round, {slot: stored(state, self.bits)})
@@ -164,9 +165,7 @@ class Slots:
     ) -> None:
         """Add a change of a sum over several sites. Workers wrote their contributions, or a node stores them (`blobs`).
 
-        Raises:
-            ExactSumError: if the sum overflows.
-            UserError: if a worker's file is missing.
+        Raises ExactSumError if the sum overflows; UserError if a worker's file is missing.
         """
         if not blobs:
             self.contributions.check_written(samples, round)
@@ -215,25 +214,21 @@ class Slots:
 
     def weight(self, slot: str, site: str) -> int:
         """Return how often a site's contribution counts in the slot's sum."""
-        one = self.contributions.here(site)
-        return self.times(slot, one.samples if one else 0)
+        contribution = self.contributions.here(site)
+        return self.times(slot, contribution.samples if contribution else 0)
 
     def _samples(self, puts: Sequence[SlotUpdate]) -> int:
-        """Return the site's number of samples, by which all its weighted slots count. Raises ExactSumError if slots
-        differ.
-        """
-        site, weighted = puts[0].site, [one for one in puts if self.weighted(one.slot)]
+        """Return the site's number of samples for all weighted slots. Raises ExactSumError if slots differ."""
+        site, weighted = puts[0].site, [update for update in puts if self.weighted(update.slot)]
         before = self.contributions.here(site)
         if not weighted:
             keeps = before is not None and any(map(self.weighted, self.declared))
-            return before.samples if before is not None and keeps else max(one.samples for one in puts)
+            return before.samples if before is not None and keeps else max(update.samples for update in puts)
         number = weighted[0].samples
-        others = {slot for slot in self.declared if self.weighted(slot)} - {one.slot for one in weighted}
+        others = {slot for slot in self.declared if self.weighted(slot)} - {update.slot for update in weighted}
         elsewhere = any(before.samples != number and self.has(slot, site) for slot in others) if before else False
-        if elsewhere or any(one.samples != number for one in weighted):
-            raise ExactSumError(
-                f"{site} must have one number of samples in all weighted slots; put into all of them at once"
-            )
+        if elsewhere or any(update.samples != number for update in weighted):
+            raise ExactSumError(f"{site} must have one number of samples in all weighted slots; put into all at once")
         return number
 
     def changing(self, slot: str) -> ExactSum:
@@ -242,18 +237,17 @@ class Slots:
             self._totals[slot] = self.totals[slot].copy()
         return self._totals[slot]
 
-    def _replaced(self, one: SlotUpdate, alone: bool) -> ExactSum:
-        """Return the slot's sum with the site's new contribution instead of its old one. If `alone`, it is changed in
-        place.
-        """
-        integers = one.integers if one.integers is not None else exact(stored(one.state, self.bits), self.bits)
-        new = self.summed(one.slot, integers)
-        total, times = self.changing(one.slot), self.times(one.slot, one.samples)
-        if not self.has(one.slot, one.site):
+    def _replaced(self, update: SlotUpdate, alone: bool) -> ExactSum:
+        """Return the slot's sum with the site's new contribution; if `alone`, the sum is changed in place."""
+        integers = update.integers if update.integers is not None else exact(stored(update.state, self.bits), self.bits)
+        new = self.summed(update.slot, integers)
+        total, times = self.changing(update.slot), self.times(update.slot, update.samples)
+        if not self.has(update.slot, update.site):
             total = total if alone else total.copy()
             total.add(new, times)
             return total
-        old, before = self.summed(one.slot, self.contribution(one.slot, one.site)), self.weight(one.slot, one.site)
+        old = self.summed(update.slot, self.contribution(update.slot, update.site))
+        before = self.weight(update.slot, update.site)
         if alone and times == before == 1:
             total.replace(old, new)
             return total

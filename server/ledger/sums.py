@@ -25,10 +25,10 @@ class SumRow:
     weighted: bool
     masked: bool = False
 
-    def of(self, whole: State, names: Iterable[str], bits: int) -> State:
+    def of(self, contribution: State, names: Iterable[str], bits: int) -> State:
         """Return a contribution's part of these tensors, as int64; empty if the site has put nothing into the slot."""
-        here = {name: whole[self.prefix + name] for name in names if self.prefix + name in whole}
-        return exact(here, bits)
+        part = {name: contribution[self.prefix + name] for name in names if self.prefix + name in contribution}
+        return exact(part, bits)
 
     def times(self, samples: int) -> int:
         """Return how often a contribution of so many samples counts."""
@@ -45,7 +45,9 @@ def added_up(
 ) -> ExactSum:
     """Add up these tensors over contributions, read one after the other. A file that several sites share is read once."""
     total, names = ExactSum(bits, modular=True), list(names)  # in any order, no partial sum overflows
-    for (blob, times), count in Counter((one.blob, row.times(one.samples)) for one in contributions).items():
+    for (blob, times), count in Counter(
+        (contribution.blob, row.times(contribution.samples)) for contribution in contributions
+    ).items():
         if part := row.of(read(blob), names, bits):
             total.add(part, times * count)
     return total

@@ -155,8 +155,8 @@ def watch(db: sqlite3.Connection) -> None:
 
 def unreferenced(db: sqlite3.Connection) -> list[str]:
     """Return the digests of blobs that a row referred to since `watch`, but no row does now."""
-    kept = "SELECT value FROM rounds, json_each(states) WHERE states <> '{}'"
-    sql = f"SELECT DISTINCT blob FROM dropped WHERE blob NOT IN (SELECT blob FROM contributions) AND blob NOT IN ({kept})"
+    states = "SELECT value FROM rounds, json_each(states) WHERE states <> '{}'"
+    sql = f"SELECT DISTINCT blob FROM dropped WHERE blob NOT IN (SELECT blob FROM contributions) AND blob NOT IN ({states})"
     return [blob for (blob,) in db.execute(sql)]
 
 
@@ -204,7 +204,7 @@ def check_move(db: sqlite3.Connection, id: str, state: str) -> None:
 def _created(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
     row = (body["run"], body["config"], body["bits"], time, body["format"])
     db.execute("INSERT INTO runs VALUES (1, ?, ?, ?, ?, ?)", row)
-    db.executemany("INSERT INTO sites VALUES (?, ?, 0)", [(name, place) for place, name in enumerate(body["sites"])])
+    db.executemany("INSERT INTO sites VALUES (?, ?, 0)", [(name, index) for index, name in enumerate(body["sites"])])
 
 
 def _round(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def _delete(db: sqlite3.Connection, sites: Iterable[str]) -> None:
 
 
 def _insert(db: sqlite3.Connection, contributions: dict[str, dict[str, Any]]) -> None:
-    rows = [(site, one["round"], one["blob"], one["samples"], one["bits"]) for site, one in contributions.items()]
+    rows = [(site, row["round"], row["blob"], row["samples"], row["bits"]) for site, row in contributions.items()]
     db.executemany("INSERT INTO contributions VALUES (?, ?, ?, ?, ?)", rows)
 
 

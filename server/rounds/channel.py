@@ -38,14 +38,10 @@ class RawReply:
 
 @dataclass
 class ClientChannel:
-    """The channel to all sites of a run, over Flower's grid.
+    """The channel to all sites of a run. `window`: how many messages may be out at once (0: derived from their size).
 
-    Args:
-        grid: Flower's grid, or an engine's.
-        sites: the sites of the run.
-        window: how many messages may be out at once (0: derived from their size).
-        bindings: stores which node each site's contributions belong to (server.rounds.enrolment).
-        traffic: bytes of arrays to and from each site, since it was last cleared.
+    `bindings`: stores which node each site's contributions belong to (server.rounds.enrolment). `traffic`: bytes of arrays
+    to and from each site, since it was last cleared.
     """
 
     grid: Grid
@@ -75,9 +71,7 @@ class ClientChannel:
         return getattr(self.grid, "received", None)
 
     def parts(self, run: str) -> Any:
-        """Return the store of contributions on a cluster's nodes (server.ledger.blobs.RemoteBlobStore); None if the
-        server has all.
-        """
+        """Return the contributions on a cluster's nodes (server.ledger.blobs.RemoteBlobStore), or None."""
         return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
 
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
@@ -86,10 +80,10 @@ class ClientChannel:
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
         """Update the connected nodes. An engine whose nodes are an unchanged range is not asked again."""
-        there = self.grid.get_node_ids() if self.simulated else None
-        if not isinstance(there, range) or there != self._range or len(self.nodes) < len(self.sites):
+        nodes = self.grid.get_node_ids() if self.simulated else None
+        if not isinstance(nodes, range) or nodes != self._range or len(self.nodes) < len(self.sites):
             self.enrolment.refresh(timeout)
-        self._range = there if isinstance(there, range) else None
+        self._range = nodes if isinstance(nodes, range) else None
 
     def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[RawReply]:
         """Send each site its order. Yield replies as they arrive, and a failure for each site that does not answer.
@@ -135,8 +129,8 @@ class ClientChannel:
                 if not pending:
                     return
                 replies = list(self.grid.pull_messages(list(pending)))
-                found = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
-                yield from (self._reply(site, message) for site, message in found if site is not None)
+                arrived = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
+                yield from (self._reply(site, message) for site, message in arrived if site is not None)
                 if time.monotonic() > deadline:
                     break
                 if not replies:

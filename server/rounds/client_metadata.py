@@ -46,9 +46,7 @@ class ClientMetadata:
         return self._sizes[site]
 
     def counted(self, site: str) -> int:
-        """Return how many of a site's images count, compared with the other sites (`capped`). Raises ReplyError as
-        `images`.
-        """
+        """Return how many of a site's images count (`capped`). Raises ReplyError if it has not enrolled."""
         self.images(site)
         if self._counted.keys() != self._sizes.keys():
             self._counted = capped(self._sizes)
@@ -63,19 +61,17 @@ class ClientMetadata:
         return dict(self._names.values())
 
     def unlike(self) -> dict[str, str]:
-        """Return the sites whose class names differ from the most common ones, and why. On a tie, the first site's names
-        count.
-        """
+        """Return the sites whose class names differ from the most common ones (on a tie, the first site's), and why."""
         named = [(site, names) for _, (site, names) in sorted(self._names.items()) if names]
         if not named:
             return {}
         [(usual, _)] = Counter(names for _, names in named).most_common(1)
         first = next(site for site, names in named if names == usual)
-        found = {}
+        reasons = {}
         for site, names in named:
             if (k := differing(usual, names)) is not None:
-                found[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
-        return found
+                reasons[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
+        return reasons
 
 
 def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
@@ -96,9 +92,9 @@ def capped(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _median_without(ordered: Sequence[int], size: int) -> float:
     """Return the median of ordered sizes, without one entry of this size."""
-    gone, rest = bisect_left(ordered, size), len(ordered) - 1
+    skipped, rest = bisect_left(ordered, size), len(ordered) - 1
 
-    def at(place: int) -> int:
-        return ordered[place + (place >= gone)]
+    def at(index: int) -> int:
+        return ordered[index + (index >= skipped)]
 
     return (at((rest - 1) // 2) + at(rest // 2)) / 2

@@ -81,9 +81,7 @@ class Transport(Protocol):
         ...
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """Return, by site, the names of its classes 0, 1, ...; empty if they are numbers. Sites that did not enrol are
-        left out.
-        """
+        """Return, by enrolled site, the names of its classes 0, 1, ...; empty if they are numbers."""
         ...
 
     def replied(self, site: Site, reason: str) -> None:
@@ -217,7 +215,7 @@ class RoundContext(View):
         asked, replies = self.participants if sites is None else sites, 0
         if self.config.federation.secure_aggregation:
             return self._transport.masked(self, expected).gather(kind, content, asked)
-        means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
+        means = {record: ExactSum(self.bits) for record, spec in expected.items() if spec.mean}
         partials: Adding | None = None
         for received in self._transport.ask(kind, self, asked, content, expected):
             try:
@@ -240,7 +238,7 @@ class RoundContext(View):
                 replies += 1
                 self._accepted(kind, reply)
         self._transport.enough(kind, self, replies)
-        return {record: one.mean() for record, one in means.items() if one.addends}
+        return {record: total.mean() for record, total in means.items() if total.addends}
 
     def put(self, slot: str, site: Site, state: State, samples: int = 0) -> None:
         """Replace what the site put into the slot before. `state`: float tensors, or int64 tensors in units of 2**-bits.
@@ -251,11 +249,11 @@ class RoundContext(View):
             raise unknown("slot", slot, self.slots.declared)
         if not isinstance(samples, int) or samples < 0:
             raise UserError(f"slot '{slot}': samples of {site.name} must be a whole number from 0, not {samples!r}")
-        one = SlotUpdate(slot, site.name, state, samples)
+        update = SlotUpdate(slot, site.name, state, samples)
         if self._puts is None:
-            self.slots.put([one], self.number)
+            self.slots.put([update], self.number)
         else:
-            self._puts.append(one)
+            self._puts.append(update)
 
     def put_all(self, slot: str, state: State) -> None:
         """Put the same state for every site, before any site has put anything."""
@@ -285,28 +283,28 @@ class RoundContext(View):
             raise ReplyError(f"its arrays cannot be read ({error})") from None
         exact: dict[str, State] = {}
         clipped: dict[str, float] = {}
-        for record, one in expected.items():
-            integers = None if one.like is not None else False
-            like = one.start(self.slots, site.name)
-            if not one.whole:
+        for record, spec in expected.items():
+            integers = None if spec.like is not None else False
+            like = spec.start(self.slots, site.name)
+            if not spec.whole:
                 records.setdefault(record, {})
                 like = {name: tensor for name, tensor in like.items() if name in records[record]}
             check_record(record, records.get(record), like, integers)
-            bounds.check(record, records[record], like, change=one.bounded)
-            if one.bounded:
+            bounds.check(record, records[record], like, change=spec.bounded)
+            if spec.bounded:
                 records[record], moved = bounds.clipped(records[record], like)
                 clipped |= {record: moved} if moved else {}
             exact[record] = quantise(records[record], self.bits)
-            one.check(records[record])
+            spec.check(records[record])
         return ClientUpdate(site, records, numbers, exact, clipped)
 
     def _put_all(self, reply: ClientUpdate, expected: Mapping[str, RecordSpec], means: dict[str, ExactSum]) -> None:
         """Add the whole reply to slots and means. If a sum overflows, raise ExactSumError and add nothing."""
         times = {record: reply.samples if expected[record].mean == SAMPLES else 1 for record in means}
         puts = [
-            SlotUpdate(one.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
-            for record, one in expected.items()
-            if one.slot
+            SlotUpdate(spec.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
+            for record, spec in expected.items()
+            if spec.slot
         ]
         with contextlib.ExitStack() as undo:
             for record, mean in means.items():
@@ -328,10 +326,10 @@ class RoundContext(View):
 
     def countersigned(self, site: str, content: RecordDict) -> None:
         """Store the site's signature of what it sent, if it signs."""
-        words = update_payload(self._transport.run, site, self.site_round, content)
-        signed = verified_signature(content, *words)
+        payload = update_payload(self._transport.run, site, self.site_round, content)
+        signed = verified_signature(content, *payload)
         if signed and fingerprint(signed["key"]) == self._keys.get(site):
-            self.signed[site] = {"sha256": str(words[-1]), **signed}
+            self.signed[site] = {"sha256": str(payload[-1]), **signed}
 
     def count_training(self, site: str, numbers: Mapping[str, float]) -> None:
         """Count a site's training, with its loss and privacy cost if it reports them."""

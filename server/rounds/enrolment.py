@@ -20,10 +20,7 @@ from fedloom.server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = (
-    1.0,
-    60.0,
-)  # between questions to a node that has not identified itself; doubles each time
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to an unidentified node; doubles each time
 ANSWER_SECONDS = 60.0  # after which a question counts as lost
 MOST_TOLD = 300  # characters of an error
 MOST_NAME = 100  # characters of a node's name
@@ -67,7 +64,7 @@ class Enrolment:
     _claims: dict[str, list[int]] = field(default_factory=dict)  # by name, the nodes that claim it, oldest first
     _known: set[int] = field(default_factory=set)  # nodes that have identified themselves
     _asked: dict[int, _Asked] = field(default_factory=dict)
-    _told: set[tuple[str, int, int]] = field(default_factory=set)
+    _warned: set[tuple[str, int, int]] = field(default_factory=set)
     _failure: str = ""
     _others: dict[int, str] = field(default_factory=dict)  # names of connected nodes that are not a site of this run
     _named: set[str] = field(default_factory=set)  # the names of those that the user has been warned of
@@ -78,10 +75,10 @@ class Enrolment:
 
     def simulate(self) -> None:
         """Assign a simulation's nodes to the sites by index, without asking them."""
-        places = dict(enumerate(sorted(self.grid.get_node_ids())))
-        self.nodes = {site.name: places[site.index] for site in self.sites}
+        nodes = dict(enumerate(sorted(self.grid.get_node_ids())))
+        self.nodes = {site.name: nodes[site.index] for site in self.sites}
         self._claims = {name: [node] for name, node in self.nodes.items()}
-        self.present = {node: Node(node) for node in places.values()}
+        self.present = {node: Node(node) for node in nodes.values()}
         self._known = set(self.present)
         self.bindings.bind(self.nodes)
 
@@ -100,16 +97,14 @@ class Enrolment:
             waited = time.monotonic() - begin
             if waited > timeout and (not self._waiting() or waited > PATIENCE_SECONDS):
                 if fewest and len(self.nodes) >= fewest:
-                    self.warnings.append(
-                        f"{len(missing)} sites are not connected yet, such as {missing[0]}; they may join later"
-                    )
+                    self.warnings.append(f"{len(missing)} sites, such as {missing[0]}, may connect later")
                     return self._tell_others()
-                named, told = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
+                named, failure = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
                 others = _row(sorted(self._others.values()))
-                told = f"; connected, but not a site of this run: {others}{told}" if others else told
+                failure = f"; connected, but not a site of this run: {others}{failure}" if others else failure
                 raise UserError(
                     f"{len(missing)} of {len(self.sites)} sites did not join within {timeout:g} s: {named} "
-                    f"(start their nodes, or raise federation.join_timeout{told})"
+                    f"(start their nodes, or raise federation.join_timeout{failure})"
                 )
             if not heard:
                 time.sleep(self._pause())
@@ -126,9 +121,7 @@ class Enrolment:
                 time.sleep(self._pause())
 
     def poll(self) -> bool:
-        """Ask nodes that have not identified themselves, and process the available answers. Return whether there were
-        any.
-        """
+        """Ask nodes that have not identified themselves, and process answers. Return whether there were any."""
         self._look()
         now = time.monotonic()
         for asked in self._asked.values():
@@ -208,9 +201,9 @@ class Enrolment:
         """Assign each name: to the node that it is bound to, else to its current holder, else to the oldest claim."""
         bound, keys, new = self.bindings.bound(), self.bindings.keys(), dict[str, int]()
         for name, claims in self._claims.items():
-            here = self._with_key(name, claims, keys.get(name, ""), bound)
+            allowed = self._with_key(name, claims, keys.get(name, ""), bound)
             holder = self.nodes.get(name)
-            if (chosen := next((node for node in (bound.get(name), holder, *here) if node in here), None)) is None:
+            if (chosen := next((node for node in (bound.get(name), holder, *allowed) if node in allowed), None)) is None:
                 continue
             self.nodes[name] = chosen
             if bound.get(name) != chosen and keys.get(name):
@@ -220,7 +213,7 @@ class Enrolment:
             elif chosen not in (holder, bound[name]):
                 self._warn(name, chosen, bound[name], "takes the place of node {1}, which is gone, but does not receive "
                            "its contributions ('fedloom readmit RUN {2} --node {0}' allows it)")  # fmt: skip
-            for other in here:
+            for other in allowed:
                 if other != chosen:
                     owner = chosen == bound.get(name, chosen)
                     self._warn(name, other, chosen, REFUSED if owner else REFUSED + NOT_OWNER)
@@ -240,8 +233,8 @@ class Enrolment:
         return [node for node in claims if self._key(node) == key]
 
     def _warn(self, name: str, node: int, other: int, text: str, more: str = "") -> None:
-        if (name, node, other) not in self._told:
-            self._told.add((name, node, other))
+        if (name, node, other) not in self._warned:
+            self._warned.add((name, node, other))
             self.warnings.append(f"{name}: node {node} {text.format(node, other, name, plain(more))}")
 
 
@@ -252,6 +245,6 @@ def _row(names: Sequence[str]) -> str:
 def reason_of(reply: Message) -> str:
     """Return the text of an error in one line, or its code. The exception's type comes first, unless it is a UserError."""
     lines = [line for line in plain(reply.error.reason or "", lines=True).splitlines() if line.strip()]
-    told = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
-    words = " ".join(" ".join(told).split()).removeprefix("fedloom.conf.errors.UserError: ")
-    return words[:MOST_TOLD] or f"error code {reply.error.code}"
+    shown = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
+    text = " ".join(" ".join(shown).split()).removeprefix("fedloom.conf.errors.UserError: ")
+    return text[:MOST_TOLD] or f"error code {reply.error.code}"

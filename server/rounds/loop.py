@@ -120,10 +120,10 @@ class RoundLoop:
     def _participation(self, number: int, recalibration: bool, leaving: Sequence[str]) -> Participation:
         """Return the sites to ask: the schedule's, or all remaining members if sites leave or no site trains."""
         members = self.state.members()
-        found = self.state.schedule.participation(number, members)
+        participation = self.state.schedule.participation(number, members)
         if recalibration or leaving:
-            found = Participation([site for site in members if site.name not in leaving], found.round)
-        return replace(found, sites=self.transport.participants.enrol(found.sites))
+            participation = Participation([site for site in members if site.name not in leaving], participation.round)
+        return replace(participation, sites=self.transport.participants.enrol(participation.sites))
 
     def _commit(self, context: RoundContext, record: dict[str, Any]) -> None:
         masked = {"round": context.site_round, "sites": context.masked, "lifted": context.leaving}
@@ -140,18 +140,14 @@ class RoundLoop:
         if context.clipped:
             record["clipped"] = context.clipped
         if context.losses:
-            record["train_loss"] = sum(sorted(context.losses)) / len(
-                context.losses
-            )  # sorted: independent of the order of arrival
+            record["train_loss"] = sum(sorted(context.losses)) / len(context.losses)  # sorted: in any order of arrival
         record["bytes"] = dict(sorted(self.channel.traffic.items()))
         if context.epsilon:
             record["epsilon"] = dict(sorted(context.epsilon.items()))
         return record
 
     def _received(self, before: int | None) -> dict[str, int]:
-        """Return the bytes that arrived since `before`, if workers or nodes add up replies, so that no count by site
-        exists.
-        """
+        """Return the bytes that arrived since `before`, if partial sums hide how many came from each site."""
         now = self.channel.received if self.config.federation.partial_sums else None
         return {} if now is None or before is None else {RECEIVED: now - before}
 
@@ -162,12 +158,10 @@ class RoundLoop:
         """
         while names := self.state.lost():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told = f"a node lost the last contributions of {', '.join(names[:3])}{more} (federation.node_store)"
+            fault = f"a node lost the last contributions of {', '.join(names[:3])}{more} (federation.node_store)"
             if self.config.federation.lost_store == "stop":
-                raise UserError(
-                    f"round {number}: {told}; bring it back, or set federation.lost_store=restart to restart these sites"
-                )
-            self.listener.message(f"round {number}: {told}; these sites leave the sum and start again as new ones")
+                raise UserError(f"round {number}: {fault}; bring it back, or set federation.lost_store=restart")
+            self.listener.message(f"round {number}: {fault}; these sites leave the sum and start again as new ones")
             with contextlib.suppress(NodeLostError):  # another node may be lost meanwhile
                 self.state.lose(names)
 
@@ -177,14 +171,14 @@ class RoundLoop:
         Raises FailedError if one is missing and the round serves only to forget.
         """
         leaving = self.state.leaving
-        there = {site.name for site in self.state.members()} & self.channel.nodes.keys()
+        connected = {site.name for site in self.state.members()} & self.channel.nodes.keys()
         needed = partners(rounds_together(self.state.ledger), leaving) if leaving else []
-        if not (missing := [name for name in needed if name not in there]):
+        if not (missing := [name for name in needed if name not in connected]):
             return leaving
-        told = f"{missing[0]} is not connected, and only it can remove its masks with {', '.join(leaving)}"
+        fault = f"{missing[0]} is not connected, and only it can remove its masks with {', '.join(leaving)}"
         if number > self.state.length(self.config.rounds):
-            raise FailedError(f"round {number}: {told}; run `fedloom resume` when it is connected, or forget it, too")
-        self.listener.message(f"round {number}: {told}; the run forgets them later")
+            raise FailedError(f"round {number}: {fault}; run `fedloom resume` when it is connected, or forget it, too")
+        self.listener.message(f"round {number}: {fault}; the run forgets them later")
         return []
 
     @held()
@@ -195,7 +189,7 @@ class RoundLoop:
             return record
         models = self._watched()
         first, *others = self.accuracies(list(models.values()), "validation")
-        further = {name: one[UNION] for name, one in zip(list(models)[1:], others, strict=True) if one}
+        further = {name: accuracy[UNION] for name, accuracy in zip(list(models)[1:], others, strict=True) if accuracy}
         return {**record, "accuracy": first, **({"networks": further} if further else {})}
 
     def _watched(self) -> dict[str, Model | None]:

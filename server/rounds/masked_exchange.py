@@ -66,23 +66,21 @@ class WithoutError(FailedError):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a site signs with its contribution: digests of what determined its training, and of the state that it
-    continues from.
-    """
+    """What a site signs with its contribution: digests of what determined its training, and of the state before it."""
 
     digest: bytes
     history: bytes
     words: bytes  # both signatures
 
     @staticmethod
-    def read(heard: "Heard", name: str, given: State) -> "Trained":
+    def read(heard: "Heard", name: str, record: State) -> "Trained":
         """Read it from a site's record. Raises ReplyError unless both signatures are valid."""
-        digest, history = (read_bytes(given, part, DIGEST) for part in ("digest", "history"))
-        words = [read_bytes(given, part, SIGNATURE) for part in ("signature", "history_signature")]
+        digest, history = (read_bytes(record, part, DIGEST) for part in ("digest", "history"))
+        signatures = [read_bytes(record, part, SIGNATURE) for part in ("signature", "history_signature")]
         texts = trained_words(heard.id, digest.hex()), history_words(heard.id, history)
-        if not all(is_signature(heard.keys[name].signing, *one) for one in zip(texts, words, strict=True)):
+        if not all(is_signature(heard.keys[name].signing, *pair) for pair in zip(texts, signatures, strict=True)):
             raise ReplyError("its signature of its training is wrong")
-        return Trained(digest, history, b"".join(words))
+        return Trained(digest, history, b"".join(signatures))
 
 
 @dataclass
@@ -149,12 +147,12 @@ class MaskedExchange:
 
     def _keys(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
-            given = read_bytes(answer.get(SECURE_KEYS, {}), "keys")
-            if not PUBLIC <= len(given) <= PUBLIC + MOST_BYTES:
+            packed = read_bytes(answer.get(SECURE_KEYS, {}), "keys")
+            if not PUBLIC <= len(packed) <= PUBLIC + MOST_BYTES:
                 raise ReplyError("its message for secure aggregation cannot be read")
-            keys = PublicKeys.read(given[:PUBLIC])
+            keys = PublicKeys.read(packed[:PUBLIC])
             _check_keys(keys, self.heard.keys.values())
-            self.heard.keys[site.name], self.heard.signatures[site.name] = keys, given[PUBLIC:]
+            self.heard.keys[site.name], self.heard.signatures[site.name] = keys, packed[PUBLIC:]
 
         self._ask(SECURE_KEYS, asked, {}, take)
         self._enough(SECURE_KEYS, asked, self.heard.keys)
@@ -169,24 +167,24 @@ class MaskedExchange:
             self.heard.sealed[site.name] = {name: read_bytes(sealed, name) for name in sorted(others)}
             self.heard.commitments[site.name] = committed
 
-        signed = {name: one.packed() + self.heard.signatures[name] for name, one in self.heard.keys.items()}
-        sent = {SECURE_KEYS: {name: to_tensor(one) for name, one in signed.items()}}
+        signed = {name: keys.packed() + self.heard.signatures[name] for name, keys in self.heard.keys.items()}
+        sent = {SECURE_KEYS: {name: to_tensor(content) for name, content in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
         self._check_blamed(asked)
         self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
     def _contributions(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
-        place, slots = places(self.heard.keys), self.context.slots
+        index, slots = places(self.heard.keys), self.context.slots
         bases = {name: torch.tensor([slots.base(name)]) for name in self.heard.sealed}
 
         def sent(site: Site) -> Mapping[str, State]:
-            at = place[site.name]
+            at = index[site.name]
             committed = {name: self._commitment(name, "own", at) + self._commitment(name, "pair", at)
                          for name in self.heard.sealed}  # fmt: skip
-            shares = {name: to_tensor(one[site.name] + committed[name])
-                      for name, one in self.heard.sealed.items() if name != site.name}  # fmt: skip
-            given = content(site) if callable(content) else content
-            return {**given, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
+            shares = {name: to_tensor(sealed[site.name] + committed[name])
+                      for name, sealed in self.heard.sealed.items() if name != site.name}  # fmt: skip
+            records = content(site) if callable(content) else content
+            return {**records, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
 
         for received in self.transport.ask(kind, self.context, asked, sent, self.expected):
             site = received.site
@@ -212,12 +210,12 @@ class MaskedExchange:
     def _alike(self, asked: Sequence[Site]) -> None:
         """Drop sites whose signed training, or starting state, differs from that of most sites with the same base."""
         trained, base = self.heard.trained, self.context.slots.base
-        usual = _usual(one.digest for one in trained.values())
-        histories = {round: _usual(one.history for name, one in trained.items() if base(name) == round)
+        usual = _usual(own.digest for own in trained.values())
+        histories = {round: _usual(own.history for name, own in trained.items() if base(name) == round)
                      for round in map(base, trained)}  # fmt: skip
         for site in those(asked, dict(trained)):
-            one = trained[site.name]
-            if one.digest != usual or one.history != histories[base(site.name)]:
+            own = trained[site.name]
+            if own.digest != usual or own.history != histories[base(site.name)]:
                 for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
                     heard.pop(site.name)
                 self.drop(
@@ -254,7 +252,7 @@ class MaskedExchange:
             self.heard.signed[site.name] = word
 
         counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
-        trained = {name: to_tensor(one.words) for name, one in self.heard.trained.items()}
+        trained = {name: to_tensor(own.words) for name, own in self.heard.trained.items()}
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
         if len(self.heard.signed) < self.threshold and self.heard.refusing:
             raise SummedElsewhereError(
@@ -269,20 +267,20 @@ class MaskedExchange:
 
         def take(site: Site, answer: Mapping[str, State]) -> None:
             shares = answer.get(SECURE_UNMASK, {})
-            given = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.heard.sealed.keys()}
-            for name, share in given.items():
+            dealt = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.heard.sealed.keys()}
+            for name, share in dealt.items():
                 if share_commitment(share) != self._commitment(name, self.heard.kind(name), number[site.name]):
                     raise ReplyError(f"its share of {name}'s secret is not the one that {name} dealt")
             self.heard.helped.add(site.name)
-            for name, share in given.items():
+            for name, share in dealt.items():
                 self.heard.shares.setdefault(name, {})[number[site.name]] = share
 
-        signed = {name: to_tensor(one) for name, one in self.heard.signed.items()}
+        signed = {name: to_tensor(signature) for name, signature in self.heard.signed.items()}
         self._ask(SECURE_UNMASK, asked, {SECURE_UNMASK: signed}, take)
 
-    def _commitment(self, name: str, kind: str, place: int) -> bytes:
+    def _commitment(self, name: str, kind: str, index: int) -> bytes:
         """Return a site's commitment to the share of one of its secrets that the site at this index holds."""
-        return self.heard.commitments[name][kind][KEY * (place - 1) : KEY * place]
+        return self.heard.commitments[name][kind][KEY * (index - 1) : KEY * index]
 
     def _ask(
         self, kind: str, asked: Sequence[Site], sent: Content, take: Callable[[Site, Mapping[str, State]], None]
@@ -306,9 +304,9 @@ class MaskedExchange:
 
     def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
         if len(answers) < (needed := self.threshold):
-            told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
+            fault = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
             silent = {site.name for site in asked} - {*answers} - set().union(*self.heard.blamed.values())
-            raise WithoutError(f"round {self.context.number}: {told}{self._failed}", silent)
+            raise WithoutError(f"round {self.context.number}: {fault}{self._failed}", silent)
 
 
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:
@@ -322,12 +320,12 @@ def _usual(digests: Iterable[bytes]) -> bytes:
     return max(counts, key=lambda digest: (counts[digest], digest), default=b"")
 
 
-def _check_keys(given: PublicKeys, others: Iterable[PublicKeys]) -> None:
+def _check_keys(keys: PublicKeys, others: Iterable[PublicKeys]) -> None:
     """Raise ReplyError for public keys that are unusable for key agreement, or are another site's."""
     try:
-        for public in (given.channel, given.pair):
+        for public in (keys.channel, keys.pair):
             agreed(bytes(SECRET), public)
     except UserError as error:
         raise ReplyError(str(error)) from None
-    if any(given.pair == other.pair or given.channel == other.channel for other in others):
+    if any(keys.pair == other.pair or keys.channel == other.channel for other in others):
         raise ReplyError("its keys are another site's")

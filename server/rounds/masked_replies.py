@@ -35,16 +35,16 @@ def read(received: "RawReply") -> dict[str, State]:
 
 def read_bytes(state: State, name: str, size: int = 0) -> bytes:
     """Return the bytes under a name. Raises ReplyError if they are missing or have another size."""
-    one = state.get(name)
+    tensor = state.get(name)
     good = (
-        one is not None
-        and one.dtype == torch.uint8
-        and one.ndim == 1
-        and len(one) in ((size,) if size else range(MOST_SEALED))
+        tensor is not None
+        and tensor.dtype == torch.uint8
+        and tensor.ndim == 1
+        and len(tensor) in ((size,) if size else range(MOST_SEALED))
     )
-    if one is None or not good:
+    if tensor is None or not good:
         raise ReplyError("its message for secure aggregation cannot be read")
-    return bytes(one.numpy())
+    return bytes(tensor.numpy())
 
 
 def to_tensor(content: bytes) -> Tensor:

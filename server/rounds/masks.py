@@ -10,8 +10,8 @@ RECORD = "masked"  # key of a round's record in the ledger: which sites share ma
 _Masked = tuple[int, int, set[str]]  # a round: its number, its number for the sites, the sites that count
 
 
-def _without(rounds: Sequence[_Masked], gone: Sequence[str]) -> list[_Masked]:
-    return [(number, at, sites - set(gone)) for number, at, sites in rounds]
+def _without(rounds: Sequence[_Masked], removed: Sequence[str]) -> list[_Masked]:
+    return [(number, at, sites - set(removed)) for number, at, sites in rounds]
 
 
 def partners(together: Mapping[frozenset[str], object], leaving: Sequence[str]) -> list[str]:
@@ -31,11 +31,11 @@ def rounds_together(ledger: Ledger) -> dict[frozenset[str], list[int]]:
             rounds = _without(rounds, record["lifted"])
             rounds.append((event.body["round"], record["round"], set(record["sites"])))
         elif event.kind == "rolled back":
-            rounds = [one for one in rounds if one[0] <= event.body["round"]]
+            rounds = [masked for masked in rounds if masked[0] <= event.body["round"]]
         elif event.kind == "forgotten":
             rounds = _without(rounds, event.body["sites"])
-    found: dict[frozenset[str], list[int]] = {}
+    pairs: dict[frozenset[str], list[int]] = {}
     for _, at, sites in rounds:
         for pair in itertools.combinations(sorted(sites), 2):
-            found.setdefault(frozenset(pair), []).append(at)
-    return found
+            pairs.setdefault(frozenset(pair), []).append(at)
+    return pairs

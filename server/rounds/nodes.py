@@ -14,9 +14,7 @@ NONCE = "nonce"
 
 
 def nonce() -> ConfigRecord:
-    """Return a record that makes a message's id, a hash of it, unguessable: a node that knows the id could answer the
-    message.
-    """
+    """Return a record that makes a message's id unguessable: a node that knows the id could answer the message."""
     return ConfigRecord({NONCE: secrets.token_hex(16)})
 
 
@@ -39,9 +37,7 @@ def nodes_of(grid: Grid) -> dict[int, Node]:
 
 
 def _digest(node: NodeInfo) -> str:
-    """Return the digest of a registered node's key. Flower gives unregistered nodes a temporary key, which does not
-    count.
-    """
+    """Return the digest of a registered node's key; unregistered nodes only have a temporary key."""
     return hashlib.sha256(node.public_key).hexdigest() if node.name and node.public_key else ""
 
 

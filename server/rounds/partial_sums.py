@@ -36,16 +36,12 @@ class Partials:
     def add(self, partial: PartialSum, reply: ClientUpdate) -> None:
         """Add the partial sum that contains a site's reply, unless it is added already.
 
-        Raises:
-            ReplyError: if the sum is refused.
-            FailedError: if the sum does not belong to this reply.
+        Raises ReplyError if the sum is refused; FailedError if the sum does not belong to this reply.
         """
         known = partial.run, partial.round, partial.samples.get(reply.site.name)
         if known != (self.name, self.context.site_round, reply.samples):
             number, site = self.context.number, reply.site.name
-            raise FailedError(
-                f"round {number}: a worker's partial sum does not belong to {site}'s reply; nothing of the round counts"
-            )
+            raise FailedError(f"round {number}: a worker's partial sum does not belong to {site}'s reply")
         if partial.node:
             self._there.setdefault(partial.node, {})[partial.messages] = partial
             self._waiting.setdefault(partial.node, []).append(reply)
@@ -60,9 +56,7 @@ class Partials:
             raise ReplyError(reason)
 
     def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
-        """Ask each node for one sum, and yield the replies in it, each with the reason why it does not count, or an empty
-        one.
-        """
+        """Ask each node for one sum; yield its replies, each with the reason why it does not count, or ""."""
         parts = self.context.ledger.blobs.elsewhere
         if parts is None or not self._there:
             return
@@ -78,14 +72,14 @@ class Partials:
 
     def _merge(self, partial: PartialSum) -> None:
         records, added = to_states(RecordDict({**partial.records})), {}
-        for record, one in self.expected.items():
-            like = one.like if one.like is not None else records.get(record, {})
+        for record, spec in self.expected.items():
+            like = spec.like if spec.like is not None else records.get(record, {})
             check_record(record, records.get(record), like, integers=True)
-            if one.mean:
+            if spec.mean:
                 added[record] = self.means[record].copy()
                 added[record].merge(records[record], partial.addends[record])
-        for record, one in self.expected.items():
-            if one.slot:
-                change = self.context.slots.summed(one.slot, records[record])
-                self.context.slots.merge(one.slot, change, partial.samples, self.context.number, partial.blobs)
+        for record, spec in self.expected.items():
+            if spec.slot:
+                change = self.context.slots.summed(spec.slot, records[record])
+                self.context.slots.merge(spec.slot, change, partial.samples, self.context.number, partial.blobs)
         self.means |= added

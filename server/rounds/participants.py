@@ -23,8 +23,8 @@ class Participants:
     simulated: bool
     enrolling: Callable[[Sequence[Site]], Iterator[RawReply]]
     message: Callable[[str], None]
-    _said: ClientMetadata = field(default_factory=ClientMetadata)
-    _told: set[tuple[str, str]] = field(default_factory=set)  # the messages that the user has seen, by site
+    _enrolled: ClientMetadata = field(default_factory=ClientMetadata)
+    _shown: set[tuple[str, str]] = field(default_factory=set)  # the messages that the user has seen, by site
 
     @property
     def server_has_data(self) -> bool:
@@ -32,12 +32,10 @@ class Participants:
         return self.simulated or has_data(self.config)
 
     def bounds(self, site: Site) -> Bounds:
-        """Return the limits for what the site sends. Raises ReplyError if the site did not enrol, so that they are
-        unknown.
-        """
+        """Return the limits for what the site sends. Raises ReplyError if the site did not enrol."""
         if self.server_has_data:
             return Bounds.of(self.config.federation, self.samples(site))
-        return replace(Bounds.of(self.config.federation, self._said.images(site.name)), counted=self.samples(site))
+        return replace(Bounds.of(self.config.federation, self._enrolled.images(site.name)), counted=self.samples(site))
 
     def samples(self, site: Site) -> int:
         """Return how many training images of the site count.
@@ -47,11 +45,11 @@ class Participants:
         """
         if self.server_has_data:
             return site_sizes(self.config)[site.index]
-        said, most = self._said.images(site.name), self.config.federation.most_samples
-        counted = min(said, most) if most else self._said.counted(site.name)
-        if counted < said and (site.name, "size") not in self._told:
-            self._told.add((site.name, "size"))
-            self.message(f"{site.name} reports {said} images, many more than the other sites; {counted} count "
+        reported, most = self._enrolled.images(site.name), self.config.federation.most_samples
+        counted = min(reported, most) if most else self._enrolled.counted(site.name)
+        if counted < reported and (site.name, "size") not in self._shown:
+            self._shown.add((site.name, "size"))
+            self.message(f"{site.name} reports {reported} images, many more than the other sites; {counted} count "
                          "(federation.most_samples sets another limit)")  # fmt: skip
         return counted
 
@@ -63,19 +61,17 @@ class Participants:
             return 0
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """Return, by site, the names of its classes 0, 1, ...; empty if they are numbers. Sites that did not enrol are
-        left out.
-        """
+        """Return, by enrolled site, the names of its classes 0, 1, ...; empty if they are numbers."""
         if self.server_has_data:
             return {site.name: class_things(site.spec) for site in sites}
         self._hear(sites)
         asked = {site.name for site in sites}
-        return {site: names for site, names in self._said.names().items() if site in asked}
+        return {site: names for site, names in self._enrolled.names().items() if site in asked}
 
     def enrolled_names(self, sites: Sequence[Site]) -> list[tuple[str, ...]]:
         """Return the class names of the fitting sites that have enrolled, without asking any site."""
-        said, unlike = self._said.class_names(), self._unlike()
-        return [said[site.name] for site in sites if site.name in said and site.name not in unlike]
+        names, unlike = self._enrolled.class_names(), self._unlike()
+        return [names[site.name] for site in sites if site.name in names and site.name not in unlike]
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
         """Ask sites that have not enrolled for their data, unless the server has it; return the sites that fit."""
@@ -90,15 +86,15 @@ class Participants:
         """
         unlike = self._unlike()
         for site in sites:
-            if site.name in unlike and (site.name, "unlike") not in self._told:
+            if site.name in unlike and (site.name, "unlike") not in self._shown:
                 self.message(f"{site.name} is not asked: {unlike[site.name]}, and data.heads=shared")
-                self._told.add((site.name, "unlike"))
+                self._shown.add((site.name, "unlike"))
         return [site for site in sites if site.name not in unlike]
 
     def _unlike(self) -> dict[str, str]:
-        return self._said.unlike() if self.config.data.heads == "shared" else {}
+        return self._enrolled.unlike() if self.config.data.heads == "shared" else {}
 
     def _hear(self, sites: Sequence[Site]) -> None:
-        new = [site for site in sites if not (self.server_has_data or self._said.has(site.name))]
+        new = [site for site in sites if not (self.server_has_data or self._enrolled.has(site.name))]
         for reply in self.enrolling(new) if new else ():
-            self._said.take(reply)
+            self._enrolled.take(reply)

@@ -18,9 +18,7 @@ def check_hidden(config: Config) -> None:
     if federation.secure_aggregation and federation.partial_sums:
         raise UserError("federation.partial_sums: workers would read the contributions; switch it or secure_aggregation off")
     if federation.secure_aggregation and federation.packed != NONE:
-        raise UserError(
-            "federation.packed: with secure_aggregation, everything travels as 64-bit integers; leave it at none"
-        )
+        raise UserError("federation.packed: secure_aggregation sends everything as 64-bit integers; leave it at none")
     for key in ("partial_sums", "secure_aggregation"):
         if getattr(federation, key) and federation.clip_change:
             raise UserError(f"federation.clip_change: the server scales each reply itself; leave federation.{key} off "
@@ -29,9 +27,9 @@ def check_hidden(config: Config) -> None:
 
 def masked(config: Config, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """Return the slots as secure aggregation stores them. Raises UserError for a slot that must be read to be summed."""
-    if odd := next((name for name, slot in slots.items() if not isinstance(slot, Sum) or slot.weighted), ""):
-        kind = "counts by samples" if isinstance(slots[odd], Sum) else "is not summed"
-        raise UserError(f"federation.secure_aggregation: slot '{odd}' of strategy '{config.strategy.get('name')}' {kind}; "
+    if unfit := next((name for name, slot in slots.items() if not isinstance(slot, Sum) or slot.weighted), ""):
+        kind = "counts by samples" if isinstance(slots[unfit], Sum) else "is not summed"
+        raise UserError(f"federation.secure_aggregation: slot '{unfit}' of strategy '{config.strategy.get('name')}' {kind}; "
                         "choose one that gathers only unweighted sums, such as sum_aggregation")  # fmt: skip
     return {name: replace(slot, masked=True) for name, slot in slots.items() if isinstance(slot, Sum)}
 

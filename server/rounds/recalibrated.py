@@ -26,10 +26,10 @@ def aggregates(view: View, models: Models) -> list[str]:
 
 def recalibrated(view: View, models: Models) -> Models:
     """Return the models with their recalibrated parts, if the view includes all sites."""
-    kept = {name[len(KEPT) :]: parts for name, parts in view.slots.keeps().items() if name.startswith(KEPT) and parts}
-    if not kept or not view.whole:
+    stored = {name[len(KEPT) :]: parts for name, parts in view.slots.keeps().items() if name.startswith(KEPT) and parts}
+    if not stored or not view.whole:
         return models
-    return Models({name: (lambda name=name: _with(models[name], kept.get(name, {}))) for name in models})
+    return Models({name: (lambda name=name: _with(models[name], stored.get(name, {}))) for name in models})
 
 
 def end(context: RoundContext) -> None:

@@ -42,7 +42,7 @@ HEAD = "head.weight", "head.bias"
 
 
 @dataclass(frozen=True)
-class Told:
+class Statistics:
     """The result of the sites' answers.
 
     `parts`: by network, tensors that replace its own (HEAD's are float64). `replies`: how many sites answered. `left`:
@@ -54,7 +54,7 @@ class Told:
     left: Mapping[str, str]
 
 
-def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Told:
+def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Statistics:
     """Ask the participants about every aggregate, and store the result. Raises as `ask`."""
     answers = ask(context, models, heads_share_basis)
     for name, parts in answers.parts.items():
@@ -62,52 +62,45 @@ def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) 
     return answers
 
 
-def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Told:
+def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Statistics:
     """Ask the participants about every aggregate, and return the new parts.
 
-    Args:
-        context: the round.
-        models: the networks.
-        heads_share_basis: whether inputs of heads of the same shape correspond.
-        never: as in `fusion.discriminant.discriminant`.
-
-    Raises:
-        UserError: for networks that cannot be recalibrated.
-        FailedError: if no site answers.
+    `heads_share_basis`: whether inputs of heads of the same shape correspond; `never`: as in `discriminant`. Raises
+    UserError for networks that cannot be recalibrated, FailedError if no site answers.
     """
-    parts, sums, left, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
+    parts, sums, skipped, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
     for name in aggregates(context, models):
         model = models[name]
         try:
-            parts[name], sums[name] = _told(context, model, answered)
+            parts[name], sums[name] = _of_sites(context, model, answered)
         except FailedError as error:
-            left[name] = str(error)
+            skipped[name] = str(error)
     if not sums:
-        raise FailedError("; ".join(f"{name}: {why}" for name, why in left.items()))
+        raise FailedError("; ".join(f"{name}: {why}" for name, why in skipped.items()))
     for name, own in sums.items():
-        alike = [one for one in sums.values() if one is own or (heads_share_basis and _shapes(one) == _shapes(own))]
-        found = _together(alike).mean()
-        weight, bias = discriminant(found[COUNT], found[SUM], found[SQUARE], never)
+        added = [total for total in sums.values() if total is own or (heads_share_basis and _shapes(total) == _shapes(own))]
+        mean = _together(added).mean()
+        weight, bias = discriminant(mean[COUNT], mean[SUM], mean[SQUARE], never)
         parts[name] |= dict(zip(HEAD, (weight, bias), strict=True))
-    return Told(parts, len(answered), left)
+    return Statistics(parts, len(answered), skipped)
 
 
 def check(view: View, models: Models) -> None:
     """Raise UserError, naming the network, unless sites can recalibrate an aggregate."""
-    found = aggregates(view, models)
-    if not found:
+    names = aggregates(view, models)
+    if not names:
         raise UserError("recalibration: the method has no aggregate; leave --recalibrate out")
-    for name in found:
+    for name in names:
         model = models[name]
         if model.domains is not None:
-            told = f"'{name}' is only for {', '.join(model.domains)}"
-            raise UserError(f"recalibration: needs networks for all domains, and {told}; leave --recalibrate out")
+            limit = f"'{name}' is only for {', '.join(model.domains)}"
+            raise UserError(f"recalibration: needs networks for all domains, and {limit}; leave --recalibrate out")
         try:
             check_head(name, model.architecture)
         except UserError as error:
             raise UserError(f"recalibration: {error}; leave --recalibrate out") from None
-    if not any(holders(view, view.sites, models[name].architecture) for name in found):
-        raise UserError(f"recalibration: no remaining site has the network of {found[0]}; leave --recalibrate out")
+    if not any(holders(view, view.sites, models[name].architecture) for name in names):
+        raise UserError(f"recalibration: no remaining site has the network of {names[0]}; leave --recalibrate out")
 
 
 def check_head(name: str, architecture: Architecture) -> None:
@@ -116,7 +109,7 @@ def check_head(name: str, architecture: Architecture) -> None:
         raise UserError(f"the head of '{name}' is not one linear layer with a bias")
 
 
-def _told(context: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
+def _of_sites(context: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
     """Return BatchNorm's statistics, and the sum of the class statistics, from the sites that have the network."""
     network = model.architecture.build()
     head, parts, sites = linear_head(network), State(), holders(context, context.participants, model.architecture)
@@ -125,7 +118,7 @@ def _told(context: RoundContext, model: Model, answered: set[str]) -> tuple[Stat
     if norms := running_norms(network):
         sizes = {size: len(norm.get_buffer("running_mean")) for size, norm in norms.items()}
         like = {key + norm: torch.zeros(size) for norm, size in sizes.items() for key in (MEAN_OF, SQUARE_OF)}
-        parts = _statistics(_asked(context, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
+        parts = _running_statistics(_asked(context, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
     like = {COUNT: torch.zeros(head.out_features), SUM: torch.zeros(head.out_features, head.in_features),
             SQUARE: torch.zeros(head.in_features, head.in_features)}  # fmt: skip
     return parts, _asked(context, CLASS_STATISTICS, {**model.state, **parts}, like, sites, answered)
@@ -160,22 +153,22 @@ def _asked(
 def _together(sums: Sequence[ExactSum]) -> ExactSum:
     total = sums[0].copy()
     try:
-        for one in sums[1:]:
-            total.merge(one.totals, one.addends)
+        for other in sums[1:]:
+            total.merge(other.totals, other.addends)
     except ExactSumError as error:
         raise FailedError(f"recalibration: the sites' statistics cannot be added up ({error})") from None
     return total
 
 
-def _shapes(one: ExactSum) -> list[torch.Size]:
-    return [tensor.shape for tensor in one.totals.values()]
+def _shapes(total: ExactSum) -> list[torch.Size]:
+    return [tensor.shape for tensor in total.totals.values()]
 
 
-def _statistics(found: State, norms: list[str]) -> State:
+def _running_statistics(means: State, norms: list[str]) -> State:
     """Return the BatchNorm layers' running statistics."""
     parts: State = {}
     for norm in norms:
-        mean, square = found[MEAN_OF + norm].double(), found[SQUARE_OF + norm].double()
+        mean, square = means[MEAN_OF + norm].double(), means[SQUARE_OF + norm].double()
         parts[f"{norm}.running_mean"] = mean.float()
         parts[f"{norm}.running_var"] = (square - mean.square()).clamp(min=0.0).float()
     return parts

@@ -49,7 +49,7 @@ class Sampling(Schedule):
             return Participation(list(members), round)
         draw = generator(self.config.seed, "sampling", str(round))
         return Participation(
-            [members[int(place)] for place in sorted(draw.choice(len(members), size=number, replace=False))], round
+            [members[int(index)] for index in sorted(draw.choice(len(members), size=number, replace=False))], round
         )
 
 
@@ -95,7 +95,7 @@ def looked_at(config: Config, names: Sequence[str]) -> list[str]:
     if not 0 <= most < len(names):
         return list(names)
     draw = generator(config.seed, "looked at").choice(len(names), size=most, replace=False)
-    return [names[int(place)] for place in sorted(draw)]
+    return [names[int(index)] for index in sorted(draw)]
 
 
 def round_half_up(number: float) -> int:

@@ -52,8 +52,8 @@ class SecureAggregation:
     expected: Mapping[str, RecordSpec]
 
     def __post_init__(self) -> None:
-        if odd := next((record for record, one in self.expected.items() if one.mean == SAMPLES), ""):
-            raise UserError(f"federation.secure_aggregation: record '{odd}' counts by samples, but masked sums count "
+        if weighted := next((record for record, spec in self.expected.items() if spec.mean == SAMPLES), ""):
+            raise UserError(f"federation.secure_aggregation: record '{weighted}' counts by samples, but masked sums count "
                             "each site once; set strategy.weighting=equal")  # fmt: skip
         self._rebuilt: dict[str, bytes] = {}
         self.together = rounds_together(self.context.ledger) if self.context.leaving else {}
@@ -64,10 +64,7 @@ class SecureAggregation:
 
         The round begins again without sites whose shares are wrong or missing. It begins again with other batches if sites
         refuse to have the same training summed over other sites. If sites leave, the last resort is a round without
-        training.
-
-        Raises:
-            FailedError: if too few sites answer.
+        training. Raises FailedError if too few sites answer.
         """
         draws, needed = 0, threshold_of(self.context.config.federation.secure_threshold, len(asked))
         while True:
@@ -112,18 +109,18 @@ class SecureAggregation:
 
     def _bare(self, name: str, vectors: Mapping[str, Tensor]) -> None:
         """Remove a site's own mask, and the masks that it shares with sites that dropped out, in place."""
-        keys, words = self.heard.keys, (self.transport.run, str(self.context.site_round), self.heard.id)
+        keys, context = self.heard.keys, (self.transport.run, str(self.context.site_round), self.heard.id)
         own = self._secret(name, "its own mask", lambda secret: commitment(secret) == keys[name].own)
         off = [(-1, own)]
-        for gone in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
-            is_pair = partial(_is_pair, keys[gone].pair)
-            pair = self._secret(gone, "the masks that it shares with others", is_pair)
-            off.append((-sign(name, gone), agreed(pair, keys[name].pair, *words)))
+        for absent in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
+            is_pair = partial(_is_pair, keys[absent].pair)
+            pair = self._secret(absent, "the masks that it shares with others", is_pair)
+            off.append((-sign(name, absent), agreed(pair, keys[name].pair, *context)))
         for record, vector in vectors.items():
             for times, key in off:
                 vector.add_(mask(key, record, len(vector)), alpha=times)
 
-    def _secret(self, name: str, what: str, right: Callable[[bytes], bool]) -> bytes:
+    def _secret(self, name: str, purpose: str, right: Callable[[bytes], bool]) -> bytes:
         """Rebuild a site's secret from shares that it dealt.
 
         Raises WithoutError if they are too few, or do not make its secret.
@@ -132,25 +129,25 @@ class SecureAggregation:
             return self._rebuilt[name]
         shares, needed = self.heard.shares.get(name, {}), self._talk.threshold
         if len(shares) < needed:
-            told = f"{name}: {len(shares)} valid shares for {what} arrived, but {needed} are needed"
-            raise WithoutError(f"round {self.context.number}: {told}", self.heard.signed.keys() - self.heard.helped)
-        secret = rebuilt({place: shares[place] for place in sorted(shares)[:needed]})
+            fault = f"{name}: {len(shares)} valid shares for {purpose} arrived, but {needed} are needed"
+            raise WithoutError(f"round {self.context.number}: {fault}", self.heard.signed.keys() - self.heard.helped)
+        secret = rebuilt({index: shares[index] for index in sorted(shares)[:needed]})
         if not right(secret):
             raise WithoutError(f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name])
         return self._rebuilt.setdefault(name, secret)
 
     def _means(self) -> dict[str, State]:
-        found = {}
-        for record, one in self.expected.items():
-            if one.mean:
+        means = {}
+        for record, spec in self.expected.items():
+            if spec.mean:
                 total = ExactSum(self.context.bits, modular=True)
                 for name, vectors in self.heard.vectors.items():
                     total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=1)
-                found[record] = total.mean()
-        return found
+                means[record] = total.mean()
+        return means
 
     def _put(self) -> None:
-        slots, summed = self.context.slots, [(record, one.slot) for record, one in self.expected.items() if one.slot]
+        slots, summed = self.context.slots, [(record, spec.slot) for record, spec in self.expected.items() if spec.slot]
         for record, slot in summed:
             for name, vectors in self.heard.vectors.items():
                 now = shaped(vectors[record], self._talk.like(record, name))
@@ -167,7 +164,7 @@ class SecureAggregation:
         """Raise FailedError if a mean has entries that honest sites cannot cause."""
         federation = self.context.config.federation
         most = 2 * (federation.largest_weight or math.inf)  # sites limit how far they move from what they receive
-        totals = {one.slot: self.context.slots.total(one.slot).mean() for one in self.expected.values() if one.slot}
+        totals = {spec.slot: self.context.slots.total(spec.slot).mean() for spec in self.expected.values() if spec.slot}
         for record, state in {**means, **totals}.items():
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
@@ -188,8 +185,9 @@ class SecureAggregation:
 
     def _lifts(self, site: Site) -> dict[str, State]:
         """Return the rounds whose masks this site shares with leaving sites."""
-        rounds = {gone: self.together.get(frozenset((gone, site.name)), []) for gone in self.context.leaving}
-        return {LIFT: {gone: torch.tensor(one) for gone, one in rounds.items() if one}} if any(rounds.values()) else {}
+        rounds = {leaving: self.together.get(frozenset((leaving, site.name)), []) for leaving in self.context.leaving}
+        shared = {leaving: torch.tensor(numbers) for leaving, numbers in rounds.items() if numbers}
+        return {LIFT: shared} if shared else {}
 
 
 def _is_pair(public: bytes, seed: bytes) -> bool:

@@ -116,14 +116,13 @@ class ServerState:
         self.slots.abandon()
 
     def restart(self, site: Site) -> State | None:
-        """Return what a site that lost its own state can start with (float32); None if the server stores nothing
-        suitable.
-        """
+        """Return what a site that lost its own state can start with (float32); None if nothing is suitable."""
         if self.config.federation.secure_aggregation:
             return None
         view = self.view()
-        kept = [slot for slot, one in self.slots.declared.items() if one.resumable and self.slots.has(slot, site.name)]
-        return {name: tensor for slot in kept for name, tensor in view.contribution(slot, site.name).items()} or None
+        declared = self.slots.declared
+        resumable = [slot for slot in declared if declared[slot].resumable and self.slots.has(slot, site.name)]
+        return {name: tensor for slot in resumable for name, tensor in view.contribution(slot, site.name).items()} or None
 
     # Models
 
@@ -174,9 +173,7 @@ class ServerState:
         check(view, self.strategy.models(view))
 
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError if it cannot
-        be done.
-        """
+        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError."""
         self.membership.forget(names, body, request)
 
     def attach(self, parts: RemoteBlobStore | None) -> None:
@@ -209,10 +206,10 @@ class ServerState:
 
         Without names: where any site that is forgotten may leave them.
         """
-        found = list(self.strategy.residue(self.view(), names))
-        if not all(isinstance(one, ResidualInfluence) for one in found):
+        traces = list(self.strategy.residue(self.view(), names))
+        if not all(isinstance(trace, ResidualInfluence) for trace in traces):
             raise UserError(f"strategy '{self.config.strategy['name']}': residue() must return ResidualInfluence objects")
-        return found
+        return traces
 
     def _settle(self) -> None:
         run = self.round_context(self.view().round)
@@ -232,12 +229,12 @@ class ServerState:
         """
         sums = {slot: _Sums(self.slots, slot) for slot in self.slots.totals}
         for site in steps("measuring sites and checking sums", self.members()):
-            for one in sums.values():
-                one.read(site.name)
+            for added in sums.values():
+                added.read(site.name)
             visit(site)
-        found = {_named(slot, what): holds for slot, one in sums.items() for what, holds in one.checks().items()}
-        view = self.view().with_totals({slot: one.other_order() for slot, one in sums.items()}) if sums else None
-        return found, view
+        results = {_named(slot, check): holds for slot, added in sums.items() for check, holds in added.checks().items()}
+        view = self.view().with_totals({slot: added.other_order() for slot, added in sums.items()}) if sums else None
+        return results, view
 
 
 class _Sums:
@@ -270,7 +267,7 @@ class _Sums:
         """Return which checks of the slot's sum hold."""
         if self.last is None:  # no site has put anything, so nothing is summed
             return {"sum_of_contributions": False} if self.slots.total(self.slot).addends else {}
-        whole, others = digest(self.slots.total(self.slot).totals), _merged(self.halves)
+        expected, others = digest(self.slots.total(self.slot).totals), _merged(self.halves)
         ahead = others.copy()
         ahead.add(*self.last)
         rest = self.slots.total(self.slot).copy()
@@ -278,10 +275,10 @@ class _Sums:
         again = rest.copy()
         again.add(*self.last)
         return {
-            "sum_of_contributions": digest(ahead.totals) == whole,
-            "commutative": digest(self.other_order().totals) == whole,
+            "sum_of_contributions": digest(ahead.totals) == expected,
+            "commutative": digest(self.other_order().totals) == expected,
             "subtraction_exact": not others.totals or digest(rest.totals) == digest(others.totals),
-            "add_back_exact": digest(again.totals) == whole,
+            "add_back_exact": digest(again.totals) == expected,
         }
 
     def _add_last(self) -> None:
@@ -298,5 +295,5 @@ def _merged(halves: Sequence[ExactSum]) -> ExactSum:
     return total
 
 
-def _named(slot: str, what: str) -> str:
-    return what if slot == "sum" else f"{slot}: {what}"
+def _named(slot: str, check: str) -> str:
+    return check if slot == "sum" else f"{slot}: {check}"

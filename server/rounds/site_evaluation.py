@@ -41,32 +41,32 @@ class SiteEvaluation:
         One question asks about all models that are sent, another about the sites' own networks. A site receives only models
         of its own architecture. Missing and impossible answers do not count.
         """
-        found: list[dict[str, Score]] = [{} for _ in models]
+        results: list[dict[str, Score]] = [{} for _ in models]
         for own in (False, True):
-            if places := [place for place, model in enumerate(models) if (model is None) == own]:
-                self._ask(models, places, split, found, self.beside() if own else {})
-        return found
+            if indices := [index for index, model in enumerate(models) if (model is None) == own]:
+                self._ask(models, indices, split, results, self.beside() if own else {})
+        return results
 
     def _ask(
-        self, models: Sequence[Model | None], places: Sequence[int], split: str, found: list[dict[str, Score]],
+        self, models: Sequence[Model | None], indices: Sequence[int], split: str, results: list[dict[str, Score]],
         beside: Mapping[str, State],
     ) -> None:  # fmt: skip
         """Ask one question about the models at these indices, and put the answers into `found`."""
-        sent = {site.name: [place for place in places if self._reads(site, models[place])] for site in self.sites()}
+        sent = {site.name: [index for index in indices if self._reads(site, models[index])] for site in self.sites()}
         asked = [site for site in self.sites() if sent[site.name]]
 
         def content(site: Site) -> dict[str, State]:
-            chosen = ((place, models[place]) for place in sent[site.name])
-            return {**beside, **{measured_record(place): model.state for place, model in chosen if model is not None}}
+            chosen = ((index, models[index]) for index in sent[site.name])
+            return {**beside, **{measured_record(index): model.state for index, model in chosen if model is not None}}
 
         number = max(1, self.round())
         for reply in self.transport.question(Asking(EVALUATE, number, number, split), asked, content):
-            for place in sent[reply.site.name]:
-                name = RIGHT if models[place] is None else right_of(measured_record(place))
+            for index in sent[reply.site.name]:
+                name = RIGHT if models[index] is None else right_of(measured_record(index))
                 if reply.content is None:
                     continue
                 with contextlib.suppress(ReplyError):
-                    found[place][reply.site.name] = check_score(reply.content, name)
+                    results[index][reply.site.name] = check_score(reply.content, name)
 
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
         """Return the share of right answers by domain, and over all images; empty without images.
@@ -74,13 +74,13 @@ class SiteEvaluation:
         In a real federation, a site that reports many more images than the others counts less (client_metadata.capped).
         """
         tally: dict[str, tuple[float, float]] = {}
-        said = {name: one.images for name, one in scores.items() if one.images}
-        counted = said if self.transport.channel.simulated else capped(said)
+        reported = {name: score.images for name, score in scores.items() if score.images}
+        counted = reported if self.transport.channel.simulated else capped(reported)
         for site in self.sites():
             if site.name in counted:
-                one, share = scores[site.name], counted[site.name] / scores[site.name].images
+                score, share = scores[site.name], counted[site.name] / scores[site.name].images
                 right, images = tally.get(label(site.spec), (0, 0))
-                tally[label(site.spec)] = right + share * one.right, images + counted[site.name]
+                tally[label(site.spec)] = right + share * score.right, images + counted[site.name]
         shares = {domain: right / images for domain, (right, images) in sorted(tally.items())}
         both = [sum(column) for column in zip(*tally.values(), strict=True)]
         return {**shares, UNION: both[0] / both[1]} if shares else {}

@@ -36,16 +36,10 @@ class _Before:
 
 @dataclass(frozen=True)
 class Asking:
-    """One question.
+    """One question. `number`: of the round; `site_round`: its number for the sites. `split`: the images to measure on.
 
-    Args:
-        kind: what is asked, such as TRAIN.
-        number: the number of the round.
-        site_round: the number that the round has for the sites.
-        split: the images to measure on.
-        trained: sites that have trained in this round, so that their own state is the one after it.
-        attempt: the id of an attempt of secure aggregation.
-        again: which draw of the round's batches.
+    `trained`: sites that have trained in this round, so that their own state is the one after it. `attempt`: of secure
+    aggregation. `again`: which draw of the round's batches.
     """
 
     kind: str
@@ -88,14 +82,14 @@ class TaskMessages:
     def __post_init__(self) -> None:
         config, slots = self.sender.config, self.sender.state.slots
         summed = (config.federation.partial_sums or bool(self.asking.attempt)) and bool(self.expected)
-        told = summed or bool(config.privacy.noise)
-        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if told else ""
-        weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
-        counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
+        reported = summed or bool(config.privacy.noise)
+        self.slot = next((record for record, spec in self.expected.items() if spec.slot), "") if reported else ""
+        weighted = {record for record, spec in self.expected.items() if spec.slot and slots.weighted(spec.slot)}
+        counted = {record: SAMPLES if record in weighted else spec.mean or ONCE for record, spec in self.expected.items()}
         self.sums = counted if summed else {}
         self.staging = str(slots.contributions.staging.resolve()) if summed and not self.asking.attempt else ""
         self.members = len(slots.members)
-        likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
+        likes = {record: spec.like for record, spec in self.expected.items() if spec.like is not None}
         self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
         self.likes = {EXPECTED: expected_record(likes)} if summed and not self.asking.attempt else {}
 

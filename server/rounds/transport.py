@@ -75,9 +75,7 @@ class RoundTransport:
         return self.question(asking, sites, content, expected)
 
     def masked(self, context: RoundContext, expected: Mapping[str, RecordSpec]) -> Gathering:
-        from fedloom.server.rounds.secure_aggregation import (
-            SecureAggregation,
-        )  # imports cryptography, only when it is needed
+        from fedloom.server.rounds.secure_aggregation import SecureAggregation  # imported only here: slow
 
         return SecureAggregation(context, self, expected)
 
@@ -152,9 +150,7 @@ class RoundTransport:
         return filter(None, chain.from_iterable(turns()))
 
     def needs_configuration(self, site: Site) -> bool:
-        """Return whether the site's order must include the configuration: in a simulation always, as engines ship it
-        once.
-        """
+        """Return whether the site's order must include the configuration: in simulations always."""
         return self.channel.simulated or site.name not in self._has
 
     def _refused(self, site: Site, number: int, lack: str) -> str:
@@ -164,18 +160,16 @@ class RoundTransport:
             return ""
         base = self.state.slots.base(site.name)
         if base and self.config.federation.secure_aggregation:
-            return (
-                "its own state is lost, and with secure aggregation only the site had it; forget the site, then readmit it"
-            )
-        told = f"{site.name} has lost its own state after round {base}"
+            return "its own state is lost, and the server only has it masked; forget the site, then readmit it"
+        fault = f"{site.name} has lost its own state after round {base}"
         begins = "its contribution" if self.state.restart(site) is not None else "the beginning"
         if base < 1:
             return "it reports a lost state, but has none yet"
         if self.config.federation.lost_store == "stop" and base > self.back:
-            raise UserError(f"round {number}: {told}; set federation.lost_store=restart to start again from {begins}")
+            raise UserError(f"round {number}: {fault}; set federation.lost_store=restart to start again from {begins}")
         if not self.channel.enrolment.owns(site.name):
             return f"its own state is lost; {self._stranger(site.name)}"
-        self.message(f"round {number}: {told}; it starts again from {begins}")
+        self.message(f"round {number}: {fault}; it starts again from {begins}")
         return ""
 
     def _stranger(self, site: str) -> str:

@@ -37,14 +37,9 @@ class Models(Mapping[str, Model]):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run starts from.
+    """What a run starts from: the resolved configuration, all sites, and the ledger (None: a new one in `folder`).
 
-    Args:
-        experiment: the resolved configuration.
-        sites: all sites.
-        folder: the run's folder.
-        ledger: the run's ledger; None: a new one in `folder`.
-        evaluator: measures models on validation images; None: a new one when needed.
+    `evaluator`: measures models on validation images; None: a new one when needed.
     """
 
     experiment: Experiment
@@ -109,8 +104,8 @@ class View:
     def without(self, names: Sequence[str]) -> "View":
         """Return the view as if these sites had never put anything. Raises UserError for an unknown or repeated name."""
         check_members(self.slots.members, names)
-        gone = set(names)
-        return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in gone])
+        removed = set(names)
+        return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in removed])
 
     def subset(self, names: Sequence[str]) -> "View":
         """Return the view of these sites only. Raises UserError as `without`."""
@@ -127,10 +122,10 @@ class View:
             return self._totals[slot]
         if self.whole:
             return self.slots.total(slot)
-        here = [site.name for site in self.sites]
+        names = [site.name for site in self.sites]
         others = [site.name for site in self.slots.members if self._names is not None and site.name not in self._names]
-        fewer = len(others) < len(here)  # reads the smaller group of sites
-        return self.slots.sum_without(slot, others) if fewer else self.slots.sum_of(slot, here)
+        fewer = len(others) < len(names)  # reads the smaller group of sites
+        return self.slots.sum_without(slot, others) if fewer else self.slots.sum_of(slot, names)
 
     def sum(self, slot: str) -> State:
         """Return the sum of a slot, float32."""
@@ -146,8 +141,8 @@ class View:
 
     def last_put(self, site: str) -> int:
         """Return the round in which a site last put something; 0 if it has put nothing."""
-        one = self.slots.contributions.here(site)
-        return one.round if one else 0
+        contribution = self.slots.contributions.here(site)
+        return contribution.round if contribution else 0
 
     def integers(self, slot: str, site: str) -> State:
         """Return what a site last put into a slot, as int64 in units of 2**-bits. Raises KeyError if it has put nothing."""
@@ -161,8 +156,8 @@ class View:
 
     def last_samples(self, site: str) -> int:
         """Return how many images a site trained on when it last put something; 0 if it has put nothing."""
-        one = self.slots.contributions.here(site)
-        return one.samples if one else 0
+        contribution = self.slots.contributions.here(site)
+        return contribution.samples if contribution else 0
 
     def server_state(self, name: str) -> State:
         """Return a copy of the server's state of this name. Raises KeyError if it does not exist."""

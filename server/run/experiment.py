@@ -74,8 +74,8 @@ def _check_start(architecture: Architecture, bits: int) -> None:
         try:
             check_range(network.state_dict(), bits)
         except ExactSumError as error:
-            told = f"network: '{architecture.options['name']}': {error}, so it cannot be summed"
-            raise UserError(f"{told}; register it with persistent=False if it is constant, or scale it") from None
+            fault = f"network: '{architecture.options['name']}': {error}, so it cannot be summed"
+            raise UserError(f"{fault}; register it with persistent=False if it is constant, or scale it") from None
 
 
 def _check_method(config: Config) -> None:
@@ -135,8 +135,8 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             advice = method.state.strategy.warnings(method.experiment)
-            odd = remarks(config) if has_data(config) else []
-            for line in [*odd, *method.experiment.training.schedule.advice(config.rounds), *advice]:
+            notes = remarks(config) if has_data(config) else []
+            for line in [*notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
@@ -149,9 +149,9 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
-                    rows, there = _run_baseline(with_mode(config, mode), method, channel, listener)
+                    rows, entries = _run_baseline(with_mode(config, mode), method, channel, listener)
                     summary["accuracy"] |= rows
-                    for key, more in there.items():
+                    for key, more in entries.items():
                         summary[key] = {**summary.get(key, {}), **more}
             summary["status"] = "finished"
         except Exception as error:
@@ -162,7 +162,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 if method is not None and "accuracy" not in summary:
                     with contextlib.suppress(Exception):  # the first error counts
                         method.leave()
-                summary |= {**head(config, ledger), **spent.told()}
+                summary |= {**head(config, ledger), **spent.entries()}
                 for request in ledger.waiting(applied=True):
                     listener.message(f"Request '{request.id}' ({', '.join(request.sites)}) waits. "
                                      f"Run `fedloom resume {folder.path}` to process it.")  # fmt: skip
@@ -172,9 +172,9 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
     return summary
 
 
-def check_sums(path: Path, found: Mapping[str, Any]) -> None:
+def check_sums(path: Path, results: Mapping[str, Any]) -> None:
     """Raise FailedError if a check of the measured run fails."""
-    if failed := [name for name, holds in found["checks"].items() if not holds]:
+    if failed := [name for name, holds in results["checks"].items() if not holds]:
         raise FailedError(f"{path}: failed checks: {', '.join(failed)}; do not rely on its sums. "
                           f"Run `fedloom ledger {path} --check` for details")  # fmt: skip
 
@@ -211,29 +211,30 @@ def _run_baseline(
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
         method.train(channel, listener)
-        found = method.measure()
-        check_sums(method.folder.path, found)
-        found["per_site"] = {f"{mode}: {role}" if role == OWN else mode: one for role, one in found["per_site"].items()}
-        method.folder.write_summary({**head(config, method.ledger), **found})
+        results = method.measure()
+        check_sums(method.folder.path, results)
+        per_site = results["per_site"].items()
+        results["per_site"] = {f"{mode}: {role}" if role == OWN else mode: scores for role, scores in per_site}
+        method.folder.write_summary({**head(config, method.ledger), **results})
         method.ledger.note("finished", {"files": method.folder.results()})
     sites = {site.name for site in config.roster}
-    there = {key: found[key] for key in BY_METHOD if key in found}
-    shared = [name for name in found["accuracy"] if name not in sites]
+    entries = {key: results[key] for key in BY_METHOD if key in results}
+    shared = [name for name in results["accuracy"] if name not in sites]
     if shared:
-        rows = {f"{mode}: {name}" if place else mode: found["accuracy"][name] for place, name in enumerate(shared)}
-        return rows, there
-    return {mode: _mean(list(found["accuracy"].values()))}, there
+        rows = {f"{mode}: {name}" if index else mode: results["accuracy"][name] for index, name in enumerate(shared)}
+        return rows, entries
+    return {mode: _mean(list(results["accuracy"].values()))}, entries
 
 
 def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return means by domain, each over the networks that have it: a network may be for some domains only."""
-    given = {key: [one[key] for one in accuracies if key in one] for each in accuracies for key in each}
-    return {key: sum(shares) / len(shares) for key, shares in given.items()}
+    values = {key: [accuracy[key] for accuracy in accuracies if key in accuracy] for each in accuracies for key in each}
+    return {key: sum(shares) / len(shares) for key, shares in values.items()}
 
 
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     """Return a summary's entries that need no measurement, without the sites that the ledger has as forgotten."""
-    gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
+    forgotten_sites = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
     last = ledger.last_round() if ledger else None
     return {
         "experiment": config.experiment,
@@ -241,8 +242,8 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "seed": config.seed,
         "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,
-        "sites": [row for row in site_rows(config) if row["name"] not in gone],
-        **({"unlearned": sorted(gone)} if gone else {}),
+        "sites": [row for row in site_rows(config) if row["name"] not in forgotten_sites],
+        **({"unlearned": sorted(forgotten_sites)} if forgotten_sites else {}),
         **({"privacy": ways} if (ways := hidden(config)) else {}),
         **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),
     }

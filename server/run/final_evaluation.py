@@ -26,16 +26,14 @@ MOST_COUNTED = 1000  # sites whose images are counted by class, at most
 
 
 @dataclass(frozen=True)
-class Found:
-    """The scores of a network: `shares`, accuracy by domain and on the union; `sites`, scores on each site's own test
-    images.
-    """
+class NetworkScores:
+    """A network's scores: `shares`, accuracy by domain and on the union; `sites`, on each site's test images."""
 
     shares: dict[str, float]
     sites: dict[str, Score]
 
 
-Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[Found]]
+Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[NetworkScores]]
 
 
 @dataclass
@@ -65,8 +63,8 @@ class Measured:
         self.facts: dict[str, Any] = {}
         self.at: dict[str, dict[str, Score]] = {}
         view = state.view()
-        there = set(looked_at(self.config, trained(view)))
-        self.sites = [site for site in view.sites if site.name in there]
+        chosen = set(looked_at(self.config, trained(view)))
+        self.sites = [site for site in view.sites if site.name in chosen]
         self._waiting: list[_Waiting] = []
         self._served: set[Architecture] = set()  # architectures whose first shared network has been measured
 
@@ -92,21 +90,22 @@ class Measured:
     ) -> None:
         """Measure a model, now or together with others (`settle`), and put its accuracy into a table under a name."""
         self._waiting.append(_Waiting(into, name, model, users, role))
-        size = sum(tensor.nbytes for one in self._waiting if one.model is not None for tensor in one.model.state.values())
+        models = [each.model for each in self._waiting if each.model is not None]
+        size = sum(tensor.nbytes for model in models for tensor in model.state.values())
         if self.config.evaluation.where == "server" or size > QUESTION_BYTES:
             self.settle()
 
     def settle(self) -> None:
         """Measure the waiting models."""
         waiting, self._waiting = self._waiting, []
-        found = self._scores([one.model for one in waiting], [one.users for one in waiting]) if waiting else []
-        for one, here in zip(waiting, found, strict=True):
-            one.into[one.name] = here.shares
-            self.at.setdefault(one.role, {}).update({name: each for name, each in here.sites.items() if each.images})
+        results = self._scores([each.model for each in waiting], [each.users for each in waiting]) if waiting else []
+        for network, result in zip(waiting, results, strict=True):
+            network.into[network.name] = result.shares
+            self.at.setdefault(network.role, {}).update({name: each for name, each in result.sites.items() if each.images})
 
     def per_site(self) -> dict[str, Any]:
         """Return the scores at the sites, by role of the networks (aggregate, own), for the summary."""
-        return {role: told(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
+        return {role: spread(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
 
     def _users(self, architecture: Architecture) -> list[Site]:
         """Return the sites that would use a shared network: those of its architecture, for the first such network only."""
@@ -118,37 +117,37 @@ class Measured:
 
 def trained(view: View) -> list[str]:
     """Return the members that have trained, according to the ledger; if it names none, all members."""
-    there: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
+    active: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
     for row in view.ledger.rounds():
         record = row.record or {}
         if row.round and not record.get("recalibrated"):
-            there |= set(record.get("bytes") or {}) - set(record.get("dropped") or {})
+            active |= set(record.get("bytes") or {}) - set(record.get("dropped") or {})
     names = [site.name for site in view.sites]
-    return [name for name in names if name in there] or names
+    return [name for name in names if name in active] or names
 
 
-def told(scores: Mapping[str, Score]) -> dict[str, Any]:
+def spread(scores: Mapping[str, Score]) -> dict[str, Any]:
     """Return scores at sites for the summary: each score, their spread over sites, and totals by class.
 
     Every site has the same weight in the spread.
     """
-    shares = {name: one.right / one.images for name, one in scores.items()}
+    shares = {name: score.right / score.images for name, score in scores.items()}
     worst, best = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     values, classes = np.array(list(shares.values())), dict[int, tuple[int, int]]()
-    for one in scores.values():
-        for name, (right, images) in one.classes.items():
+    for score in scores.values():
+        for name, (right, images) in score.classes.items():
             before = classes.get(name, (0, 0))
             classes[name] = before[0] + right, before[1] + images
     return {
         "mean": float(values.mean()),
         "deviation": float(values.std()),
-        "deciles": [float(one) for one in np.quantile(values, np.arange(1, 10) / 10)],
+        "deciles": [float(decile) for decile in np.quantile(values, np.arange(1, 10) / 10)],
         "worst": {"site": worst, "accuracy": shares[worst]},
         "best": {"site": best, "accuracy": shares[best]},
         "classes": {str(name): list(classes[name]) for name in sorted(classes)},
-        "sites": {name: {"accuracy": shares[name], "right": one.right, "images": one.images,
-                         "classes": {str(place): list(both) for place, both in one.classes.items()}}
-                  for name, one in scores.items()},
+        "sites": {name: {"accuracy": shares[name], "right": score.right, "images": score.images,
+                         "classes": {str(number): list(both) for number, both in score.classes.items()}}
+                  for name, score in scores.items()},
     }  # fmt: skip
 
 
@@ -165,27 +164,23 @@ def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str
     `said`: by site or domain, the names of its classes in the order of their numbers; empty if they are only numbers. Sites
     with numbers have the same classes if outputs are shared, otherwise different ones.
     """
-    given = {tuple(names) for names in said}
-    if config.data.heads != "shared" and () in given:
+    listed = {tuple(names) for names in said}
+    if config.data.heads != "shared" and () in listed:
         return {}
-    places = range(max(map(len, given), default=0))
-    found = {place: {plain(names[place])[:MOST_NAME] for names in given if place < len(names)} for place in places}
-    return {str(place): names.pop() for place, names in found.items() if len(names) == 1}
+    numbers = range(max(map(len, listed), default=0))
+    names_of = {number: {plain(names[number])[:MOST_NAME] for names in listed if number < len(names)} for number in numbers}
+    return {str(number): names.pop() for number, names in names_of.items() if len(names) == 1}
 
 
 def check_models(config: Config, models: Any) -> Models:
-    """Return a strategy's models. Raises UserError unless all have names that files can have, as they are written
-    (RunFolder).
-    """
-    told = f"strategy '{config.strategy['name']}': models()"
+    """Return a strategy's models. Raises UserError unless all have valid file names, as they are written."""
+    subject = f"strategy '{config.strategy['name']}': models()"
     if not isinstance(models, Models):
-        raise UserError(f"{told} must return a fedloom.server.strategies.Models, not a {type(models).__name__}")
+        raise UserError(f"{subject} must return a fedloom.server.strategies.Models, not a {type(models).__name__}")
     sites = {site.name for site in config.roster}
-    for place, name in enumerate(models):
+    for index, name in enumerate(models):
         if name not in sites and not is_file_name(name):
-            raise UserError(f"{told} names a network {name!a}, which is not a valid file name; choose another name")
-        if place and name == AGGREGATE:
-            raise UserError(
-                f"{told} names a network '{name}', which is the file name of the first network; choose another name"
-            )
+            raise UserError(f"{subject} names a network {name!a}, which is not a valid file name; choose another name")
+        if index and name == AGGREGATE:
+            raise UserError(f"{subject} names a network '{name}', the file name of the first one; choose another name")
     return models

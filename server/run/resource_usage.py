@@ -9,9 +9,7 @@ from fedloom.server.rounds.listener import Listener
 
 
 class Spent(Listener):
-    """Counts the resources of a session that began at `began` (time.monotonic), in addition to those in an earlier
-    summary.
-    """
+    """Counts the resources of a session since `began` (time.monotonic), and adds those of an earlier summary."""
 
     def __init__(self, began: float, before: Mapping[str, Any]) -> None:
         resources = before.get("resources")
@@ -25,13 +23,13 @@ class Spent(Listener):
         if not self._begun:
             self._begun, self._start_up = True, self._start_up + time.monotonic() - self.began
 
-    def told(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """Return the entries for the summary: seconds, start-up seconds, and peak memory in bytes."""
         peak = max(peak_memory(), int(_number(self._before.get("peak_memory"))))
         seconds = self._seconds + time.monotonic() - self.began
         return {"seconds": seconds, "resources": {"start_up": self._start_up, "peak_memory": peak}}
 
 
-def _number(given: Any) -> float:
+def _number(value: Any) -> float:
     """Return the number, or zero if an edited summary has something else."""
-    return float(given) if isinstance(given, int | float) and 0 <= given < float("inf") else 0.0
+    return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0

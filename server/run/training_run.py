@@ -28,7 +28,7 @@ from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.final_evaluation import Found, Measured, check_models, common_names
+from fedloom.server.run.final_evaluation import Measured, NetworkScores, check_models, common_names
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.strategies import slots_of
@@ -80,14 +80,9 @@ class TrainingRun:
         return self.config.evaluation.where != "server" or self.state.strategy.personal
 
     def train(self, channel: ClientChannel, listener: Listener, rounds: int | None = None) -> None:
-        """Train all rounds that are not committed yet, and process requests between rounds.
+        """Train all rounds that are not committed yet (`rounds`: up to this one), and process requests between rounds.
 
         A request may go back to an earlier round, or add rounds.
-
-        Args:
-            channel: the channel to the sites.
-            listener: receives the progress.
-            rounds: the last round; None: the configured one.
         """
         loop = self.begin(channel, listener)
         if not channel.simulated:
@@ -135,8 +130,8 @@ class TrainingRun:
 
     @held()
     def joined(self, grid: Grid) -> ClientChannel:
-        """Return the channel to the members, once all have joined that no request removes. Raises UserError naming
-        missing sites.
+        """Return the channel, once all members have joined that no request removes. Raises UserError naming missing
+        sites.
         """
         members, window = self.state.members(), self.config.federation.window
         if getattr(grid, "simulated", False):
@@ -149,9 +144,7 @@ class TrainingRun:
         return channel
 
     def retrained(self, request: Request, channel: ClientChannel, listener: Listener) -> Model:
-        """Train a network from the start without a request's sites, in retrained/<request>, for as many rounds; return
-        it.
-        """
+        """Return a network trained from the start without a request's sites, in retrained/<request>."""
         listener.message(f"Request '{request.id}': a network is trained without {', '.join(request.sites)}, for comparison.")
         with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
             other.train(channel, listener, self.unlearning().last_round())
@@ -159,14 +152,12 @@ class TrainingRun:
 
     @contextmanager
     def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["TrainingRun"]:
-        """Yield a further method with the same sites, except `without`, in a subfolder of the run. It resumes if it
-        exists. # plain: ignore
-        """
+        """Yield a new or resumed method with the same sites, except `without`, in a subfolder of the run."""
         folder = RunFolder(self.folder.path / name)
         folder.open(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
-        there = [site.name for site in self.state.members() if site.name not in without]
+        members = [site.name for site in self.state.members() if site.name not in without]
         run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
-        with open_ledger(config, folder, run, there) as ledger:
+        with open_ledger(config, folder, run, members) as ledger:
             yield TrainingRun(config, folder, ledger, self.evaluator)
 
     def _announce(self, loop: RoundLoop) -> None:
@@ -203,29 +194,27 @@ class TrainingRun:
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
-        """Make metrics.jsonl have one line for each committed round. `measured`: completes the last record if it is
-        missing.
-        """
+        """Write one line in metrics.jsonl for each committed round. `measured`: completes the last record if missing."""
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
         records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
         if rows and rows[-1].round not in known:
             records[rows[-1].round] = measured(records[rows[-1].round])
         self.folder.write_metrics(records.values())
 
-    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[Found]:
-        """Return each model's test accuracy by domain, and its scores on its users' own test images. None: the sites' own
-        networks.
+    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:
+        """Return each model's test accuracy by domain, and its scores on its users' test images. None: sites' own networks.
 
         The result is empty if no connected site can measure it.
         """
         if self.config.evaluation.where == "server" and None not in models:
-            return [Found(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
+            return [NetworkScores(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
                     for model, sites in zip(models, users, strict=True) if model is not None]  # fmt: skip
         if self.loop is None:
-            return [Found({}, {}) for _ in models]
-        measuring, found = self.loop.sites, self.loop.sites.scores(models, "test")
-        return [Found(measuring.shares(scores), {site.name: scores[site.name] for site in sites if site.name in scores})
-                for scores, sites in zip(found, users, strict=True)]  # fmt: skip
+            return [NetworkScores({}, {}) for _ in models]
+        measuring, by_model = self.loop.sites, self.loop.sites.scores(models, "test")
+        of_users = [{site.name: scores[site.name] for site in sites if site.name in scores}
+                    for scores, sites in zip(by_model, users, strict=True)]  # fmt: skip
+        return [NetworkScores(measuring.shares(scores), own) for scores, own in zip(by_model, of_users, strict=True)]
 
     @held()
     def measure(self) -> dict[str, Any]:
@@ -233,30 +222,30 @@ class TrainingRun:
 
         Every contribution is read once, and checked against the sums.
         """
-        state, found = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
+        state, measured = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
         members = {site.name for site in state.members()}
-        for name in found.models:
+        for name in measured.models:
             if name not in members:
-                found.network(name)
-        checks, again = state.checks(found.site)
+                measured.network(name)
+        checks, again = state.checks(measured.site)
         backwards: dict[str, dict[str, float]] = {}
-        if again is not None and found.aggregate:
-            found.measure(backwards, "", state.aggregate(again))
-        if not found.models or state.strategy.personal:
-            found.measure(found.accuracy, PERSONAL, None, found.sites)
-        found.settle()
+        if again is not None and measured.aggregate:
+            measured.measure(backwards, "", state.aggregate(again))
+        if not measured.models or state.strategy.personal:
+            measured.measure(measured.accuracy, PERSONAL, None, measured.sites)
+        measured.settle()
         return {
-            "aggregate": found.aggregate,
-            "accuracy": {name: shares for name, shares in found.accuracy.items() if shares},
+            "aggregate": measured.aggregate,
+            "accuracy": {name: shares for name, shares in measured.accuracy.items() if shares},
             "reversed": backwards.get("", {}),
-            "forgotten": found.forgotten,
-            "per_site": found.per_site(),
+            "forgotten": measured.forgotten,
+            "per_site": measured.per_site(),
             "digest": state.digest(),
             "checks": checks,
-            "traces": {one.location: one.reason for one in state.residue()},
+            "traces": {trace.location: trace.reason for trace in state.residue()},
             **self._of_different_networks(),
             **state.strategy.summary_entries(state.view()),
-            **found.facts,
+            **measured.facts,
             **({"class_names": names} if (names := self._class_names()) else {}),
         }
 
@@ -279,8 +268,7 @@ class TrainingRun:
 def one_round(loop: RoundLoop, number: int) -> dict[str, Any]:
     """Run a round of the strategy, commit it, and return its record.
 
-    Raises:
-        TooFewRepliesError: if too few sites reply; nothing is committed then.
+    Raises TooFewRepliesError if too few sites reply; nothing is committed then.
     """
     for attempt in range(ATTEMPTS + 1):
         try:
@@ -309,9 +297,9 @@ def recalibration_round(loop: RoundLoop, number: int) -> dict[str, Any]:
 
     with loop.round(number, recalibration=True) as context:
         state = loop.state
-        told = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
-        context.replies, context.recalibrated = told.replies, True
-    for name, why in told.left.items():
+        result = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
+        context.replies, context.recalibrated = result.replies, True
+    for name, why in result.left.items():
         loop.listener.message(f"round {number}: {name} stays unchanged: {why}")
     return context.record
 

@@ -32,18 +32,15 @@ def stored(config: Config) -> str:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder runs/<name>/, with config.yaml, metrics.jsonl, summary.json, the ledger, states/, plots/ and
-    report.html.
-    """
+    """The folder runs/<name>/: configuration, metrics, summary, ledger, states/, plots/ and report."""
 
     path: Path
 
     def open(self, config: Config) -> None:
         """Create the folder. If config.run.resume is set and it exists, leave it unchanged.
 
-        Raises:
-            UserError: if a run of that name exists (unless run.overwrite), is not the one to resume, or the folder cannot be
-                written.
+        Raises UserError if a run of that name exists (unless run.overwrite), is not the one to resume, or the folder cannot
+        be written.
         """
         refuse_existing(config, self.path)
         if config.run.resume and self.path.exists():
@@ -67,9 +64,9 @@ class RunFolder:
     def check(self, config: str) -> None:
         """Raise UserError unless config.yaml is this text, with which the run began."""
         here, there = (text.splitlines() for text in (self.config(), config))
-        odd = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
-        if odd is not None:
-            now, then = (f"'{line.strip()}'" if line is not None else "nothing" for line in odd)
+        changed = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
+        if changed is not None:
+            now, then = (f"'{line.strip()}'" if line is not None else "nothing" for line in changed)
             raise UserError(f"{self.path / CONFIG}: was changed after the run began: {now}, was {then}; undo the change")
 
     def config(self) -> str:
@@ -92,8 +89,8 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Remove the temporary files that a crash left."""
-        for place in (self.path, self.path / STATES):
-            for path in place.glob(".*-*"):
+        for folder in (self.path, self.path / STATES):
+            for path in folder.glob(".*-*"):
                 if is_left(path.name) and path.is_file():
                     path.unlink()
 

@@ -21,28 +21,26 @@ SUFFIXES = {
     STATES: (".safetensors",),
     PLOTS: (".png",),
     CERTIFICATES: (".json", ".html", ".sig"),
-}  # of the files in these folders
+}  # of files in these folders
 DESKTOPS = (".DS_Store", "Thumbs.db", "desktop.ini")
 _LEFT = re.compile(r"\..+-[0-9a-f]{32}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)(-[0-9a-f]{32}|\.new)")  # of an interrupted write
 
 
 def strange_in(path: Path, tree: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a run's folder that fedloom does not write. `tree`: its config.yaml, which names further
-    trackers.
-    """
+    """Return the entries of a run's folder that fedloom does not write. `tree`: config.yaml, which names trackers."""
     own = WRITTEN | set(_trackers(tree))
-    found = [one.name for one in path.iterdir() if one.name not in own and not _passing(one.name)]
-    return sorted([*found, *_strange_inside(path)])
+    strange = [entry.name for entry in path.iterdir() if entry.name not in own and not _passing(entry.name)]
+    return sorted([*strange, *_strange_inside(path)])
 
 
 def _strange_inside(path: Path) -> Iterator[str]:
     """Yield such entries of the subfolders in which users may save their own files."""
     for folder, suffixes in SUFFIXES.items():
-        for one in (path / folder).iterdir() if (path / folder).is_dir() else ():
-            passing = is_left(one.name) or one.name in DESKTOPS or one.is_symlink()
-            if not passing and (one.is_dir() or one.suffix not in suffixes):
-                yield f"{folder}/{one.name}"
+        for entry in (path / folder).iterdir() if (path / folder).is_dir() else ():
+            passing = is_left(entry.name) or entry.name in DESKTOPS or entry.is_symlink()
+            if not passing and (entry.is_dir() or entry.suffix not in suffixes):
+                yield f"{folder}/{entry.name}"
     for folder in (BASELINES, RETRAINED):
         for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
             inside = strange_in(run, {}) if run.is_dir() else []
@@ -61,13 +59,13 @@ def is_begun(path: Path) -> bool:
 
 def holds_only_config(path: Path) -> bool:
     """Return whether the folder has only a configuration, and files of interrupted writes."""
-    return all(one.name == CONFIG or _passing(one.name) for one in path.iterdir())
+    return all(entry.name == CONFIG or _passing(entry.name) for entry in path.iterdir())
 
 
 def _passing(name: str) -> bool:
     """Return whether the name is of an interrupted write, or of a desktop's hidden file."""
-    found = _TEMPORARY.fullmatch(name)
-    return name in DESKTOPS or bool(found and found["name"] in WRITTEN)
+    match = _TEMPORARY.fullmatch(name)
+    return name in DESKTOPS or bool(match and match["name"] in WRITTEN)
 
 
 def _trackers(tree: Mapping[str, Any]) -> Iterator[str]:

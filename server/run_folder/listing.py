@@ -60,8 +60,8 @@ def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
         raise UserError(f"{path} is not a run of fedloom (by its {CONFIG}); it will not be {to}")
     if strange := strange_in(path, tree):
         more = f" and {len(strange) - MOST_STRANGE} more" if len(strange) > MOST_STRANGE else ""
-        told = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
-        raise UserError(f"{path} has files that fedloom did not write ({told}); it will not be {to}. Move them away first")
+        names = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
+        raise UserError(f"{path} has files that fedloom did not write ({names}); it will not be {to}. Move them away first")
     if not is_begun(path) and not (alone and holds_only_config(path)):
         raise UserError(f"{path} is not a run of fedloom (without {LEDGER}, {METRICS}, {SUMMARY}); it will not be {to}")
 
@@ -91,9 +91,7 @@ def refuse_existing(config: Config, path: Path | None = None) -> None:
 
 
 def read_config(path: Path) -> Config:
-    """Return the configuration of the run in a folder, with the folder's current location. Raises UserError if it is not
-    a run.
-    """
+    """Return the configuration of the run in a folder, with its current location. Raises UserError if it is not a run."""
     if not is_run(path):
         raise UserError(f"{path}: is not a run of fedloom (no readable {CONFIG} in it); `fedloom runs` lists runs")
     try:
@@ -101,31 +99,31 @@ def read_config(path: Path) -> Config:
         config = from_mapping(read_yaml(text, lambda node: keep_texts(Config, node)))
     except UserError as error:
         raise UserError(f"{path / CONFIG}: {error}") from None
-    if path.name != (whole := path.resolve()).name:  # a link, or '.'
-        path = whole
+    if path.name != (resolved := path.resolve()).name:  # a link, or '.'
+        path = resolved
     where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
     return dataclasses.replace(config, run=where)
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
     """Return the records in a run's metrics.jsonl by round, without a line that a crash tore."""
-    found, file = {}, path / METRICS
+    records, file = {}, path / METRICS
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
         try:
             record = json.loads(line)
-            found[int(record["round"])] = record
+            records[int(record["round"])] = record
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    return found
+    return records
 
 
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the content of a run's summary.json; empty if it cannot be read."""
     try:
-        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+        summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def busy(path: Path) -> bool:
@@ -149,8 +147,8 @@ def status(path: Path) -> str:
     """Return a run's status: running, finished, failed, interrupted, or stopped (it ended without writing a status)."""
     if busy(path):
         return RUNNING
-    told = read_summary(path).get("status")
-    return told if told in ENDED else STOPPED
+    stated = read_summary(path).get("status")
+    return stated if stated in ENDED else STOPPED
 
 
 def waiting(path: Path) -> list[str]:
@@ -165,9 +163,7 @@ def waiting(path: Path) -> list[str]:
 
 
 def holds(path: Path, config: Config) -> bool:
-    """Return whether the folder has a run of this configuration, regardless of its location and of keys that were added
-    since.
-    """
+    """Return whether the folder has a run of this configuration, regardless of its location and of newer keys."""
     return is_run(path) and _same(read_config(path), config)
 
 

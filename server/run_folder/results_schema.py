@@ -13,36 +13,36 @@ RECEIVED = "received"  # key of a round's record: bytes that reached the server,
 Check = Callable[[Any], bool]
 
 
-def _number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and not abs(given) >= LARGEST
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) >= LARGEST
 
 
-def _whole(given: Any) -> bool:
-    return isinstance(given, int) and _number(given) and given >= 0
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and _number(value) and value >= 0
 
 
-def _text(given: Any) -> bool:
-    return isinstance(given, str)
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _table_of(inner: Check) -> Check:
-    return lambda given: isinstance(given, Mapping) and all(map(inner, given.values()))
+    return lambda value: isinstance(value, Mapping) and all(map(inner, value.values()))
 
 
 def _list_of(inner: Check) -> Check:
-    return lambda given: isinstance(given, list) and all(map(inner, given))
+    return lambda value: isinstance(value, list) and all(map(inner, value))
 
 
 def _or_none(inner: Check) -> Check:
-    return lambda given: given is None or inner(given)
+    return lambda value: value is None or inner(value)
 
 
-def _pair(given: Any) -> bool:
-    return isinstance(given, list) and len(given) == 2 and all(map(_whole, given))
+def _pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_whole, value))
 
 
-def _site(given: Any) -> bool:
-    return isinstance(given, Mapping) and _text(given.get("name")) and _text(given.get("domain"))
+def _site(value: Any) -> bool:
+    return isinstance(value, Mapping) and _text(value.get("name")) and _text(value.get("domain"))
 
 
 KEYS = Mapping[str, tuple[str, Check]]  # by key, the expected type and its check
@@ -68,32 +68,32 @@ OF_RECORD: KEYS = {
 
 def checked_summary(path: Path) -> dict[str, Any]:
     """Return the content of a run's summary.json; empty if it cannot be read. Raises UserError for a key of another type."""
-    found = read_summary(path)
-    _check(found, OF_SUMMARY, f"{path}: {SUMMARY}")
-    return found
+    summary = read_summary(path)
+    _check(summary, OF_SUMMARY, f"{path}: {SUMMARY}")
+    return summary
 
 
 def sound_summary(path: Path) -> dict[str, Any]:
     """Return the content of summary.json without keys of another type."""
-    return {key: one for key, one in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](one)}
+    return {key: value for key, value in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](value)}
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
     """Return the records in metrics.jsonl by round, without torn lines. Raises UserError for a key of another type."""
-    found = read_metrics(path)
-    for round, record in found.items():
+    records = read_metrics(path)
+    for round, record in records.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
-    return found
+    return records
 
 
 def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bytes of arrays in a round's record: sent to all sites, and received by the server."""
     each = (record.get("bytes") or {}).values()
-    sent, received = (sum(one[place] for one in each) for place in (0, 1))
+    sent, received = (sum(pair[index] for pair in each) for index in (0, 1))
     return sent, record.get(RECEIVED, received)
 
 
-def _check(found: Mapping[str, Any], keys: KEYS, where: str) -> None:
-    for key, (what, holds) in keys.items():
-        if key in found and not holds(found[key]):
-            raise UserError(f"{where}: {key} must be a {what}")
+def _check(content: Mapping[str, Any], keys: KEYS, where: str) -> None:
+    for key, (kind, holds) in keys.items():
+        if key in content and not holds(content[key]):
+            raise UserError(f"{where}: {key} must be a {kind}")

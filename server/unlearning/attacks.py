@@ -61,10 +61,8 @@ def membership(
     """Run two membership-inference attacks on a network in eval mode.
 
     `loss`: the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). `logistic`: a logistic
-    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone).
-
-    Raises:
-        UserError: for fewer than FEWEST images on a side, or if an output is not finite.
+    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone). Raises
+    UserError for fewer than FEWEST images on a side, or if an output is not finite.
     """
     for side, images in (("members", members), ("others", others)):
         if len(images) < FEWEST:
@@ -75,10 +73,10 @@ def membership(
 
 
 def features(network: nn.Module, images: Images) -> Floats:
-    """Return what an attacker sees of each image, [n, 5].
+    """Return what an attacker sees of each image, [n, 5]. Raises UserError if an output is not finite.
 
-    The columns are: cross-entropy, probability of the true class, entropy (in nats), margin (true logit minus the largest
-    other logit), and 1 for a right answer. Raises UserError if an output is not finite.
+    The columns: cross-entropy, probability of the true class, entropy (in nats), margin (true logit minus the largest other
+    logit), and 1 for a right answer.
     """
     logits, truth = _logits(network, images), images.y.cpu()[:, None]
     if not logits.isfinite().all():
@@ -103,13 +101,13 @@ def cross_fitted(inside: Floats, outside: Floats, seed: int) -> list[Sides]:
     from sklearn.preprocessing import StandardScaler
 
     member = np.repeat([1, 0], [len(inside), len(outside)])
-    images, found = np.concatenate([inside, outside]), []
+    images, scores = np.concatenate([inside, outside]), []
     shuffle = int(generator(seed, "membership", "halves").integers(2**32))
     for fitted, held in StratifiedKFold(2, shuffle=True, random_state=shuffle).split(images, member):
         model = make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", max_iter=1000))
         odds = model.fit(images[fitted], member[fitted]).decision_function(images[held])
-        found.append((odds[member[held] == 1], odds[member[held] == 0]))
-    return found
+        scores.append((odds[member[held] == 1], odds[member[held] == 0]))
+    return scores
 
 
 def area(members: Floats, others: Floats) -> float:
@@ -124,43 +122,42 @@ def area(members: Floats, others: Floats) -> float:
 
 def interval(members: Floats, others: Floats, random: np.random.Generator, resamples: int) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of `area`; each side's images are resampled with replacement."""
-    places = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
-    sides, areas = (places[: len(members)], places[len(members) :]), []
+    ranks = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
+    sides, areas = (ranks[: len(members)], ranks[len(members) :]), []
     for _ in range(resamples):
-        drawn, against = (np.bincount(random.choice(side, len(side)), minlength=len(places)) for side in sides)
+        drawn, against = (np.bincount(random.choice(side, len(side)), minlength=len(ranks)) for side in sides)
         areas.append(drawn @ (np.cumsum(against) - against / 2))
     low, high = np.percentile(areas, [2.5, 97.5]) / (len(members) * len(others))
     return float(low), float(high)
 
 
-def distance(one: State, other: State) -> dict[str, float]:
-    """Return the `euclidean` distance over all floating tensors, and the distance `relative` to the norm of `other`, in
-    float64.
+def distance(state: State, other: State) -> dict[str, float]:
+    """Return the `euclidean` distance, and the distance `relative` to the norm of `other`, in float64.
 
-    Raises:
-        UserError: naming a tensor without a counterpart of its shape; or if `other` is zero everywhere.
+    Both are over all floating tensors. Raises UserError for a tensor without a counterpart of its shape; or if `other` is
+    zero everywhere.
     """
-    if odd := one.keys() ^ other.keys():
-        raise UserError(f"tensor '{min(odd)}' is in only one of the two states")
+    if unmatched := state.keys() ^ other.keys():
+        raise UserError(f"tensor '{min(unmatched)}' is in only one of the two states")
     apart, size = 0.0, 0.0
-    for name in sorted(one):
-        here, there = one[name].detach().cpu(), other[name].detach().cpu()
-        if (here.shape, here.is_floating_point()) != (there.shape, there.is_floating_point()):
-            kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (here, there)]
+    for name in sorted(state):
+        first, second = state[name].detach().cpu(), other[name].detach().cpu()
+        if (first.shape, first.is_floating_point()) != (second.shape, second.is_floating_point()):
+            kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second)]
             raise UserError(f"tensor '{name}' is {kinds[0]} in one state and {kinds[1]} in the other")
-        if here.is_floating_point():
-            apart += float((here.double() - there.double()).square().sum())
-            size += float(there.double().square().sum())
+        if first.is_floating_point():
+            apart += float((first.double() - second.double()).square().sum())
+            size += float(second.double().square().sum())
     if size == 0.0:
         raise UserError("the other state is zero everywhere; a distance relative to it is not defined")
     return {"euclidean": math.sqrt(apart), "relative": math.sqrt(apart / size)}
 
 
-def disagreement(one: nn.Module, other: nn.Module, images: Images) -> float:
+def disagreement(network: nn.Module, other: nn.Module, images: Images) -> float:
     """Return the share of images that two networks (in eval mode) classify differently. Raises UserError without images."""
     if not len(images):
         raise UserError("the disagreement of two networks needs at least one image")
-    return float((_logits(one, images).argmax(dim=1) != _logits(other, images).argmax(dim=1)).double().mean())
+    return float((_logits(network, images).argmax(dim=1) != _logits(other, images).argmax(dim=1)).double().mean())
 
 
 def time_to_relearn(
@@ -170,11 +167,8 @@ def time_to_relearn(
     """Return how many steps of SGD on `train` bring a copy of the network to the accuracy `target` on `test`.
 
     Follows Golatkar et al. 2020, with `training` at a constant rate. The accuracy is measured before the first step, after
-    each `every` steps and after `most` steps.
-
-    Raises:
-        UserError: without images to train or test on.
-        DivergedError: if the loss is no longer finite.
+    each `every` steps and after `most` steps. Raises UserError without images to train or test on; DivergedError if the loss
+    is no longer finite.
     """
     if not len(train) or not len(test) or every < 1:
         raise UserError(f"relearning needs images (got {len(train)} and {len(test)}) and every >= 1 (got {every})")
@@ -218,9 +212,7 @@ def _logits(network: nn.Module, images: Images) -> Tensor:
 
 
 def _batches(images: Images, batch: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield endless epochs of float32 images [b, c, h, w] and labels [b]. All have the same b <= batch; a shorter rest is
-    skipped.
-    """
+    """Yield endless batches of float32 images [b, c, h, w] and labels [b], all of the same size b <= batch."""
     draw = torch_generator(seed, "relearn", "batches")
     pixels, labels = images.x.to(device), images.y.to(device)
     size = min(batch, len(images))

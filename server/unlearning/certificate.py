@@ -48,7 +48,7 @@ COPIES = "backups, other machines and anyone who received earlier sums: this ser
 
 def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> dict[str, Any]:
     """Return the certificate of an applied request, without its evidence. Raises UserError if a sum does not match."""
-    from fedloom.server.unlearning.superlink import scrub  # imports Flower's database, only when it is needed
+    from fedloom.server.unlearning.superlink import scrub  # imported only here: slow
 
     event = forgotten_event(ledger, request.id)
     remaining = ledger.all_latest()
@@ -72,7 +72,7 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
         "not_exact": {
             **{one.location: one.reason for one in aggregation.residue(request.sites)},
             **({"masks": MASKED} if aggregation.config.federation.secure_aggregation else {}),
-            **({"the SuperLink": left} if (left := scrub(aggregation.config)) else {}),
+            **({"the SuperLink": remainder} if (remainder := scrub(aggregation.config)) else {}),
             "events of the ledger": EVENTS,
             "copies": COPIES,
         },
@@ -97,10 +97,8 @@ def issue(ledger: Ledger, content: dict[str, Any]) -> None:
     path = ledger.folder / CERTIFICATES / f"{content['request']}.json"
     ledger.note(CERTIFIED, {"request": content["request"], "sha256": hashlib.sha256(text).hexdigest()})
     write_bytes(path, text)
-    with contextlib.suppress(
-        UserError, OSError
-    ):  # without a usable key, the certificate is unsigned; 'fedloom key' reports why
-        from fedloom.server.unlearning.signing import sign  # imports cryptography, only when it is needed
+    with contextlib.suppress(UserError, OSError):  # unsigned without a usable key; 'fedloom key' reports why
+        from fedloom.server.unlearning.signing import sign  # imported only here: slow
 
         sign(path, text)
 
@@ -110,8 +108,8 @@ def reissue(ledger: Ledger, request: str) -> None:
     path = ledger.folder / CERTIFICATES / f"{request}.json"
     if not path.is_file():
         return
-    given = read(path)
-    issue(ledger, {**given, "at_sites": at_sites(ledger, request, given["sites"])})
+    earlier = read(path)
+    issue(ledger, {**earlier, "at_sites": at_sites(ledger, request, earlier["sites"])})
 
 
 def erased(ledger: Ledger, request: str) -> list[str]:
@@ -123,11 +121,11 @@ def erased(ledger: Ledger, request: str) -> list[str]:
 def sums_of(ledger: Ledger) -> dict[str, ExactSum]:
     """Add up all contributions in the ledger, read one after the other; return the sums by slot."""
     last, bits = ledger.last_round(), ledger.run().bits
-    found = {}
+    sums = {}
     for row in ledger.sums():
         names = ledger.blobs.get(last.states[row.name]) if last else {}
-        found[row.name] = added_up(row, names, ledger.all_latest().values(), ledger.blobs.get, bits)
-    return found
+        sums[row.name] = added_up(row, names, ledger.all_latest().values(), ledger.blobs.get, bits)
+    return sums
 
 
 def one_digest(digests: Mapping[str, str]) -> str:
@@ -139,7 +137,9 @@ def one_digest(digests: Mapping[str, str]) -> str:
 
 def rest_digest(ledger: Ledger, totals: Mapping[str, ExactSum]) -> str:
     """Return the digest of the sums of the remaining contributions, or of these contributions if the method sums nothing."""
-    return one_digest(_digests(totals) if totals else {name: one.blob for name, one in ledger.all_latest().items()})
+    return one_digest(
+        _digests(totals) if totals else {name: contribution.blob for name, contribution in ledger.all_latest().items()}
+    )
 
 
 def _digests(totals: Mapping[str, ExactSum]) -> dict[str, str]:
@@ -170,39 +170,36 @@ def as_written(path: Path, request: str, ledger: Ledger) -> bool:
 def read(path: Path) -> dict[str, Any]:
     """Return a certificate. Raises UserError if the file is not a valid one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        whole = _checked(found, _PARTS)
-        _checked(whole["exact"], _EXACT_PARTS)
-        _check_inside(whole)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _check_parts(content, _PARTS)
+        _check_parts(content["exact"], _EXACT_PARTS)
+        _check_inside(content)
     except FileNotFoundError:
-        raise UserError(
-            f"{path}: this certificate does not exist; a run's certificates are in its folder {CERTIFICATES}"
-        ) from None
+        raise UserError(f"{path}: this certificate does not exist; a run has them in {CERTIFICATES}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder; name one of the certificates in it") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is not a certificate of fedloom ({type(error).__name__}: {error})") from None
-    if whole["format"] != FORMAT:
-        raise UserError(f"{path}: has format {whole['format']}, not {FORMAT}; use the fedloom that wrote it")
-    return whole
+    if content["format"] != FORMAT:
+        raise UserError(f"{path}: has format {content['format']}, not {FORMAT}; use the fedloom that wrote it")
+    return content
 
 
-def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
-    """Return the mapping. Raises ValueError if a part is missing or has another type."""
+def _check_parts(content: Any, parts: dict[str, type]) -> None:
+    """Raise ValueError if a part is missing or has another type."""
     for name, kind in parts.items():
-        if not isinstance(given, dict) or not isinstance(given.get(name), kind):
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             raise ValueError(f"'{name}' is missing or has another type")
-    return given
 
 
-def _check_inside(whole: dict[str, Any]) -> None:
+def _check_inside(content: dict[str, Any]) -> None:
     """Raise ValueError for names that are not texts, and for a malformed 'at_sites'."""
-    exact, said = whole["exact"], whole.get("at_sites", {})
-    names = [*whole["sites"], *whole["times"].values(), *exact["tensors"], *exact["remaining"].values()]
+    exact, answers = content["exact"], content.get("at_sites", {})
+    names = [*content["sites"], *content["times"].values(), *exact["tensors"], *exact["remaining"].values()]
     digests = [*exact["digest_before"].values(), *exact["digest_after"].values()]
-    if not all(isinstance(one, str) for one in [*names, *digests]):
+    if not all(isinstance(text, str) for text in [*names, *digests]):
         raise ValueError("a name, a time or a digest in it is not a text")
-    if not isinstance(said, dict) or not all(one is None or isinstance(one, dict) for one in said.values()):
+    if not isinstance(answers, dict) or not all(text is None or isinstance(text, dict) for text in answers.values()):
         raise ValueError("'at_sites' has another type")
 
 

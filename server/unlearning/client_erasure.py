@@ -32,53 +32,53 @@ def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, di
     The value is None if it is outstanding. It includes the node's signature and key, if it signs
     (clients.protocol.signatures).
     """
-    kept = (*ERASED, "signature", "key")
-    said = {event.body["site"]: {**{key: event.body[key] for key in kept if key in event.body}, "time": event.time}
+    keys = (*ERASED, "signature", "key")
+    answers = {event.body["site"]: {**{key: event.body[key] for key in keys if key in event.body}, "time": event.time}
             for event in ledger.events(AT_SITE) if event.body["request"] == request}  # fmt: skip
     joined = ledger.bound()
-    return {site: said.get(site) for site in sites if site in joined}
+    return {site: answers.get(site) for site in sites if site in joined}
 
 
 def outstanding(ledger: Ledger) -> dict[str, str]:
     """Return the forgotten sites whose nodes have not deleted their stores yet, each with its request."""
-    gone = {site for site, forgotten in ledger.sites().items() if forgotten}
-    found: dict[str, str] = {}
+    forgotten_sites = {site for site, forgotten in ledger.sites().items() if forgotten}
+    waiting: dict[str, str] = {}
     for event in ledger.events("forgotten"):
         if request := event.body.get("request"):
-            told = at_sites(ledger, request, event.body["sites"])
-            found |= {site: request for site, done in told.items() if done is None and site in gone}
-    return found
+            answers = at_sites(ledger, request, event.body["sites"])
+            waiting |= {site: request for site, done in answers.items() if done is None and site in forgotten_sites}
+    return waiting
 
 
 @dataclass
 class Erasure:
-    """Asks the nodes of forgotten sites to delete their stores. `told`: called with messages for the user."""
+    """Asks the nodes of forgotten sites to delete their stores. `message`: shows the user a line."""
 
     config: Config
     ledger: Ledger
     grid: Grid
-    told: Callable[[str], None]
+    message: Callable[[str], None]
 
     def tell(self) -> Mapping[str, str]:
         """Ask the nodes that are online. Return the request by site, for the sites that have answered now."""
         if not (waiting := outstanding(self.ledger)):
             return {}
         federation = self._reached(waiting)
-        there = [site for site in federation.sites if federation.enrolment.owns(site.name)]
+        reached = [site for site in federation.sites if federation.enrolment.owns(site.name)]
         done: dict[str, str] = {}
         for reply in federation.ask(
-            ERASE, ((site, self._order(site, waiting[site.name])) for site in there), 1, WAIT_SECONDS
+            ERASE, ((site, self._order(site, waiting[site.name])) for site in reached), 1, WAIT_SECONDS
         ):
             try:
-                found = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
+                numbers = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
             except ReplyError as error:
-                self.told(f"{reply.site.name}: its answer does not say what it deleted: {error}")
+                self.message(f"{reply.site.name}: its answer does not say what it deleted: {error}")
                 continue
-            if found:
-                self._note(reply.site.name, waiting[reply.site.name], found, reply.content)
+            if numbers:
+                self._note(reply.site.name, waiting[reply.site.name], numbers, reply.content)
                 done[reply.site.name] = waiting[reply.site.name]
             else:
-                self.told(f"{reply.site.name}: its node did not delete its store: {reply.reason}")
+                self.message(f"{reply.site.name}: its node did not delete its store: {reply.reason}")
         return done
 
     def _reached(self, waiting: Mapping[str, str]) -> ClientChannel:
@@ -99,11 +99,11 @@ class Erasure:
         )  # fmt: skip
         return RecordDict({ORDER: order.record(), CONFIG: text_record(text)})
 
-    def _note(self, site: str, request: str, found: Mapping[str, float], content: RecordDict | None) -> None:
-        numbers = {name: max(0, int(found[name])) for name in ERASED}
-        words = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
-        signed = verified_signature(content, *words) if content is not None else {}
+    def _note(self, site: str, request: str, answer: Mapping[str, float], content: RecordDict | None) -> None:
+        numbers = {name: max(0, int(answer[name])) for name in ERASED}
+        payload = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
+        signed = verified_signature(content, *payload) if content is not None else {}
         if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):
             signed = {}  # signed with a key that is not the site's
         self.ledger.note(AT_SITE, {"request": request, "site": site, **numbers, **signed})
-        self.told(f"{site}: deleted its store of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")
+        self.message(f"{site}: deleted its store of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")

@@ -43,17 +43,8 @@ def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mas
     """Attack each federation with parameters that are fitted on all others.
 
     Each image has its own means over the other federations. Each side has one variance for all images, as there are few
-    federations (Carlini et al. 2022, Sec. VI-B).
-
-    Args:
-        forgotten: confidences [federations, n] in networks that forgot the images.
-        never: confidences [federations, n] in networks that never saw them.
-        was: which entries of `forgotten` count.
-        never_was: which entries of `never` count.
-        false: the share of false positives at which the rate is measured.
-
-    Raises:
-        UserError: for fewer than FEWEST federations.
+    federations (Carlini et al. 2022, Sec. VI-B). `forgotten`, `never`: confidences [federations, n]; `was`, `never_was`:
+    which of them count. Raises UserError for fewer than FEWEST federations.
     """
     if len(forgotten) < FEWEST or forgotten.shape != never.shape:
         raise UserError(f"a likelihood-ratio attack needs the same images in at least {FEWEST} federations")

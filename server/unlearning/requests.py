@@ -49,10 +49,8 @@ class Unlearning:
     def apply(self, request: Request) -> Request:
         """Subtract the sites' contributions, commit that, and erase the rest. Roll back first if the request asks for it.
 
-        A request that is already applied is returned unchanged.
-
-        Raises:
-            RefusedError: if it cannot be done; the request is then refused for good.
+        A request that is already applied is returned unchanged. Raises RefusedError if it cannot be done; the request is
+        then refused for good.
         """
         if request.state != "received":
             return request
@@ -91,29 +89,24 @@ class Unlearning:
 
     def take(
         self,
-        told: Callable[[str], None],
+        message: Callable[[str], None],
         retrain: Callable[[Request], Model] | None = None,
         can: Callable[[Request], bool] = lambda request: True,
         mine: str = "",
     ) -> bool:
-        """Process requests between two rounds: apply those that wait, certify those that are due. Return whether anything
-        changed.
+        """Between two rounds, apply waiting requests and certify those that are due. Return whether anything changed.
 
-        Requests after a rollback wait until its rounds are trained, because before that little can be measured.
-
-        Args:
-            told: receives messages for the user.
-            retrain: trains a network without a request's sites. Without it, requests that ask for one are not certified.
-            can: whether a request can be fulfilled here; others stay unchanged.
-            mine: the request whose refusal or certificate the caller reports.
+        Requests after a rollback wait until its rounds are trained. `retrain`: trains a network without a request's sites;
+        without it, requests that ask for one are not certified. `can`: whether a request can be fulfilled here; others stay
+        unchanged. `mine`: the request whose refusal or certificate the caller reports.
         """
         changed = False
         self.state.leaving = []
         for request in filter(can, self.under_way()):
-            if request.state == "received" and self._leaves(request, told, mine):
+            if request.state == "received" and self._leaves(request, message, mine):
                 continue
             if request.state == "received":
-                request = self._taken(request, told, mine)
+                request = self._taken(request, message, mine)
                 changed |= request.state == "applied"
             if request.state != "applied":
                 continue
@@ -123,40 +116,36 @@ class Unlearning:
             elif retrain or not request.options.get("retrain"):
                 self.certify(request, retrain(request) if retrain and request.options.get("retrain") else None)
                 if request.id != mine:
-                    told(f"Request '{request.id}' is verified: this run has forgotten {', '.join(request.sites)}.")
+                    message(f"Request '{request.id}' is verified: this run has forgotten {', '.join(request.sites)}.")
                 changed = True
         return changed
 
-    def lifted(self, told: Callable[[str], None]) -> None:
+    def lifted(self, message: Callable[[str], None]) -> None:
         """Forget the leaving sites, after a round in which the others have removed the masks that they share with them."""
         for request in self.under_way():
             if request.state == "received" and set(request.sites) <= set(self.state.leaving):
-                self._taken(request, told, "")
+                self._taken(request, message, "")
         self.state.leaving = []
 
-    def _leaves(self, request: Request, told: Callable[[str], None], mine: str) -> bool:
-        """Return whether the request must wait for a round in which other sites remove the masks that they share with its
-        sites.
-        """
+    def _leaves(self, request: Request, message: Callable[[str], None], mine: str) -> bool:
+        """Return whether the request must wait for a round in which other sites remove shared masks."""
         if request.options.get("rollback") or not any(pair & set(request.sites) for pair in rounds_together(self.ledger)):
             return False
         if self.state.leaving:
             try:
                 self.state.check_forgetting([*self.state.leaving, *request.sites])
             except UserError as error:
-                told(f"Request '{request.id}' waits until the run has forgotten {', '.join(self.state.leaving)}: {error}")
+                message(f"Request '{request.id}' waits until the run has forgotten {', '.join(self.state.leaving)}: {error}")
                 return True
         try:
             self._refuse(request)
         except RefusedError as error:
             if request.id != mine:
-                told(str(error))
+                message(str(error))
             return True
         if not self._noted(request, LEAVING):
             self.ledger.note(LEAVING, {"request": request.id, "sites": request.sites, "body": self._before(request)})
-        told(
-            f"Request '{request.id}': in the next round, the other sites remove their masks with {', '.join(request.sites)}."
-        )
+        message(f"Request '{request.id}': in the next round, others remove their masks with {', '.join(request.sites)}.")
         self.state.leaving = [*self.state.leaving, *request.sites]
         return True
 
@@ -165,17 +154,15 @@ class Unlearning:
         events = (event for event in self.ledger.events() if event.kind in kinds)
         return next((event.body["body"] for event in events if event.body.get("request") == request.id), None)
 
-    def screen(self, told: Callable[[str], None], mine: str = "") -> None:
-        """Refuse the waiting requests that cannot be fulfilled, before anything starts for them; `told`, `mine` as in
-        `take`.
-        """
+    def screen(self, message: Callable[[str], None], mine: str = "") -> None:
+        """Refuse the waiting requests that cannot be fulfilled, before anything starts for them; arguments as in `take`."""
         for request in self.under_way():
             if request.state == "received":
                 try:
                     self._refuse(request)
                 except RefusedError as error:
                     if request.id != mine:
-                        told(str(error))
+                        message(str(error))
 
     def tidy(self) -> None:
         """Erase what a crash has left of forgotten sites, for each unfinished request."""
@@ -184,7 +171,7 @@ class Unlearning:
                 self._erase(request)
 
     def _evaluation(self, request: Request) -> "UnlearningEvaluation":
-        from fedloom.server.unlearning.evidence import UnlearningEvaluation  # imports the attacks, only when they are needed
+        from fedloom.server.unlearning.evidence import UnlearningEvaluation  # imported only here: slow
 
         return UnlearningEvaluation(self.config, self.evaluator, request.sites)
 
@@ -195,16 +182,16 @@ class Unlearning:
         evidence = self._evaluation(request).of(self._aggregate())
         return {"digest_before": self.state.digest(), "evidence": evidence, "round": self.last_round()}
 
-    def _taken(self, request: Request, told: Callable[[str], None], mine: str) -> Request:
+    def _taken(self, request: Request, message: Callable[[str], None], mine: str) -> Request:
         """Apply a waiting request, and report if it is refused."""
         try:
             request = self.apply(request)
         except RefusedError as error:
             if request.id != mine:
-                told(str(error))
+                message(str(error))
             return request
         if (due := self._due(request)) > self.last_round():
-            told(f"Request '{request.id}' is applied: this run has forgotten {', '.join(request.sites)}. "
+            message(f"Request '{request.id}' is applied: this run has forgotten {', '.join(request.sites)}. "
                  f"The certificate follows after round {due}.")  # fmt: skip
         return request
 
@@ -240,10 +227,11 @@ class Unlearning:
 
     def _erase(self, request: Request) -> None:
         """Note and delete what this machine stores of the sites outside the ledger."""
-        if left := left_of(self.folder, request, [site for site, gone in self.ledger.sites().items() if gone]):
-            paths = [str(path.relative_to(self.folder)) for path in left]
-            self.ledger.note("erased", {"request": request.id, "paths": paths})
-        for path in left:
+        paths = left_of(self.folder, request, [site for site, forgotten in self.ledger.sites().items() if forgotten])
+        if paths:
+            body = {"request": request.id, "paths": [str(path.relative_to(self.folder)) for path in paths]}
+            self.ledger.note("erased", body)
+        for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def under_way(self) -> list[Request]:
@@ -271,8 +259,7 @@ def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
 def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
     """Queue a request and return it; works while a server runs. A known id returns the first request.
 
-    Raises:
-        UserError: for invalid requests.
+    Raises UserError for invalid requests.
     """
     if (known := ledger.request(id)) is not None:
         return known
@@ -284,22 +271,22 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
     return ledger.receive(id, KIND, sites, reason, options)
 
 
-def _is_text(words: str) -> bool:
+def _is_text(text: str) -> bool:
     """Return whether the text can be written; bytes of a command line that are not UTF-8 cannot."""
-    return words.encode(errors="ignore").decode() == words
+    return text.encode(errors="ignore").decode() == text
 
 
 def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
     """Raise UserError if a site is unknown, named twice or forgotten, no site would remain, or nothing is stored."""
     known = ledger.sites()
-    for place, name in enumerate(sites):
+    for index, name in enumerate(sites):
         if name not in known:
             raise unknown("site", name, known)
-        if name in sites[:place]:
+        if name in sites[:index]:
             raise UserError(f"the site '{name}' is named twice; name it once")
         if known[name]:
             raise UserError(f"the site '{name}' is already forgotten; `fedloom ledger RUN` shows the request")
-    if len(sites) >= sum(not gone for gone in known.values()):
+    if len(sites) >= sum(not forgotten for forgotten in known.values()):
         raise UserError("no site would be left: delete the run's folder instead")
     slots = next(ledger.events("created")).body.get("slots")  # missing in ledgers of earlier versions
     if not (ledger.last_round() is None or ledger.all_latest() if slots is None else slots):
@@ -316,8 +303,8 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     them. Only sites in `forgotten` count, as a site may have been readmitted.
     """
     sites = [name for name in request.sites if name in forgotten]
-    found = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
-    found += [folder / STAGING / name for name in sites]
-    found += [folder / STATES, folder / BASELINES]
-    found += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
-    return [path for path in found if path.exists()]
+    paths = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
+    paths += [folder / STAGING / name for name in sites]
+    paths += [folder / STATES, folder / BASELINES]
+    paths += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
+    return [path for path in paths if path.exists()]

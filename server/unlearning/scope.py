@@ -17,14 +17,14 @@ _NOTHING = "the network: what it still reveals about the sites was not measured"
 def scope(evidence: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return `tested` and `not_tested`, as texts, from the evidence of a certificate."""
     after = evidence.get("after", {})
-    attacked = [site for site, found in after.get("membership", {}).items() if "not_measured" not in found]
-    relearned = [site for site, found in evidence.get("relearning", {}).items() if "not_measured" not in found]
+    attacked = [site for site, attacks in after.get("membership", {}).items() if "not_measured" not in attacks]
+    relearned = [site for site, starts in evidence.get("relearning", {}).items() if "not_measured" not in starts]
     tested = {
         "accuracy on the test images of every domain": after.get("accuracy"),
         f"membership of the training images of {', '.join(attacked)}, by two attacks, the same for all images": attacked,
         f"steps to relearn the data of {', '.join(relearned)}": relearned,
         "distance to a network trained without the sites": "retrained" in evidence,
     }
-    found = [what for what, done in tested.items() if done]
-    lacks = [] if not found or "retrained" in evidence else [_WITHOUT_DISTANCE]
-    return {"tested": found, "not_tested": [*([] if found else [_NOTHING]), *lacks, *_NOT_TESTED]}
+    measured = [name for name, done in tested.items() if done]
+    lacks = [] if not measured or "retrained" in evidence else [_WITHOUT_DISTANCE]
+    return {"tested": measured, "not_tested": [*([] if measured else [_NOTHING]), *lacks, *_NOT_TESTED]}

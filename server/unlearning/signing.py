@@ -29,8 +29,8 @@ SUFFIX = ".sig"
 
 def key_path() -> Path:
     """Return the path of the operator's key: $FEDLOOM_KEY, else fedloom/signing.key in the user's configuration folder."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given).expanduser()
+    if path := os.environ.get(VARIABLE):
+        return Path(path).expanduser()
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fedloom" / "signing.key"
 
 
@@ -78,16 +78,14 @@ def signed_by(path: Path, key: str) -> bool:
 
 
 def _public(key: str) -> Ed25519PublicKey:
-    given = key
+    line = key
     if " " not in key.strip():
         try:
-            given = Path(key).read_text(encoding="ascii")
+            line = Path(key).read_text(encoding="ascii")
         except (OSError, ValueError):
-            raise UserError(
-                f"--key: the file '{key}' does not exist; pass a file, or the line that `fedloom key` prints"
-            ) from None
+            raise UserError(f"--key: the file '{key}' does not exist; pass a file, or the line of `fedloom key`") from None
     try:
-        public = load_ssh_public_key(given.strip().encode())
+        public = load_ssh_public_key(line.strip().encode())
     except (ValueError, UnsupportedAlgorithm):
         public = None
     if not isinstance(public, Ed25519PublicKey):

@@ -11,11 +11,7 @@ from pathlib import Path
 
 from fedloom.conf.schema import Config
 
-DATABASE, SHEET, SERVER = (
-    "state.db",
-    "server.yaml",
-    "server",
-)  # files in a server's folder, and the name of that folder in a federation's
+DATABASE, SHEET, SERVER = "state.db", "server.yaml", "server"  # files of a server's folder; that folder's name
 WAIT_SECONDS = 5.0  # for messages to be confirmed, and for the SuperLink to let go of its log
 
 
@@ -27,11 +23,11 @@ def scrub(config: Config) -> str:
     if config.engine.name != "flower":
         return ""
     address = Path(config.engine.address)
-    found = [folder for folder in (address / SERVER, address) if (folder / SHEET).is_file()]
-    if not found:
+    folders = [folder for folder in (address / SERVER, address) if (folder / SHEET).is_file()]
+    if not folders:
         return ("the SuperLink's database is not on this machine, or belongs to Flower's own program: it may hold messages "
                 "of the forgotten sites")  # fmt: skip
-    path = found[0] / DATABASE
+    path = folders[0] / DATABASE
     return scrubbed(path) if path.is_file() else ""
 
 
@@ -40,9 +36,9 @@ def scrubbed(path: Path) -> str:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)) as database:
             deadline = time.monotonic() + WAIT_SECONDS
-            while (left := _left(database, path)) and time.monotonic() < deadline:
+            while (remainder := _left(database, path)) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            return left
+            return remainder
     except sqlite3.Error as error:
         return f"the SuperLink's database cannot be opened ({error}): it may hold messages of the forgotten sites"
 

@@ -175,7 +175,7 @@ def test_the_stored_sum_must_be_the_sum_to_the_last_bit(tmp_path: Path):
     (other,) = committed(tmp_path / "float", {"w": right.double()}, one, two)
     assert other.what == wrong.what
     (absent,) = committed(tmp_path / "absent", {"w": right, "x": torch.ones(1, dtype=torch.int64)}, two, two)
-    assert "a's contribution lacks the tensor 'x'" in absent.what
+    assert "a's contribution lacks the sum's tensor 'x'" in absent.what
     big = {"w": torch.full((2,), 2**62)}
     (overflow,) = committed(tmp_path / "overflow", {"w": right}, big, big, big)
     assert overflow.what == wrong.what

@@ -68,14 +68,7 @@ def test_commits_that_do_not_fit_are_refused_whole(tmp_path: Path):
         plain.forget(ledger, ["d"])
         good, late = contribution(ledger, "a", 3), contribution(ledger, "a", 2)
         states = {}, {}, {"loss": 1.0}, "latest"
-        refused(
-            ledger,
-            "round 2 cannot follow the committed round 2.*continue with round 3",
-            ledger.commit_round,
-            2,
-            {"a": late},
-            *states,
-        )
+        refused(ledger, "round 2 cannot follow .*continue with round 3", ledger.commit_round, 2, {"a": late}, *states)
         refused(ledger, "unknown site 'aa'; did you mean 'a'", ledger.commit_round, 3, {"aa": good}, *states)
         refused(ledger, r"'d' is forgotten \(these are not: a, b, c\)", ledger.commit_round, 3, {"d": good}, *states)
         refused(ledger, "round 3: a contribution belongs to round 2", ledger.commit_round, 3, {"a": late}, *states)
@@ -84,17 +77,7 @@ def test_commits_that_do_not_fit_are_refused_whole(tmp_path: Path):
         refused(ledger, "this blob is missing", ledger.commit_round, 3, missing, *states)
         refused(ledger, "this blob is missing", ledger.commit_round, 3, {}, {"sum": "f" * 64}, {}, None, "latest")
         refused(ledger, "CHECK", ledger.commit_round, 3, {"a": Contribution(good.blob, -1, 3, 32)}, *states)
-        refused(
-            ledger,
-            "cannot be written as JSON",
-            ledger.commit_round,
-            3,
-            {"a": good},
-            {},
-            {},
-            {"loss": float("nan")},
-            "latest",
-        )
+        refused(ledger, "as JSON", ledger.commit_round, 3, {"a": good}, {}, {}, {"loss": float("nan")}, "latest")
         ledger.prune()
         plain.agrees(ledger)
 

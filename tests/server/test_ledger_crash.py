@@ -144,7 +144,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_last_commit_stays(tmp_path: Pat
     new(tmp_path).close()
     with child(commit_for_ever, tmp_path, limit) as (_, says):
         *rounds, told = heard(says)
-    assert "free some space and run again" in told
+    assert "free space and run again" in told
     assert str(tmp_path) in told
     assert "\n" not in told
     assert problems(tmp_path) == []
@@ -171,7 +171,7 @@ def test_a_blob_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path):
     before = contents(tmp_path)
     with child(put_much, tmp_path) as (_, says):
         (told,) = heard(says)
-    assert "File too large; free some space and run again" in told
+    assert "File too large; free space and run again" in told
     assert contents(tmp_path) == before
 
 

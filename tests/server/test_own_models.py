@@ -67,7 +67,7 @@ def test_the_first_is_the_aggregate_and_others_have_files_of_their_names(tmp_pat
         ("no model", r"its models\(\) must hold fedloom\.server\.strategies\.Model, one is a dict"),
         ("lacking", r"Model with the state of its architecture \(.*Missing key\(s\).*head\.weight"),
         ("path", r"names a network '\.\./\.\./evil', which is not a valid file name; choose another name"),
-        ("reserved", r"names a network 'aggregate', which is the file name of the first network"),
+        ("reserved", r"names a network 'aggregate', the file name of the first one"),
     ],
 )
 def test_other_things_are_refused_in_one_line_that_names_the_strategy(tmp_path: Path, what: str, told: str):

@@ -209,7 +209,7 @@ def test_the_sum_of_one_site_is_refused(tmp_path: Path) -> None:
         forget(method, config, ["site-0000"], "one")
         request = method.ledger.request("one")
         assert request is not None and request.state == "refused"
-        assert "with secure aggregation, two must remain" in (request.result or {})["reason"]
+        assert "two sites must remain" in (request.result or {})["reason"]
 
 
 def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_other(tmp_path: Path) -> None:

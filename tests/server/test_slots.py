@@ -56,7 +56,7 @@ def test_of_a_question_left_early_what_was_put_counts(tmp_path: Path):
 
 def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path):
     with pytest.raises(
-        TooFewRepliesError, match="must have one number of samples in all weighted slots; put into all of them at once"
+        TooFewRepliesError, match="must have one number of samples in all weighted slots; put into all at once"
     ):
         trained(tmp_path, "Unequal")
 
