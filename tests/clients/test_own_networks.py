@@ -289,7 +289,7 @@ def test_what_cannot_be_fitted_is_told_in_one_line(name: str, words: list[str], 
             ["kind=float32", "fill=-.inf"],
             r"'my_package\.nets:kept': tensor 'extractor\.mask' has entries that are not finite",
         ),
-        (["kind=float32", "fill=1e30"], r"'extractor\.mask' has an entry of size 1e\+30, beyond 2\*\*30, and cannot"),
+        (["kind=float32", "fill=1e30"], r"'extractor\.mask' has an entry of size 1e\+30, beyond 2\*\*30, so it cannot"),
         (["kind=int64", "fill=3"], r"^network: 'extractor\.mask' holds whole numbers, .*persistent=False"),
     ],
 )

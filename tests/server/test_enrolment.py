@@ -65,7 +65,7 @@ def test_a_name_that_is_taken_is_refused_and_both_nodes_are_named(tmp_path: Path
     for _ in range(3):
         found.refresh()
     assert found.nodes == {"north": A, "south": B}
-    assert found.enrolment.warnings == [f"north: node {C} says so, too, and is refused: node {A} is north"]
+    assert found.enrolment.warnings == [f"north: node {C} also claims this name and is refused: node {A} is north"]
 
 
 def test_a_name_whose_holder_is_gone_is_taken_but_what_the_site_gave_is_not(tmp_path: Path):
@@ -152,9 +152,9 @@ def test_nodes_that_are_no_site_of_the_run_are_named(tmp_path: Path):
     found, _ = federation(config, {A: "north", B: "soth", C: "south"})
     found.join(0.0)
     found.refresh()
-    assert found.enrolment.warnings == ["there, but not asked, as no site that takes part in this run: soth"]
+    assert found.enrolment.warnings == ["connected, but not asked, because they are not sites of this run: soth"]
     found, _ = federation(config, {A: "north", B: "soth"})
-    with pytest.raises(UserError, match=r"sites did not join .*: south \(.*; there, and no site that takes part: soth\)"):
+    with pytest.raises(UserError, match=r"sites did not join .*: south \(.*; connected, but not a site of this run: soth\)"):
         found.join(0.0)
 
 

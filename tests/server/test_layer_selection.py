@@ -311,7 +311,7 @@ def test_a_site_that_lost_its_store_begins_again(tmp_path: Path) -> None:
     [gone] = store_folder(config).glob(f"*/{B}")
     shutil.rmtree(gone)
     done = run(to_resume(config), listener=heard)
-    assert heard.messages[-1] == f"round 2: {B}: its own state is lost: that after round 1; it begins again at the beginning"
+    assert heard.messages[-1] == f"round 2: {B} has lost its own state after round 1; it starts again from the beginning"
     assert done.summary["status"] == "finished" and all(done.summary["checks"].values())
     assert int(own_state(done, 1)[COUNTS].sum()) == 6 and int(own_state(done, 0)[COUNTS].sum()) == 12
 

@@ -100,7 +100,7 @@ def test_a_rollback_that_cannot_be_is_refused_before_an_engine_starts_and_what_f
     """The run was noted as resumed before; its files' digests no longer counted."""
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=2", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
-    with pytest.raises(UserError, match=r"refused: .*the state after round \d is not kept"):
+    with pytest.raises(UserError, match=r"refused: .*the state after round \d is not stored"):
         unlearn(folder(config), UnlearningRequest(["site-0001"], rollback=True))
     (folder(config) / "metrics.jsonl").write_text("{{{")
     assert [problem.file for problem in check(folder(config))] == ["metrics.jsonl"]

@@ -133,7 +133,7 @@ def test_places_where_nothing_is_written(fedloom: Command, done: Path, tmp_path:
     refused(fedloom("heads", done, "--png", done / "x.png"), "--png: got", "inside the run's folder")
     refused(fedloom("heads", done, "--png", tmp_path / "no" / "x.png"), "--png: got", "in an existing folder")
     refused(fedloom("heads", done, "--png", tmp_path / "x.jpg"), "ends in .png")
-    refused(fedloom("heads", tmp_path), "is no run of fedloom")
+    refused(fedloom("heads", tmp_path), "is not a run of fedloom")
 
 
 def test_runs_of_other_methods_have_no_heads(fedloom: Command, finished_run: Path, tmp_path: Path) -> None:

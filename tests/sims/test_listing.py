@@ -95,7 +95,7 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     nested, baseline = run / "more" / "run", run / "baselines" / "fedavg"
     for odd, told in (
         (tmp_path / "link", "is a link"),
-        (tmp_path / "other", "is no run"),
+        (tmp_path / "other", "is not a run"),
         (tmp_path / "nowhere", f"does not exist; 'fedloom runs {tmp_path}' lists the runs there"),
     ):
         refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
@@ -118,9 +118,9 @@ def test_a_list_of_runs_tells_of_forgotten_sites(fedloom: Command, run: Path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"thesis.txt": "precious"}, "holds what fedloom does not write (thesis.txt)"),
-        ({"thesis.txt": "precious", METRICS: ""}, "holds what fedloom does not write (thesis.txt)"),
-        ({".git": "precious", METRICS: ""}, "holds what fedloom does not write (.git)"),
+        ({"thesis.txt": "precious"}, "has files that fedloom did not write (thesis.txt)"),
+        ({"thesis.txt": "precious", METRICS: ""}, "has files that fedloom did not write (thesis.txt)"),
+        ({".git": "precious", METRICS: ""}, "has files that fedloom did not write (.git)"),
         ({"states": "precious"}, "(without ledger.sqlite, metrics.jsonl, summary.json)"),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_somebody_keeps_among_a_runs_files_keeps_the_run(fedloom: Command, 
     (run / mine).parent.mkdir(parents=True, exist_ok=True)
     (run / mine).write_text("precious")
     told = "plots/thesis" if "thesis" in mine else mine
-    refused(fedloom("rm", run, "--yes"), f"holds what fedloom does not write ({told})")
+    refused(fedloom("rm", run, "--yes"), f"has files that fedloom did not write ({told})")
     refused(fedloom("run", "digits", *SMALL, f"run.root={run.parent}", f"run.name={run.name}", "--overwrite"), told)
     assert (run / mine).read_text() == "precious"
 
