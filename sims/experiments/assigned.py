@@ -5,8 +5,7 @@ multiplied by alpha and added to five random networks, and to five that were tra
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import torch
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import NetworkName, initialise, parse_name
-from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
 from fedloom.sims.experiments.pairs import Recipe, trained
-from fedloom.sims.experiments.study import Study
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table, mean
@@ -90,28 +88,26 @@ NOTE = (
 )
 
 
-def tables(study: Study, seeds: int) -> list[Table]:
-    """The four tables; results on disk are taken as they are."""
+def tables(study: Study) -> list[Table]:
+    """Return the four tables."""
     plan = PLANS[study.preset]
-    results = [_found(study, plan, seed) for seed in range(seeds)]
+    folder, key = study.folder / "networks", [plan, [*ALPHAS.items()]]
+    results = study.saved_each("assigned", key, lambda seed: measured(plan, seed, folder))
     scales = ", ".join(f"{name} {each or 'all'}" for name, (each, _) in plan.scales.items())
     few = len(images(plan.few("small", 0), "train"))
     note = NOTE.format(domain=plan.domain, few=few, scales=scales, others=", ".join(plan.others))
-    return [_table(target, how, results, note) for target, how in TABLES]
-
-
-def _found(study: Study, plan: Plan, seed: int) -> dict[str, Any]:
-    make = partial(measured, plan, seed, study.folder / "networks")
-    line = f"arithmetic, Tables 1 to 4, seed {seed}: alone"
-    return study.once(f"assigned-{seed}", [asdict(plan), ALPHAS, seed], make, lambda result: f"{line} {result['alone']}")
+    return [_table(study, target, how, results, note) for target, how in TABLES]
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
     """alone: of theta_A by column; else by target and way, [alpha][network] of each column."""
-    network, looks = plan.network.build().eval(), _looks(plan, seed)
+    network = plan.network.build().eval()
+    few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
+    looks = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
     start = _random(plan, seed, "0")
     ends = {scale: dict(trained(folder, plan.network, plan.few(scale, seed), recipe, seed).state_dict())
             for scale, (_, recipe) in plan.scales.items()}  # fmt: skip
+    ends[TEST] = ends["large"]
     bases = {RANDOM: [_random(plan, seed, str(number)) for number in range(1, 6)], TRAINED: _others(plan, folder, seed)}
 
     def right(state: State, column: str) -> float:
@@ -119,24 +115,14 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
         return count_right(network, looks[column], EVALUATION_BATCH, torch.device("cpu")) / len(looks[column])
 
     def moved(base: State, column: str, alpha: float, how: str) -> State:
-        end = ends[_scale(column)]
+        end = ends[column]
         return {key: tensor + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, tensor in base.items()}
 
-    results: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
+    results: dict[str, Any] = {"alone": {column: right(ends[column], column) for column in looks}}
     for target, how in TABLES:
         results[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
                                              for alpha in ALPHAS[how]] for column in looks}  # fmt: skip
     return results
-
-
-def _looks(plan: Plan, seed: int) -> dict[str, Images]:
-    """What is looked at, by column: the few images of the small scale, whatever g is of; test images at the large one."""
-    few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
-    return {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
-
-
-def _scale(column: str) -> str:
-    return "large" if column == TEST else column
 
 
 def _random(plan: Plan, seed: int, number: str) -> State:
@@ -172,21 +158,19 @@ class Ten(Task):
         return f"{{domain: {self.domain}, classes: {list(self.labels)}, relabel: true}}"
 
 
-def _table(target: str, how: str, results: list[dict[str, Any]], note: str) -> Table:
-    number, rows = TABLES[target, how], []
-    columns = list(results[0][f"{target} {how}"])
+def _table(study: Study, target: str, how: str, results: list[dict[str, Any]], note: str) -> Table:
+    number, way, rows = TABLES[target, how], f"{target} {how}", []
+    columns = list(results[0][way])
     for index, alpha in enumerate(ALPHAS[how]):
-        scores = [[share for each in results for share in each[f"{target} {how}"][column][index]] for column in columns]
+        scores = [[share for result in results for share in result[way][column][index]] for column in columns]
         rows.append([f"{alpha:g}", *map(mean_and_spread, scores), _paper(number, alpha)])
-    alone = [mean_and_spread([each["alone"][column] for each in results]) for column in columns]
-    rows.append(["θ_A alone", *alone, "-"])
-    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {count(len(results), 'seed')}"
-    return Table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
+    rows.append(["θ_A alone", *means(results, *(("alone", column) for column in columns)), "-"])
+    title = f"Table {number}: {FORMULAS[how]} on five {target} networks"
+    return study.table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
 
 
 def _paper(number: str, alpha: float) -> str:
-    """The paper's accuracy, in %: the mean of its networks."""
+    """Return the paper's accuracy in %: the mean of its networks."""
     theirs = papers.cells("arithmetic", number)
-    cells = [theirs.number(alpha, column) for column in theirs.columns]
-    average = mean(cells)
+    average = mean([theirs.number(alpha, column) for column in theirs.columns])
     return "-" if average is None else f"{average:.1f}"

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.server.evaluation.evaluator import count_right
-from fedloom.sims.experiments.pairs import Recipe, Share, trained
+from fedloom.sims.experiments.pairs import Recipe, Share, trained_apart
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 
-FOLDER = Path("runs/fusion")
 SAME, OTHER = 200, 1000  # unlabelled images for parents of the same data, and of different data
 RECIPE = Recipe(epochs=10, rate=0.05, flip=True, weight_decay=5e-4)
 CIFAR = Task("cifar10", 32, False, samples=5000)
@@ -75,14 +73,10 @@ PAIRS = {
 }
 
 
-def parents(pair: str, seed: int) -> list[nn.Module]:
+def parents(folder: Path, pair: str, seed: int) -> list[nn.Module]:
     """The trained networks in evaluation mode, from disk if they were trained before."""
-    chosen, folder = PAIRS[pair], FOLDER / "networks"
-    made = []
-    for index, (text, task) in enumerate(zip(chosen.networks, chosen.tasks(seed), strict=True)):
-        name = parse_name(text, task.channels, task.size, 10)
-        made.append(trained(folder, name, task, chosen.recipe, 1000 * index + seed))
-    return made
+    chosen = PAIRS[pair]
+    return trained_apart(folder / "networks", chosen.networks, chosen.tasks(seed), chosen.recipe, seed)
 
 
 def probe(pair: str, seed: int, samples: int = 0) -> Tensor:

@@ -4,11 +4,8 @@ The federation's `regularised` mode is our form of it: there no site sees the ot
 """
 
 import copy
-import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +18,8 @@ from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.sims.experiments.kept import fingerprint, kept
+from fedloom.sims.experiments.pairs import cosine
+from fedloom.sims.experiments.study import Study, fingerprint
 from fedloom.sims.operations.domain_task import Task, images
 
 TEST_BATCH = 500
@@ -102,22 +100,19 @@ class Apart(nn.Module):
         return _network(first.extractor, {}, first.head, combined)
 
 
-def measured(setting: Setting, folder: Path) -> Accuracies:
-    """Train, and measure N_1 ..., N*, their sum, and the sum without each; taken from the folder if it is there."""
-    key = dataclasses.asdict(setting) | {"network": {**vars(setting.network), "options": dict(setting.network.options)}}
-    return kept(folder / f"joint-{setting.seed}-{fingerprint(key)}.json", key, lambda: _measured(setting))
+def measured(study: Study, setting: Setting) -> Accuracies:
+    """Train, and return the test accuracies of N_1 ..., N*, their sum, and the sum without each."""
+    return study.once(f"joint-{setting.seed}-{fingerprint(setting)}", setting, lambda: _measured(setting))
 
 
 def trained(setting: Setting) -> Joint | Apart:
-    """All networks after the last step."""
+    """Return all networks after the last step."""
     together = Joint(setting) if setting.strength else Apart(setting)
-    training = TrainingConfig(rate=setting.rate, clip=5.0)
-    parts = [images(task, "train") for task in setting.tasks]
-
-    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
-        return together.loss(inputs.split(setting.batch), labels.split(setting.batch))
-
-    descend(list(together.parameters()), loss, _steps(setting, parts), recipe_of(training))
+    parts, size = [images(task, "train") for task in setting.tasks], setting.batch
+    steps, training = _steps(setting, parts), TrainingConfig(rate=setting.rate, clip=5.0)
+    descend(
+        list(together.parameters()), lambda x, y: together.loss(x.split(size), y.split(size)), steps, recipe_of(training)
+    )
     return together
 
 
@@ -127,19 +122,19 @@ def convolutions(extractor: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def _measured(setting: Setting) -> Accuracies:
-    together = trained(setting)
-    places = range(len(setting.tasks))
+    together, indices = trained(setting), range(len(setting.tasks))
     if isinstance(together, Apart):
-        networks: dict[str, nn.Module] = {f"N{index + 1}": together.networks[index] for index in places}
-        return {name: _accuracies(one, setting) for name, one in [*networks.items(), ("sum", together.summed())]}
-    results = {f"N{index + 1}": _network(together.own[index], {}, together.head) for index in places}
-    results |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
-    for index in places:
-        others = [one for one in places if one != index]
-        results[f"forget N{index + 1}"] = together.summed(others)
-        if len(others) == 1:
-            results[f"forget N{index + 1}, own norms"] = together.summed(others, together.own[others[0]])
-    return {name: _accuracies(one, setting) for name, one in results.items()}
+        networks: dict[str, nn.Module] = {f"N{index + 1}": together.networks[index] for index in indices}
+        networks["sum"] = together.summed()
+    else:
+        networks = {f"N{index + 1}": _network(together.own[index], {}, together.head) for index in indices}
+        networks |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(indices)}
+        for index in indices:
+            others = [other for other in indices if other != index]
+            networks[f"forget N{index + 1}"] = together.summed(others)
+            if len(others) == 1:
+                networks[f"forget N{index + 1}, own norms"] = together.summed(others, together.own[others[0]])
+    return {name: _accuracies(network, setting) for name, network in networks.items()}
 
 
 def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
@@ -179,10 +174,13 @@ def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, T
     """A batch of each data set in every step, one after the other; each begins anew when it is through."""
     draws = [_batches(len(part), setting, task) for part, task in zip(parts, setting.tasks, strict=True)]
     for step in range(setting.steps):
-        rate = setting.rate * 0.5 * (1.0 + math.cos(math.pi * step / setting.steps))
         places = [next(draw) for draw in draws]
         x = torch.cat([part.x[own] for part, own in zip(parts, places, strict=True)])
-        yield rate, to_float(x), torch.cat([part.y[own] for part, own in zip(parts, places, strict=True)])
+        yield (
+            cosine(setting.rate, step, setting.steps),
+            to_float(x),
+            torch.cat([part.y[own] for part, own in zip(parts, places, strict=True)]),
+        )
 
 
 def _batches(number: int, setting: Setting, task: Task) -> Iterator[Tensor]:

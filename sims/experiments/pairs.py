@@ -1,8 +1,8 @@
 """Networks trained apart, for experiments on fusion. They are kept on disk."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import random_flip, to_float
-from fedloom.clients.networks import NetworkName, initialise, load_network, save_network
+from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.sites import Site
-from fedloom.sims.experiments.kept import fingerprint
+from fedloom.sims.experiments.study import fingerprint
 from fedloom.sims.operations.domain_task import Task, images, placed
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a network on images with labels
@@ -87,8 +87,7 @@ def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: L
 
 def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: int) -> nn.Module:
     """A network of that name trained from the start drawn by `seed`; taken from the folder if it was trained before."""
-    facts = [asdict(task), asdict(recipe), seed, {**vars(name), "options": dict(name.options)}]
-    path = folder / f"{name.name.replace(':', '-')}-{fingerprint(facts, 16)}.safetensors"
+    path = folder / f"{name.name.replace(':', '-')}-{fingerprint([task, recipe, seed, name], 16)}.safetensors"
     if path.is_file():
         return load_network(path)[0]
     network = name.build()
@@ -96,6 +95,17 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
     train(network, task, recipe, name.name, str(seed))
     save_network(path, network.eval(), name)
     return network
+
+
+def trained_apart(folder: Path, names: Sequence[str], tasks: Sequence[Task], recipe: Recipe, seed: int) -> list[nn.Module]:
+    """Return a network for each of the names, trained on its task from its own start."""
+    return [trained(folder, parse_name(name, task.channels, task.size, 10), task, recipe, 1000 * index + seed)
+            for index, (name, task) in enumerate(zip(names, tasks, strict=True))]  # fmt: skip
+
+
+def cosine(rate: float, step: int, steps: int) -> float:
+    """Return the learning rate at a step: it falls from `rate` to 0 along half a cosine."""
+    return rate * (0.5 * (1.0 + math.cos(math.pi * step / steps)))
 
 
 def _steps(task: Task, recipe: Recipe, *purpose: str) -> Iterator[tuple[float, Tensor, Tensor]]:
@@ -106,7 +116,7 @@ def _steps(task: Task, recipe: Recipe, *purpose: str) -> Iterator[tuple[float, T
     for _ in range(recipe.epochs):
         for batch in torch.randperm(len(every), generator=generator).split(recipe.batch):
             inputs = to_float(every.x[batch])
-            rate = recipe.rate * (0.5 * (1.0 + math.cos(math.pi * done / total)) if recipe.cosine else 1.0)
+            rate = cosine(recipe.rate, done, total) if recipe.cosine else recipe.rate
             done += 1
             if len(batch) > 1:  # BatchNorm has no variance of a single image
                 yield rate, random_flip(inputs, generator) if recipe.flip else inputs, every.y[batch]

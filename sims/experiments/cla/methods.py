@@ -12,7 +12,7 @@ from fedloom.clients.networks.base import initialise
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.baselines import Ensemble, naive_average
-from fedloom.fusion.graph.channels import Unit, wire
+from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.experiments.comparators.net2net import deepened
@@ -59,8 +59,8 @@ def fresh(network: nn.Module, seed: int) -> nn.Module:
     return drawn
 
 
-def _number(index: int) -> Method:
-    return lambda inputs: copy.deepcopy(inputs.networks[index])
+def _parent(inputs: Inputs, index: int) -> nn.Module:
+    return copy.deepcopy(inputs.networks[index])
 
 
 def _naive(inputs: Inputs) -> nn.Module:
@@ -90,7 +90,7 @@ def _into_transferred(inputs: Inputs, by: str, settings: FusionSettings) -> nn.M
 
 
 STARTS: dict[str, Method] = {
-    **{name: _number(place) for place, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))},
+    **{name: partial(_parent, index=index) for index, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))},
     "random A": lambda inputs: fresh(inputs.deep, inputs.seed),
     "random B": lambda inputs: fresh(inputs.shallow, inputs.seed),
     "ensemble": lambda inputs: Ensemble(inputs.networks),
@@ -112,8 +112,8 @@ TRANSFERS: dict[str, Method] = {
 }
 
 
-def _by_map(inputs: Inputs, chosen: Callable[[Inputs], tuple[int, ...]], settings: FusionSettings = REFERENCE) -> nn.Module:
-    return fused(inputs, replace(settings, map=chosen(inputs)))
+def _by_map(inputs: Inputs, chosen: Callable[[Inputs], tuple[int, ...]]) -> nn.Module:
+    return fused(inputs, replace(REFERENCE, map=chosen(inputs)))
 
 
 def first_two(inputs: Inputs, first: int, second: int) -> tuple[int, ...]:
@@ -138,14 +138,11 @@ def drawn(inputs: Inputs, number: int) -> tuple[int, ...]:
 
 def _stages(inputs: Inputs) -> list[tuple[list[int], list[int]]]:
     """The places of the blocks (or layers) of each group in A and in B."""
-    return list(zip(*(_groups(wire(network, inputs.probe[:1]).units) for network in inputs.networks[:2]), strict=True))
-
-
-def _groups(units: tuple[Unit, ...]) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for index, unit in enumerate(units):
-        groups.setdefault(unit.group, []).append(index)
-    return list(groups.values())
+    groups: list[dict[int, list[int]]] = [{}, {}]
+    for places, network in zip(groups, inputs.networks, strict=False):
+        for index, unit in enumerate(wire(network, inputs.probe[:1]).units):
+            places.setdefault(unit.group, []).append(index)
+    return list(zip(*(places.values() for places in groups), strict=True))
 
 
 DRAWS = 5

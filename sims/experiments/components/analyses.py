@@ -3,14 +3,13 @@
 import math
 from typing import Any
 
-from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.methods import ALL, DCC, PULLS, WAYS
-from fedloom.sims.experiments.components.study import UPPER, ComponentsStudy, Found, shown, way
-from fedloom.sims.experiments.dot_plot import draw
+from fedloom.sims.experiments.components.runs import UPPER, each, first_task, shown, size_of, tasks_of, upper_bound, way
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.plots import dots
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds. exchanged: mean over all pairs of one site's extractor and "
@@ -20,82 +19,72 @@ NOTE = (
 )
 
 
-def figure2(study: ComponentsStudy, seeds: int) -> list[Part]:
+def figure2(study: Study) -> list[Part]:
     """Every combination of auxiliary heads on every task."""
-    return [part for task in study.tasks for part in _combinations(study, task, seeds)]
+    return [part for task in tasks_of(study) for part in _combinations(study, task)]
 
 
-def _combinations(study: ComponentsStudy, task: str, seeds: int) -> list[Part]:
-    paper, rows = cells("components", "figure2"), []
-    title, classes = study.size.tasks[task].title, study.size.tasks[task].classes
-    upper, drawn = study.upper(task, seeds), [dict[str, Any]() for _ in range(seeds)]
-    for name, method in WAYS.items():
-        results = {column: study.each(task, method.pulled(pull), seeds) for column, pull in PULLS.items()}
-        first, pulled = results.values()
-        cellwise = [shown(first, "exchanged"), way(first, upper, classes)]
-        more = [shown(pulled, "exchanged"), way(pulled, upper, classes)] if method.pulls else ["-", "-"]
-        rows.append([name, paper.shown(name, "exchanged"), *cellwise, *more,
-                     shown(first, "own"), shown(pulled, "own") if method.pulls else "-"])  # fmt: skip
-        for seed in range(seeds):
-            accuracy = [first[seed].exchanged, pulled[seed].exchanged if method.pulls else math.nan, first[seed].own]
-            drawn[seed][name] = {"accuracy": accuracy}
+def _combinations(study: Study, name: str) -> list[Part]:
+    paper, rows, task = cells("components", "figure2"), [], size_of(study).tasks[name]
+    upper, drawn = upper_bound(study, name), [dict[str, list[float]]() for _ in range(study.seeds)]
+    for heads, method in WAYS.items():
+        first, pulled = (each(study, name, method.pulled(pull)) for pull in PULLS.values())
+        columns = [(*shown(runs, "exchanged"), way(runs, upper, task.classes)) for runs in (first, pulled)]
+        own = [*shown(first, "own"), *shown(pulled, "own")]
+        if not method.pulls:
+            columns[1], own[1] = ("-", "-"), "-"
+        rows.append([heads, paper.shown(heads, "exchanged"), *columns[0], *columns[1], *own])
+        for seed, picture in enumerate(drawn):
+            picture[heads] = [first[seed].exchanged, pulled[seed].exchanged if method.pulls else math.nan, first[seed].own]
     rows.append([UPPER, paper.shown("upper bound", "exchanged"), "-", "-", "-", "-", mean_and_spread(upper), "-"])
-    columns = [text for name in PULLS for text in (f"exchanged, {name}", f"way, {name}")]
-    head = ["heads", "exchanged (paper)", *columns, *(f"own, {name}" for name in PULLS)]
+    head = ["heads", "exchanged (paper)", *(text for column in PULLS for text in (f"exchanged, {column}", f"way, {column}")),
+            *(f"own, {column}" for column in PULLS)]  # fmt: skip
     stages = ["exchanged, as the paper", "exchanged, pulled", "own"]
-    picture = draw({title: drawn}, stages, study.folder / f"figure2-{task}.png")
-    table = Table(f"Figure 2: {title}, {count(seeds, 'seed')}", head, rows, NOTE)
-    return [table, Picture(picture, f"Figure 2: {title}")]
+    picture = dots({task.title: drawn}, stages, study.folder / f"figure2-{name}.png")
+    table = study.table(f"Figure 2: {task.title}", head, rows, NOTE)
+    return [table, Picture(picture, f"Figure 2: {task.title}")]
 
 
-def schemes(study: ComponentsStudy, seeds: int) -> list[Part]:
+def schemes(study: Study) -> list[Part]:
     """Joint training against incremental, which goes over both orders of the sites, as the paper's does."""
-    paper, tables = cells("components", "schemes"), []
-    for task, one in study.tasks.items():
+    paper, tables = cells("components", "schemes"), list[Part]()
+    for name, task in tasks_of(study).items():
         rows = []
-        for name in (DCC, ALL):
+        for heads in (DCC, ALL):
             for column, pull in PULLS.items():
-                joint = study.each(task, WAYS[name].pulled(pull), seeds)
-                late = _incremental(study, task, WAYS[name].pulled(pull), seeds)
-                accuracies = [[each.exchanged for each in both] for both in (joint, *late)]
-                ordered = [(one + other) / 2 for one, other in zip(*accuracies[1:], strict=True)]
-                gaps = [first - second for first, second in zip(accuracies[0], ordered, strict=True)]
-                own = [(one.own + other.own) / 2 for one, other in zip(*late, strict=True)]
-                theirs = [paper.shown(name, scheme) if not pull else "-" for scheme in ("joint", "incremental")]
-                rows.append([f"{name}, {column}", mean_and_spread(accuracies[0]), mean_and_spread(ordered),
-                             mean_and_spread(gaps), shown(joint, "own"), mean_and_spread(own), *theirs])  # fmt: skip
+                settings = WAYS[heads].pulled(pull)
+                joint = each(study, name, settings)
+                late = [each(study, name, {**settings, "strategy.scheme": "incremental", "sites": order})
+                        for order in (list(task.sites), list(task.sites)[::-1])]  # fmt: skip
+                ordered, own = ([(getattr(one, what) + getattr(other, what)) / 2 for one, other in zip(*late, strict=True)]
+                                for what in ("exchanged", "own"))  # fmt: skip
+                gaps = [run.exchanged - after for run, after in zip(joint, ordered, strict=True)]
+                theirs = [paper.shown(heads, scheme) if not pull else "-" for scheme in ("joint", "incremental")]
+                rows.append([f"{heads}, {column}", *shown(joint, "exchanged"), mean_and_spread(ordered),
+                             mean_and_spread(gaps), *shown(joint, "own"), mean_and_spread(own), *theirs])  # fmt: skip
         head = ["heads", "joint", "incremental", "joint - incremental", "own, joint", "own, incremental",
                 "joint (paper)", "incremental (paper)"]  # fmt: skip
-        tables.append(Table(f"Joint and incremental training: {one.title}, {count(seeds, 'seed')}", head, rows, NOTE))
+        tables.append(study.table(f"Joint and incremental training: {task.title}", head, rows, NOTE))
     return tables
 
 
-def _incremental(study: ComponentsStudy, task: str, settings: dict[str, Any], seeds: int) -> list[list[Found]]:
-    """Of each seed, in both orders."""
-    sites = list(study.size.tasks[task].sites)
-    orders = (sites, sites[::-1])
-    return [study.each(task, {**settings, "strategy.scheme": "incremental", "sites": order}, seeds) for order in orders]
-
-
-def steps(study: ComponentsStudy, seeds: int) -> list[Part]:
+def steps(study: Study) -> list[Part]:
     """Local steps between two averages, and sites: DCC."""
-    task, plans = study.first, study.size.plans
-    rows = []
-    for sites in study.size.several:
+    (name, task), plans, rows = first_task(study), size_of(study).plans, []
+    for sites in size_of(study).several:
         for column, pull in PULLS.items():
-            settings = {**WAYS[DCC].pulled(pull), "sites": _several(study, task, sites)}
-            results = [study.each(task, {**settings, **_plan(study, index)}, seeds) for index in range(len(plans))]
-            rows.append([f"{sites} sites, {column}", *(shown(result, "exchanged") for result in results),
-                         *(shown(result, "own") for result in results)])  # fmt: skip
+            settings = {**WAYS[DCC].pulled(pull), "sites": _several(task.sites, sites)}
+            results = [each(study, name, {**settings, **_plan(study, index)}) for index in range(len(plans))]
+            rows.append([f"{sites} sites, {column}", *(text for what in ("exchanged", "own")
+                                                        for runs in results for text in shown(runs, what))])  # fmt: skip
     names = [f"{steps} steps, {rounds} rounds" for steps, rounds in plans]
-    head = ["DCC", *(f"exchanged: {name}" for name in names), *(f"own: {name}" for name in names)]
-    title = f"Local steps and sites: {study.size.tasks[task].title}, {count(seeds, 'seed')}"
-    return [Table(title, head, rows, NOTE + " More sites divide the same images.")]
+    head = ["DCC", *(f"{what}: {plan}" for what in ("exchanged", "own") for plan in names)]
+    return [study.table(f"Local steps and sites: {task.title}", head, rows, NOTE + " More sites divide the same images.")]
 
 
-def _plan(study: ComponentsStudy, index: int) -> dict[str, Any]:
+def _plan(study: Study, index: int) -> dict[str, Any]:
     """The settings of a plan; none of that which runs have anyway."""
-    (steps, rounds), settings = study.size.plans[index], study.size.tasks[study.first].settings
+    (steps, rounds), settings = size_of(study).plans[index], first_task(study)[1].settings
     if index == 0 and "rounds" not in settings:
         return {}
     plan: dict[str, Any] = {"training.steps": steps, "rounds": rounds}
@@ -104,12 +93,8 @@ def _plan(study: ComponentsStudy, index: int) -> dict[str, Any]:
     return plan
 
 
-def _several(study: ComponentsStudy, task: str, count: int) -> list[dict[str, Any]]:
+def _several(sites: Any, number: int) -> list[dict[str, Any]]:
     """As many sites, alike numbers of each domain, which have the images of two."""
-    sites, divided = study.size.tasks[task].sites, []
-    for site in sites:
-        share, samples = count // len(sites), site.get("samples", 0)
-        divided.append(
-            {**site, **({"count": share} if share > 1 else {}), **({"samples": samples // share} if samples else {})}
-        )
-    return divided
+    share = number // len(sites)
+    return [{**site, **({"count": share} if share > 1 else {}),
+             **({"samples": site["samples"] // share} if site.get("samples") else {})} for site in sites]  # fmt: skip

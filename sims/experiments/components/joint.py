@@ -6,7 +6,7 @@ The federation's form of it is ours: there each site trains copies of the auxili
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,13 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
-from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import accuracy, built
 from fedloom.sims.experiments.pairs import Share
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 DCC, RP = "dcc", "rp"
 DRAWN, SAME, APART = "drawn", "pre-trained, one network", "pre-trained, two networks"
@@ -208,7 +205,7 @@ NOTE = (
 )
 
 
-def joint(study: ComponentsStudy, seeds: int) -> list[Part]:
+def joint(study: Study) -> list[Part]:
     """Figure 2 with the paper's optimiser and one head for all, on each task that is asked for."""
     if study.preset != "cpu":
         return ["Figure 2, trained jointly, is measured by --preset cpu alone."]
@@ -217,22 +214,12 @@ def joint(study: ComponentsStudy, seeds: int) -> list[Part]:
         if study.only and name not in study.only:
             continue
         rows = []
-        for row, setting in ROWS.items():
-            results = [_kept(study, name, row, replace(setting, steps=STEPS), seed) for seed in range(seeds)]
+        for row, short in ROWS.items():
+            setting = replace(short, steps=STEPS)
+            results = study.saved_each(f"joint-{name}-{row}", [pair, setting], partial(measured, pair, setting))
             theirs = THEIRS.get(row) or (paper.shown(row, "exchanged") if row in paper.rows else "-")
-            rows.append(
-                [row, theirs, *(mean_and_spread([result[key] for result in results]) for key in ("exchanged", "own"))]
-            )
+            rows.append([row, theirs, *means(results, ("exchanged",), ("own",))])
         note = NOTE.format(steps=STEPS, before=pair.before.domain)
-        title = f"Figure 2, trained jointly: {pair.title}, {count(seeds, 'seed')}"
-        parts.append(Table(title, ["heads", "exchanged (paper)", "exchanged", "own"], rows, note))
+        head = ["heads", "exchanged (paper)", "exchanged", "own"]
+        parts.append(study.table(f"Figure 2, trained jointly: {pair.title}", head, rows, note))
     return parts
-
-
-def _kept(study: ComponentsStudy, name: str, row: str, setting: Setting, seed: int) -> dict[str, float]:
-    slug = "".join(letter if letter.isalnum() else "-" for letter in row.lower())
-    key = [asdict(PAIRS[name]), asdict(setting)]
-    make = partial(measured, PAIRS[name], setting, seed)
-    return study.once(
-        f"joint-{name}-{slug}-{seed}", key, make, lambda shares: f"{name}, seed {seed}, joint, {row}: {shares}"
-    )

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.conf.formatting import count
-from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 DOMAINS = {"mnist": 7000, "cifar10": 20000}  # and images to train on
 SIZE, CLASSES, FIRST = 16, 10, 5
@@ -26,7 +24,7 @@ EXTRACTORS: dict[str, dict[str, Any]] = {  # the reference first; by the paper's
     "ResNet-56": {"of": {"name": "resnet20", "width": 0.5}, "at": "stage2"},
     "MobileNetV2": {"of": {"name": "torchvision.models:mobilenet_v2", "width_mult": 0.5}, "at": "features.3"},
 }
-OURS = {
+OURS = {  # what stands for them here
     "Wide ResNet-56": "ResNet-20 (reference)",
     "ResNet-56": "ResNet-20, half the width",
     "MobileNetV2": "MobileNetV2, half the width",
@@ -44,32 +42,25 @@ NOTE = (
 )
 
 
-def figure3(study: ComponentsStudy, seeds: int) -> list[Part]:
+def figure3(study: Study) -> list[Part]:
     """The updated head on every extractor."""
     paper, parts = cells("components", "figure11"), list[Part]()
-    for domain in DOMAINS:
-        rows = []
-        for way in WAYS:
-            results = [_found(study, domain, way, seed) for seed in range(seeds)]
+    for domain, samples in DOMAINS.items():
+        rows, task = [], Task(domain, SIZE, False, samples=samples)
+        for way, match in WAYS.items():
+            key = [domain, SIZE, samples, HEAD, EXTRACTORS, JOINT, UPDATE, match]
+            results = study.saved_each(f"one-head-{domain}-{way}", key, partial(_of_task, task, match))
             for name in EXTRACTORS:
-                ours = {column: mean_and_spread([one[column][name] for one in results]) for column in ("before", *COLUMNS)}
-                beside = [cell for column in COLUMNS for cell in (paper.shown(name, column), ours[column])]
-                rows.append([way, OURS[name], ours["before"], *beside])
-        head = ["trained", "extractor", "before", *(one for column in COLUMNS for one in (f"{column} (paper)", column))]
-        parts.append(
-            Table(f"Figures 3 and 11: one head on several extractors, {domain}, {count(seeds, 'seed')}", head, rows, NOTE)
-        )
+                before, *ours = means(results, *((column, name) for column in ("before", *COLUMNS)))
+                pairs = zip((paper.shown(name, column) for column in COLUMNS), ours, strict=True)
+                rows.append([way, OURS[name], before, *(text for pair in pairs for text in pair)])
+        head = ["trained", "extractor", "before", *(text for column in COLUMNS for text in (f"{column} (paper)", column))]
+        parts.append(study.table(f"Figures 3 and 11: one head on several extractors, {domain}", head, rows, NOTE))
     return parts
 
 
-def _found(study: ComponentsStudy, domain: str, way: str, seed: int) -> dict[str, dict[str, float]]:
-    def make() -> dict[str, dict[str, float]]:
-        task = Task(domain, SIZE, False, samples=DOMAINS[domain])
-        return measured({part: images(task, part) for part in ("train", "test")}, seed, WAYS[way])
-
-    key = [domain, SIZE, DOMAINS[domain], HEAD, EXTRACTORS, vars(JOINT), vars(UPDATE), WAYS[way], seed]
-    name = f"one-head-{domain}-{way.replace(' ', '-')}-{seed}"
-    return study.once(name, key, make, lambda columns: f"one head, {domain}, {way}, seed {seed}: {columns}")
+def _of_task(task: Task, match: float, seed: int) -> dict[str, dict[str, float]]:
+    return measured({part: images(task, part) for part in ("train", "test")}, seed, match)
 
 
 def measured(

@@ -1,10 +1,9 @@
 """A learner meets a sequence of tasks, one after the other; what it reaches, what it keeps, and how long it takes."""
 
-import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.lasem.tasks import Task
+from fedloom.sims.experiments.pairs import cosine
 
 TEST_BATCH = 250
 
@@ -39,39 +39,35 @@ class Plan:
         """The learning rate in an epoch."""
         if self.decay is not None:
             return self.rate / (1.0 + self.decay * epoch)
-        return self.rate * 0.5 * (1.0 + math.cos(math.pi * epoch / self.epochs))
+        return cosine(self.rate, epoch, self.epochs)
 
 
-class Training(ABC):
-    """A learner at work on one task."""
+@dataclass(frozen=True)
+class Training:
+    """A learner at work on one task: what moves, the loss of a mini-batch, and the network as it is now."""
 
-    @abstractmethod
-    def parameters(self) -> list[nn.Parameter]:
-        """What moves."""
-
-    @abstractmethod
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Of a mini-batch."""
-
-    @abstractmethod
-    def network(self) -> nn.Module:
-        """As it is now, for measuring."""
+    parameters: Callable[[], list[nn.Parameter]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    network: Callable[[], nn.Module]
 
 
 class Learner(ABC):
     """A method. It meets tasks in turn, and may change what it knows of earlier ones."""
 
+    def __init__(self) -> None:
+        self.met: list[Any] = []  # the networks of earlier tasks
+
     @abstractmethod
     def start(self, task: int, validation: Images) -> Training:
         """Begin a task."""
 
-    @abstractmethod
     def finish(self, task: int, training: Training) -> None:
         """Keep what a task taught."""
+        self.met.append(training.network())
 
-    @abstractmethod
     def network(self, task: int) -> nn.Module:
         """The network of a task that was met, as it is now."""
+        return self.met[task]
 
     def facts(self, task: int) -> dict[str, Any]:
         """What else is to be told of a task, as JSON."""

@@ -1,5 +1,6 @@
 """LASEM and given configurations on a sequence of tasks: the very sessions that sites of a federation train with."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,6 @@ from fedloom.sims.experiments.lasem.lifelong import Learner, Training
 
 def configured(network: Mapping[str, Any], size: int, classes: int, tasks: int, seed: int) -> Config:
     """A federation with a site for each task; whose images these are does not matter here."""
-    import json
-
     sites = f"[{{domain: digits, count: {tasks}}}]"
     return load("digits", [f"sites={sites}", f"seed={seed}", f"data={{size: {size}, grey: false, classes: {classes}}}",
                            f"network={json.dumps(dict(network))}"])  # fmt: skip
@@ -35,21 +34,22 @@ class Selecting(Learner):
     """Layers that are shared follow from the task before; those that a task does not choose go back to what they were."""
 
     def __init__(self, options: Mapping[str, Any], config: Config) -> None:
+        super().__init__()
         self.objective, self.config, self.sites = build(LayerSelection, options, "objective"), config, config.roster
         self.layers = self.objective.layers_of(config, self.sites[0])
         self.shared = self.layers.shared(config, self.sites[0])
+        self.session: SelectionSession
         self.stores: dict[int, State] = {}
         self.seen: dict[int, Tensor] = {}
 
     def start(self, task: int, validation: Images) -> Training:
-        return _Selecting(self, task)
+        session = self.session = SelectionSession(self.objective, self.task(task, None, self.shared))
+        return Training(session.parameters, session.loss, lambda: self.put_together(task, _state(session), {})[0])
 
     def finish(self, task: int, training: Training) -> None:
-        assert isinstance(training, _Selecting)
-        self.stores[task] = training.state()
-        session = training.session
-        self.seen[task] = torch.stack(session.masses).float()
-        used, ends = session.belief.best(), below(self.stores[task], SHARED_PARTS)
+        self.stores[task] = _state(self.session)
+        self.seen[task] = torch.stack(self.session.masses).float()
+        used, ends = self.session.belief.best(), below(self.stores[task], SHARED_PARTS)
         self.shared = {
             name: ends[name] if used[self.layers.group_of(name)] else before for name, before in self.shared.items()
         }
@@ -80,22 +80,8 @@ class Selecting(Learner):
         return task.network, composition[1]
 
 
-class _Selecting(Training):
-    def __init__(self, learner: Selecting, number: int) -> None:
-        self.learner, self.number = learner, number
-        self.session = SelectionSession(learner.objective, learner.task(number, None, learner.shared))
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self.session.parameters()
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.session.loss(images, labels)
-
-    def network(self) -> nn.Module:
-        return self.learner.put_together(self.number, self.state(), {})[0]
-
-    def state(self) -> State:
-        """All that the site has, as it is now."""
-        state = self.session.local_state()
-        assert state is not None  # it has a state of its own
-        return state
+def _state(session: SelectionSession) -> State:
+    """All that the site has, as it is now."""
+    state = session.local_state()
+    assert state is not None  # it has a state of its own
+    return state

@@ -3,6 +3,8 @@
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
-from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.experiments.unlearning.shadows import (
     DRAWN,
     FURTHER,
@@ -30,9 +32,9 @@ from fedloom.sims.experiments.unlearning.shadows import (
     membership,
     opened,
 )
-from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
+SHADOWS = 8  # federations of an attack that is fitted to single images
 RELEARNED = 3  # federations in which the steps to relearn are measured
 MOST, EVERY = 60, 2  # steps of relearning, and of them between two measurements
 REGAIN = 0.9
@@ -51,14 +53,11 @@ WAYS = {
 }
 
 
-def tables(folder: Path, shadows: int) -> list[Table]:
-    """A table for each method, of so many federations; those that are on disk are taken as they are."""
-    return [table(method, [one(folder, method, seed) for seed in range(shadows)]) for method in METHODS]
-
-
-def one(folder: Path, method: str, seed: int) -> dict[str, Any]:
-    """What is found of one federation: by way, and which images of the pool its site had drawn."""
-    return kept(folder / f"{method}-{seed}.json", [SETTING, METHODS[method], POOL, DRAWN], lambda: shadow(method, seed))
+def tables(study: Study) -> list[Table]:
+    """A table for each method, of at least SHADOWS federations."""
+    many = replace(study, seeds=max(study.seeds, SHADOWS))
+    return [table(method, many.saved_each(method, [SETTING, options, POOL, DRAWN], partial(shadow, method)))
+            for method, options in METHODS.items()]  # fmt: skip
 
 
 def shadow(method: str, seed: int) -> dict[str, Any]:
@@ -152,11 +151,10 @@ def _row(name: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
     so, never = (np.array([each["ways"][way]["confidences"] for each in results]) for way in (name, "retrained"))
     site = [] if name == "retrained" else _attack(likelihood_ratio(so, never, was, was))
     steps = [result["relearned"] for result in ways if "relearned" in result]
-    means = {key: statistics.fmean(result[key] for result in ways) for key in ("distance", "apart", "seconds")}
-    shares = [mean_and_spread([result[key] for result in ways]) for key in ("forgotten", "retained")]
-    return [WAYS[name], *shares, *(site or ["", ""]), *_attack(likelihood_ratio(so, so, was, ~was)),
-            f"{means['distance']:.2f}", f"{means['apart']:.2f}", f"{statistics.fmean(steps):.0f}",
-            f"{means['seconds']:.1f}"]  # fmt: skip
+    distance, apart, seconds = (statistics.fmean(way[key] for way in ways) for key in ("distance", "apart", "seconds"))
+    return [WAYS[name], *means(ways, ("forgotten",), ("retained",)), *(site or ["", ""]),
+            *_attack(likelihood_ratio(so, so, was, ~was)), f"{distance:.2f}", f"{apart:.2f}",
+            f"{statistics.fmean(steps):.0f}", f"{seconds:.1f}"]  # fmt: skip
 
 
 def _attack(attack: Found) -> list[str]:

@@ -2,17 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
-from fedloom.sims.experiments.kept import fingerprint
 from fedloom.sims.experiments.lasem.comparators import Apd, Darts, Progressive
 from fedloom.sims.experiments.lasem.lifelong import Learner, Outcome, Plan, met
 from fedloom.sims.experiments.lasem.selecting import Selecting, configured
 from fedloom.sims.experiments.lasem.tasks import SEQUENCES
-from fedloom.sims.experiments.study import Study
+from fedloom.sims.experiments.study import Study, fingerprint
 
 LEARNERS = {"HPS": "hps", "TF": "tf", "DF-CNN": "df_cnn"}  # as the paper calls them
 COMPARED: dict[str, Callable[[Config], Learner]] = {
@@ -22,6 +22,8 @@ COMPARED: dict[str, Callable[[Config], Learner]] = {
     "DARTS DF-CNN": lambda config: Darts(config, "df_cnn"),
 }
 Options = Mapping[str, Any]
+PLAN = {"epochs": (int, "a whole number"), "rate": (float, "a number")}  # of each task, which overrides may change
+MOST = 1e6
 
 
 @dataclass(frozen=True)
@@ -67,50 +69,53 @@ SIZES: dict[str, dict[str, TaskSequence]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LasemStudy(Study):
-    """A preset's runs, in a folder. `only`: the sequences that are asked for. `plan`: what is changed of every plan."""
+def sequences_of(study: Study) -> dict[str, TaskSequence]:
+    """The sequences that are asked for, without those of deep networks."""
+    return {name: sequence for name, sequence in SIZES[study.preset].items()
+            if "resnet" not in name and (not study.only or name in study.only)}  # fmt: skip
 
-    plan: Options = dataclasses.field(default_factory=dict)
 
-    @property
-    def sequences(self) -> dict[str, TaskSequence]:
-        """Those that are asked for, without those of deep networks."""
-        return {name: sequence for name, sequence in SIZES[self.preset].items()
-                if "resnet" not in name and (not self.only or name in self.only)}  # fmt: skip
+def named(study: Study, name: str) -> TaskSequence:
+    """A sequence, with the plan that is asked for."""
+    sequence = SIZES[study.preset][name]
+    return dataclasses.replace(sequence, plan=dataclasses.replace(sequence.plan, **plan_of(study.overrides)))
 
-    def named(self, name: str) -> TaskSequence:
-        """A sequence, with the plan that is asked for."""
-        sequence = SIZES[self.preset][name]
-        return dataclasses.replace(sequence, plan=dataclasses.replace(sequence.plan, **self.plan))
 
-    def selecting(self, name: str, options: Options, seed: int) -> Outcome:
-        """LASEM, or a given configuration (options of the objective)."""
-        return self._found(name, dict(options), lambda config: Selecting(options, config), seed)
+def plan_of(overrides: Sequence[str]) -> dict[str, float]:
+    """What overrides epochs= and rate= change of every plan. Raises UserError for others."""
+    plan: dict[str, float] = {}
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key not in PLAN:
+            raise unknown("override", key, [*PLAN, "tables", "sequences"])
+        kind, takes = PLAN[key]
+        try:
+            plan[key] = kind(value)
+        except ValueError:
+            raise UserError(f"{key}: got '{value}', takes {takes}") from None
+        if not 0 < plan[key] < MOST:
+            raise UserError(f"{key}: got {value}, takes {takes} above 0")
+    return plan
 
-    def each(self, name: str, options: Options, seeds: int) -> list[Outcome]:
-        """Of every seed."""
-        return [self.selecting(name, options, seed) for seed in range(seeds)]
 
-    def compared(self, name: str, method: str, seeds: int) -> list[Outcome]:
-        """Another method (COMPARED), of every seed."""
-        return [self._found(name, method, COMPARED[method], seed) for seed in range(seeds)]
+def each(study: Study, name: str, what: Options | str) -> list[Outcome]:
+    """The outcomes of every seed: of LASEM or a given configuration (options of the objective), or of another method, by
+    its name in COMPARED."""
+    return [_found(study, name, what, seed) for seed in range(study.seeds)]
 
-    def _found(self, name: str, what: Any, make: Callable[[Config], Learner], seed: int) -> Outcome:
-        sequence = self.named(name)
-        key = [dataclasses.asdict(sequence), what, seed]
 
-        def measure() -> dict[str, Any]:
-            tasks = SEQUENCES[sequence.tasks](sequence.size, sequence.number, seed)
-            config = configured(sequence.network, sequence.size, tasks[0].classes, sequence.number, seed)
-            return dataclasses.asdict(met(make(config), tasks, sequence.plan, seed))
+def _found(study: Study, name: str, what: Options | str, seed: int) -> Outcome:
+    sequence = named(study, name)
+    key = [sequence, what, seed]
 
-        def line(fields: Mapping[str, Any]) -> str:
-            outcome, learner = Outcome(**fields), json.dumps(what) if isinstance(what, dict) else what
-            numbers = f"peak {outcome.accuracy:.1%}, final / peak {outcome.kept:.2f}, {outcome.seconds:.0f} s"
-            return f"{name}, seed {seed}, {learner}: {numbers}"
+    def make() -> dict[str, Any]:
+        tasks = SEQUENCES[sequence.tasks](sequence.size, sequence.number, seed)
+        config = configured(sequence.network, sequence.size, tasks[0].classes, sequence.number, seed)
+        learner = COMPARED[what](config) if isinstance(what, str) else Selecting(what, config)
+        return dataclasses.asdict(met(learner, tasks, sequence.plan, seed))
 
-        return Outcome(**self.once(f"{name}-{seed}-{fingerprint(key)}", key, measure, line))
+    label = f"{name}, seed {seed}, {what if isinstance(what, str) else json.dumps(what)}"
+    return Outcome(**study.once(f"{name}-{seed}-{fingerprint(key)}", key, make, label))
 
 
 def of(learner: str, mode: str = "learned", **more: Any) -> dict[str, Any]:
