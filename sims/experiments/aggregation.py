@@ -1,4 +1,4 @@
-"""sum aggregation, Tables 1 and 2: what N_1, N_2, N* and N_1 + N_2 know, commutativity, and forgetting by subtraction."""
+"""Sum aggregation: Tables 1 and 2 and Figure 3, in a federation and in one process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,13 +58,14 @@ TABLE_2: tuple[Row, ...] = (
     ("ours forget N2", "exact", ("forgotten", "site-0001")),
 )
 PAPER_NOTE = (
-    f"(paper): cells of {source_of('sum_aggregation')}: all images of both data sets, VGG-16, one run; a question mark: it "
-    "contradicts another cell of its row. The paper states in words that forgetting costs up to 2 points."
+    f"(paper): cells of {source_of('sum_aggregation')}. It has one run of a VGG-16 on all images of both data sets. "
+    "A question mark: the cell contradicts another cell of its row. The text of the paper says that forgetting "
+    "costs up to 2 points."
 )
 
 
 def _tasks(size: int, samples: int) -> tuple[Task, ...]:
-    """The paper's two data sets, and two more. SVHN is as small as it is here."""
+    """Return the paper's two data sets, and two more. SVHN is used whole, because the copy here is small."""
     return tuple(Task(name, size, True, 0 if name == "svhn" else samples) for name in ("mnist", "svhn", "usps", "mnist_m"))
 
 
@@ -75,8 +76,9 @@ SIZES = {
 STARTS = {OWN: "own starts", COMMON: "one start"}
 DOMAINS = ("mnist", "svhn", "union")
 JOINT_NOTE = (
-    "All networks in one process, a step on a batch of each data set; L_agg has squared Frobenius norms. Forgotten: the "
-    "sum without N_i, with N*'s norms; own norms: with those of the network that is left, which is then N_j itself."
+    "All networks are trained in one process, each step on a batch of each data set. L_agg has squared Frobenius "
+    "norms. forget: the sum without N_i, with the norms of N*. own norms: with those of the remaining network, "
+    "which is then N_j itself."
 )
 
 
@@ -111,7 +113,7 @@ def papers_table(study: Study, number: str, title: str, rows: Sequence[Row]) -> 
 
 
 def starts(study: Study) -> list[Part]:
-    """Trained apart and regularised, from own starts and from one, in a federation and jointly."""
+    """Return what the sum knows after training apart and regularised, from own starts and from one."""
 
     def row(title: str, results: Sequence[Mapping[str, Any]], *path: str) -> list[str]:
         return [title, *means(results, *((*path, column) for column in DOMAINS))]
@@ -134,7 +136,7 @@ def starts(study: Study) -> list[Part]:
 
 
 def joint(study: Study) -> list[Part]:
-    """Eq. 5 as it stands, with two data sets (Tables 1 and 2) and with four."""
+    """Return the results of Eq. 5 with two data sets (Tables 1 and 2) and with four."""
     parts: list[Part] = []
     for sites in (2, 4):
         results = jointly(study, sites)
@@ -146,11 +148,11 @@ def joint(study: Study) -> list[Part]:
 
 
 def epochs(study: Study) -> list[Part]:
-    """Figure 3: more epochs help the sum."""
+    """Return Figure 3: the accuracy after trainings of several lengths."""
     most = SIZES[study.preset][2]["steps"]
     rows = [[f"{most // share:,}", *means(jointly(study, 2, steps=most // share), ("N*", "union"), ("sum", "union"))]
             for share in (8, 4, 2, 1)]  # fmt: skip
-    note = "Accuracy on all test images. Each length is a training of its own, whose rate falls to 0."
+    note = "Accuracy on all test images. Each length is a separate training, whose rate falls to 0."
     return [study.table("Figure 3: steps, Eq. 5 jointly", ["steps", "N*", "sum"], rows, note)]
 
 

@@ -1,4 +1,4 @@
-"""arithmetic: two tasks added, assigned and fused; Tables 1 to 6 and the grids of the appendix, on our data."""
+"""Gradients and weights of two tasks added, assigned and fused: Tables 1 to 6 and the grids of the appendix."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,9 @@ from fedloom.sims.report.tables import Table, mean, show
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 GRIDS = ("cnn-large", "residual")  # the runs whose grids are measured
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds. Coefficients are chosen on validation images. (paper): "
-    f"cells of {papers.source_of('arithmetic')}: all images of 32x32, one run; the same ten classes of CIFAR-100."
+    "Test accuracy in %, mean and standard deviation over seeds. Coefficients are chosen on validation images. "
+    f"(paper): cells of {papers.source_of('arithmetic')}: one run on all images of 32x32, with the same ten classes "
+    "of CIFAR-100."
 )
 PAPER_GRIDS = {  # by way of combining and task: coarse and fine, on test images
     (GRADIENTS, "cifar10"): ("A8", "A10"),
@@ -190,8 +191,8 @@ def _shape_table(network: str, results: Results) -> Table:
             to_paper = _with_paper(np.mean(grids, axis=0), paper_grid(how, task)) if network == "residual" else None
             spread = 100 * statistics.fmean(float(np.ptp(np.diagonal(grid)[1:])) for grid in grids)
             rows.append([f"{how} {task}", show(mean(between)), show(to_paper), f"{spread:.1f}"])
-    note = ("Spread: largest less smallest accuracy on α = β from 0.1 to 1, in points. With the paper's: over the pairs of "
-            "coefficients that both have, on test images of the nets of all images.")  # fmt: skip
+    note = ("Spread: largest minus smallest accuracy on α = β from 0.1 to 1, in points. With the paper's: over the pairs of "
+            "coefficients that both have, on test images, of the networks that were trained on all images.")  # fmt: skip
     head = ["grid", "rank correlation between seeds", "with the paper's", "spread along α = β"]
     return Table(f"Shapes ({network})", head, rows, note)
 
@@ -206,8 +207,8 @@ def _ratio_table(network: str, results: Results) -> Table:
                 theirs = paper_grid(how, task).get(pair) if network == "residual" else None
                 row += [*means(results, (network, "pairs", how, index, k)), show(theirs)]
             rows.append(row)
-    note = ("With batch statistics and no bias in front of them, weights of one ratio are one function; a bias in the last "
-            "layer, which grows with the coefficients and not with what enters it, breaks that.")  # fmt: skip
+    note = ("With batch statistics, and no bias before them, weights of one ratio are one function. A bias in the last "
+            "layer breaks that: it grows with the coefficients, and its input does not.")  # fmt: skip
     head = ["(α, β)", *(text for task in tasks for text in (task, f"{task} (paper)"))]
     return Table(f"Equal ratios ({network})", head, rows, note)
 

@@ -1,7 +1,7 @@
-"""arithmetic, Tables 1 to 4: what a network learned, added to networks that did not learn it (Eq. 6 and 7).
+"""Tables 1 to 4 of the arithmetic paper: what one network learned, added to other networks (Eq. 6 and 7).
 
-theta_A learns CIFAR-10 from theta_0, on 40, 1,000 or many images. g = theta_A - theta_0 (Eq. 6) or theta_A itself (Eq. 7) is
-multiplied by alpha and added to five random networks, and to five that were trained on other data.
+theta_A learns CIFAR-10 from theta_0, on 40, 1,000 or many images. The gradient g = theta_A - theta_0 (Eq. 6) or theta_A
+itself (Eq. 7) is multiplied by alpha. It is added to five random networks, and to five trained on other data.
 """
 
 from collections.abc import Mapping
@@ -38,18 +38,17 @@ THEIRS = {RANDOM: "small", TRAINED: TEST}  # the column that the paper prints
 
 @dataclass(frozen=True)
 class Few(Task):
-    """`each` images of every class (0: all), the first of an order drawn by `seed`: fewer of them are among more."""
+    """A task with `each` images of every class (0: all), drawn by `seed`. A smaller `each` selects a subset."""
 
     each: int = 0
 
     def selected(self, whole: Images) -> Images:
-        """The first of each class."""
         order = torch.randperm(len(whole), generator=torch_generator(self.seed, self.domain, "few"))
         x, y = whole.x[order], whole.y[order]
         if not self.each:
             return Images(x, y)
-        places = torch.cat([(y == label).nonzero()[: self.each, 0] for label in range(int(y.max()) + 1)])
-        return Images(x[places], y[places])
+        indices = torch.cat([(y == label).nonzero()[: self.each, 0] for label in range(int(y.max()) + 1)])
+        return Images(x[indices], y[indices])
 
 
 SMALL = (4, Recipe(epochs=150, rate=0.01, batch=8))
@@ -58,7 +57,7 @@ MEDIUM = (100, Recipe(epochs=40, rate=0.01, batch=32))
 
 @dataclass(frozen=True)
 class Plan:
-    """`scales`: of each amount of data, how many images of a class (0: all), and how theta_A is trained on them."""
+    """A preset. `scales` has, for each amount of data, the images of a class (0: all) and the recipe for theta_A."""
 
     scales: Mapping[str, tuple[int, Recipe]]
     domain: str = "cifar10"
@@ -68,12 +67,12 @@ class Plan:
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
-        """The images of a scale."""
+        """Return the images of a scale."""
         return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
 
     @property
     def network(self) -> NetworkName:
-        """Of theta_A and of all others."""
+        """The architecture of all networks."""
         return parse_name("lenet", 3, self.size, 10)
 
 
@@ -82,9 +81,9 @@ PLANS = {
     "paper": Plan({"small": SMALL, "medium": MEDIUM, "large": (0, Recipe(epochs=30, rate=0.01, batch=32))}),
 }
 NOTE = (
-    "Accuracy in % on {domain}, mean and standard deviation over five networks and seeds: on the {few} images of the small "
-    "scale, or on test images. Images of a class: {scales}. trained: on {others}; the paper's are CIFAR-100, Caltech-256, "
-    "Food-101, MNIST, STL-10. (paper): mean of its networks."
+    "Accuracy in % on {domain}, mean and standard deviation over five networks and all seeds: on the {few} images "
+    "of the small scale, or on test images. Images of a class: {scales}. trained: on {others}; in the paper on "
+    "CIFAR-100, Caltech-256, Food-101, MNIST, STL-10. (paper): the mean of its networks."
 )
 
 
@@ -100,7 +99,7 @@ def tables(study: Study) -> list[Table]:
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
-    """alone: of theta_A by column; else by target and way, [alpha][network] of each column."""
+    """Return the accuracy of theta_A by column (`alone`), and by target and way, [alpha][network] of each column."""
     network = plan.network.build().eval()
     few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
     looks = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
@@ -126,7 +125,7 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def _random(plan: Plan, seed: int, number: str) -> State:
-    """The start of theta_A (0), and other random networks."""
+    """Return theta_0 (number "0"), or another random network."""
     network = plan.network.build()
     purpose = (seed, plan.network.name, "initial") if number == "0" else (seed, "random", number)
     initialise(network, torch_generator(*purpose))
@@ -134,7 +133,7 @@ def _random(plan: Plan, seed: int, number: str) -> State:
 
 
 def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
-    """Networks that were trained on other data, each from a start of its own."""
+    """Return networks trained on other data, each from its own start."""
     labels = tuple(sorted(papers.classes_of("arithmetic", "cifar100_ten").values()))
     tasks = [Ten(domain, plan.size, False, seed=seed, labels=labels) for domain in plan.others]
     return [dict(trained(folder, plan.network, task, plan.other, 100 * (index + 1) + seed).state_dict())
@@ -143,16 +142,14 @@ def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
 
 @dataclass(frozen=True)
 class Ten(Task):
-    """Ten classes of a domain: all it has, or of CIFAR-100 those of the paper, `labels`."""
+    """Ten classes of a domain: all of them, or the classes `labels` of CIFAR-100."""
 
     labels: tuple[int, ...] = ()
 
     def selected(self, whole: Images) -> Images:
-        """The first of them."""
         return Images(whole.x[:MOST], whole.y[:MOST])
 
     def entry(self) -> str:
-        """The configuration's entry of `sites`."""
         if self.domain != "cifar100":
             return super().entry()
         return f"{{domain: {self.domain}, classes: {list(self.labels)}, relabel: true}}"

@@ -1,6 +1,6 @@
-"""CLA+OT on networks that were trained apart, of different depth and width: fused once, and round after round.
+"""CLA+OT on networks of different depth and width, trained apart: fused once, and in every round.
 
-The sites share 5,000 handwritten digits that come with a package, by Dirichlet(0.5), and nothing is downloaded.
+The sites share 5,000 embedded digits by Dirichlet(0.5). No download is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +31,13 @@ RECIPE = Recipe(epochs=40, rate=0.05, batch=32)
 
 @dataclass(frozen=True)
 class Way:
-    """One fusion of two networks into the one at place `into`."""
+    """One way to fuse two networks into the one at index `into`."""
 
     settings: FusionSettings
     alone: bool = False  # the network at `into` has all the weight
 
     def __call__(self, networks: Sequence[nn.Module], into: int, probe: Tensor) -> nn.Module:
-        """The fused network."""
+        """Return the fused network."""
         weights = [float(index == into) for index in range(len(networks))] if self.alone else None
         return fuse(networks, into=into, probe=probe, weights=weights, settings=self.settings).network
 
@@ -65,14 +65,15 @@ ROUNDS: dict[str, tuple[str, ...]] = {
 }
 BASELINES = {"exclusive": "FedAvg among networks of one architecture", "alone": "no federation"}
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds; no training after the fusion. A and B are trained apart, "
-    "each on half of the images by Dirichlet(0.5); the probe set has 200 images without labels, that nobody is trained on."
+    "Test accuracy in %, mean and standard deviation over seeds, without training after the fusion. A and B are "
+    "trained apart, each on half of the images by Dirichlet(0.5). The probe set has 200 unlabelled images that no "
+    "network was trained on."
 )
-NOTE_ROUNDS = "Test accuracy in % after eight rounds of five epochs, mean and standard deviation over seeds; four sites."
+NOTE_ROUNDS = "Test accuracy in % after eight rounds of five epochs at four sites, mean and standard deviation over seeds."
 
 
 def parts(study: Study) -> list[Part]:
-    """Both tables: fused once, and fused in rounds."""
+    """Return both tables: fused once, and fused in rounds."""
     key = [DOMAIN, SIZE, PROBE, NETWORKS, RECIPE, WAYS]
     once = study.saved_each("once", key, lambda seed: measured(seed, study.folder / "networks"))
     rounds = study.each_seed(lambda seed: federated(study, seed))
@@ -85,7 +86,7 @@ reproduce = Reproduction(
 
 
 def measured(seed: int, folder: Path) -> dict[str, list[float | None]]:
-    """By row, the accuracies of networks in A's and in B's shape; None where there is none."""
+    """Return accuracies by row, of networks in the shapes of A and B; None if a row has no network of that shape."""
     tasks = [Share(DOMAIN, SIZE, True, 1000, seed=seed, parts=2, part=part, partition="dirichlet") for part in (0, 1)]
     networks = trained_apart(folder, NETWORKS, tasks, RECIPE, seed)
     probe = to_float(images(tasks[0], "validation").x[:PROBE])
@@ -104,7 +105,7 @@ def measured(seed: int, folder: Path) -> dict[str, list[float | None]]:
 
 
 def federated(study: Study, seed: int) -> dict[str, list[float | None]]:
-    """By row, the accuracies of the deep and the shallow network after all rounds."""
+    """Return by row the accuracies of the deep and the shallow network after all rounds."""
     configs = [load(EXPERIMENT, [
         f"run.root={study.folder}", f"run.name={slug(name)}-{seed}", f"seed={seed}",
         f"baselines=[{'' if index else ','.join(BASELINES)}]", *options, *study.overrides,

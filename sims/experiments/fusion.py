@@ -1,4 +1,4 @@
-"""One-shot fusion without labels: networks of the same and of different data, `fuse` beside what is published."""
+"""One-shot fusion without labels: `fuse` and published methods, on networks of the same and of different data."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,21 +30,23 @@ Results = Mapping[str, Sequence[Mapping[str, float]]]  # by pair and seed: by me
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table: (networks, probe images) -> the network, None where there is no such one. `options`: settings of
-    `fuse` that are not the default's; None: it is another method."""
+    """A row of the table. `make` returns a network from the parents and the probe images, or None if it cannot.
+
+    `options` are the settings of `fuse` that differ from the defaults; None for other methods.
+    """
 
     make: Callable[[list[nn.Module], Tensor], nn.Module | None]
     options: Mapping[str, Any] | None = None
 
     @property
     def facts(self) -> Any:
-        """All settings: what a result on disk holds for."""
+        """The settings that a saved result depends on."""
         return self.options is not None and replace(FusionSettings(), **self.options)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is measured: `pairs` and `methods` by name, on the first `most` (0: all) images of `part`."""
+    """The selected pairs and methods, and the images for the accuracy: the first `most` (0: all) of `part`."""
 
     pairs: tuple[str, ...]
     methods: tuple[str, ...]
@@ -90,18 +92,18 @@ METHODS: dict[str, Method] = {
 }
 BEST = "best parent"
 NOTE = (
-    "Accuracy in % on {images}, one-shot, mean ± standard deviation over seeds; parent 1 gives the depth, parent 2 the "
-    "widths. Best parent: the highest of each seed. No labels are used; probe images, that no parent saw: 200 for parents "
-    "of the same data, 1,000 for the others. naive average: of networks brought to one depth, BatchNorm measured again. -: "
-    "the method does not take such networks."
+    "Accuracy in % on {images}, one-shot, mean ± standard deviation over seeds. Parent 1 gives the depth, parent 2 "
+    "the widths. Best parent: the highest of each seed. Methods see no labels, but 200 probe images for parents of "
+    "the same data, and 1,000 for the others. naive average: of networks of equal depth, with recomputed BatchNorm "
+    "statistics. -: the method does not accept such networks."
 )
 
 
 def parts(study: Study) -> list[Part]:
     """Train all parents, fuse them by every method, and return tables and pictures.
 
-    `overrides`: pairs=vgg,resnet and methods=PLeaS;RegMean measure these alone, most=2000 on so many images, part=validation
-    on images by which settings may be chosen.
+    Overrides: `pairs=vgg,resnet` and `methods=PLeaS;RegMean` select some. `most=2000` limits the images. `part=validation`
+    takes the images on which settings are chosen.
     """
     request = _requested(study.overrides)
     results = {pair: study.each_seed(lambda seed, pair=pair: {
@@ -116,7 +118,7 @@ def parts(study: Study) -> list[Part]:
     ]
     return [*pictures, _table(study, "One-shot fusion", accuracies, mean_and_spread, note),
             _table(study, "Seconds", seconds, lambda values: f"{sum(values) / len(values):.1f}",
-                   "Of making the network, on one thread.")]  # fmt: skip
+                   "Seconds to make the network, on one thread.")]  # fmt: skip
 
 
 def _result(study: Study, request: Request, pair: str, seed: int, name: str) -> Mapping[str, Any]:
@@ -125,7 +127,7 @@ def _result(study: Study, request: Request, pair: str, seed: int, name: str) -> 
 
 
 def measured(folder: Path, request: Request, pair: str, seed: int, name: str) -> dict[str, Any]:
-    """Accuracy (a fraction; None where there is no such network) and seconds of making it; `refused`: why there is none."""
+    """Return the accuracy as a fraction, and the seconds of making the network; both None if refused, with the reason."""
     networks, images = parents(folder, pair, seed), probe(pair, seed)
     begin = time.perf_counter()
     try:
@@ -139,13 +141,13 @@ def measured(folder: Path, request: Request, pair: str, seed: int, name: str) ->
 
 
 def _accuracies(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """By method, and the best parent's."""
+    """Return accuracies by method, with the best parent's."""
     own = {name: row["accuracy"] for name, row in results.items() if name in PARENTS}
     return {**own, **({BEST: max(own.values())} if own else {}), **{name: row["accuracy"] for name, row in results.items()}}
 
 
 def _table(study: Study, title: str, results: Results, shown: Callable[[list[float]], str], note: str) -> Table:
-    """A row for each method, a column for each pair."""
+    """Return a table with a row for each method and a column for each pair."""
     rows = []
     for name in dict.fromkeys((*PARENTS, BEST, *METHODS)):
         values = [[seed[name] for seed in seeds if name in seed] for seeds in results.values()]
@@ -155,7 +157,7 @@ def _table(study: Study, title: str, results: Results, shown: Callable[[list[flo
 
 
 def _kinds(pairs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Pairs of the same data and those of different data, for two pictures."""
+    """Return the pairs for each picture: parents of the same data, and parents of different data."""
     same = [name for name in pairs if not fusion_pairs.PAIRS[name].split]
     return [(kind, names) for kind, names in (("same", same), ("different", [n for n in pairs if n not in same])) if names]
 

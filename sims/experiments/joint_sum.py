@@ -1,6 +1,6 @@
-"""sum aggregation as the paper trains it: N_1 ... N_n and N* in one process, on Eq. 5 as it stands.
+"""Sum aggregation as the paper trains it: N_1 ... N_n and N* in one process, on Eq. 5.
 
-The federation's `regularised` mode is our form of it: there no site sees the others' steps. Here all do, in one step.
+The mode `regularised` of a federation differs: there, no site sees the steps of the others.
 """
 
 import copy
@@ -29,10 +29,10 @@ Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test i
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how. `strength`: weight of L_agg in Eq. 5, 1 in the paper; 0: all networks are trained apart,
-    each with a head of its own (the paper's baseline), and there is no N*.
+    """A training. `strength` is the weight of L_agg in Eq. 5 (1 in the paper).
 
-    `start`: OWN or COMMON. `steps` of SGD with momentum 0.9 and a cosine, on `batch` images of each data set.
+    With `strength` 0, the networks are trained apart, each with its own head (the paper's baseline), without an N*.
+    `start` is OWN or COMMON. SGD has momentum 0.9 and a cosine, on `batch` images of each data set in a step.
     """
 
     tasks: tuple[Task, ...]
@@ -46,7 +46,7 @@ class Setting:
 
 
 class Joint(nn.Module):
-    """N_1 ... N_n, N* and the classifier that all of them share."""
+    """N_1 ... N_n and N*, with one classifier for all of them."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Joint(nn.Module):
         self.strength = setting.strength
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """Eq. 5: cross-entropies of every N_i on its own images and of N* on all, and L_agg."""
+        """Return Eq. 5: the cross-entropies of every N_i on its own images and of N* on all, and L_agg."""
         entropies = [
             F.cross_entropy(self.head(network(x)), y) for network, x, y in zip(self.own, inputs, labels, strict=True)
         ]
@@ -65,33 +65,33 @@ class Joint(nn.Module):
         return torch.stack(entropies).sum() + union + self.strength * self.penalty()
 
     def penalty(self) -> Tensor:
-        """Eq. 3, squared Frobenius norms: the sum over convolutions of ||W* - (W_1 + ... + W_n)||^2."""
+        """Return Eq. 3 with squared Frobenius norms: the sum over convolutions of ||W* - (W_1 + ... + W_n)||^2."""
         parts = [dict(network.named_parameters()) for network in self.own]
         squares = [(star - torch.stack([part[name] for part in parts]).sum(0)).square().sum()
                    for name, star in convolutions(self.star).items()]  # fmt: skip
         return torch.stack(squares).sum()
 
     def summed(self, numbers: Sequence[int], norms: nn.Module | None = None) -> Network:
-        """The network whose convolutions are the sum over N_i at these places; its norms are those of `norms` (None: N*)."""
+        """Return the network whose convolutions are the sum over these N_i, with the norms of `norms` (None: N*)."""
         parts = [convolutions(self.own[number]) for number in numbers]
         weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
         return _network(self.star if norms is None else norms, weights, self.head)
 
 
 class Apart(nn.Module):
-    """N_1 ... N_n, each with a head of its own: the baseline."""
+    """N_1 ... N_n, each with its own head: the baseline."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self.networks = nn.ModuleList(_drawn(setting, str(index)) for index in range(len(setting.tasks)))
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """The sum of the networks' own cross-entropies, which have no weight in common."""
+        """Return the sum of the networks' cross-entropies. They share no weight."""
         pairs = zip(self.networks, inputs, labels, strict=True)
         return torch.stack([F.cross_entropy(network(x), y) for network, x, y in pairs]).sum()
 
     def summed(self) -> Network:
-        """Convolutions summed; norms and heads, which the paper says nothing of, are means."""
+        """Return the sum of the convolutions, with the mean of norms and heads. The paper does not specify these."""
         states = [network.state_dict() for network in self.networks]
         mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
         combined = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
@@ -117,7 +117,7 @@ def trained(setting: Setting) -> Joint | Apart:
 
 
 def convolutions(extractor: nn.Module) -> Mapping[str, nn.Parameter]:
-    """The weights that are aggregated, by name."""
+    """Return the weights that are aggregated, by name."""
     return {name: weight for name, weight in extractor.named_parameters() if weight.ndim == 4}
 
 
@@ -138,15 +138,15 @@ def _measured(setting: Setting) -> Accuracies:
 
 
 def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
-    """On every domain, and on all of their images. BatchNorm takes the statistics of the batch, in which all domains are."""
+    """Return the accuracy on each domain and on the union. BatchNorm uses the statistics of mixed batches."""
     parts = [images(task, "test") for task in setting.tasks]
     x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
     order = torch.randperm(len(y), generator=torch_generator(0, "test"))
     right = torch.zeros(len(y))
     network.train()  # GroupNorm is the same in both modes
     with torch.inference_mode():
-        for places in order.split(TEST_BATCH):
-            right[places] = (network(to_float(x[places])).argmax(1) == y[places]).float()
+        for indices in order.split(TEST_BATCH):
+            right[indices] = (network(to_float(x[indices])).argmax(1) == y[indices]).float()
     shares = right.split([len(part) for part in parts])
     return {**{task.domain: float(share.mean()) for task, share in zip(setting.tasks, shares, strict=True)},
             "union": float(right.mean())}  # fmt: skip
@@ -162,7 +162,7 @@ def _drawn(setting: Setting, name: str) -> Network:
 def _network(
     extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, everything: Mapping[str, Tensor] | None = None
 ) -> Network:
-    """A copy, with other weights for its extractor or for all of it."""
+    """Return a copy with other weights for its extractor, or for all of it."""
     network = Network(copy.deepcopy(extractor), copy.deepcopy(head))
     network.load_state_dict(
         {**network.state_dict(), **{f"extractor.{name}": weight for name, weight in weights.items()}, **(everything or {})}
@@ -171,15 +171,15 @@ def _network(
 
 
 def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """A batch of each data set in every step, one after the other; each begins anew when it is through."""
+    """Yield the rate and a batch of each data set for every step. A data set starts again when it is used up."""
     draws = [_batches(len(part), setting, task) for part, task in zip(parts, setting.tasks, strict=True)]
     for step in range(setting.steps):
-        places = [next(draw) for draw in draws]
-        x = torch.cat([part.x[own] for part, own in zip(parts, places, strict=True)])
+        indices = [next(draw) for draw in draws]
+        x = torch.cat([part.x[own] for part, own in zip(parts, indices, strict=True)])
         yield (
             cosine(setting.rate, step, setting.steps),
             to_float(x),
-            torch.cat([part.y[own] for part, own in zip(parts, places, strict=True)]),
+            torch.cat([part.y[own] for part, own in zip(parts, indices, strict=True)]),
         )
 
 

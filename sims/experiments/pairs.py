@@ -1,4 +1,4 @@
-"""Networks trained apart, for experiments on fusion. They are kept on disk."""
+"""Training of networks outside a federation, each saved on disk."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a network on images w
 
 @dataclass(frozen=True)
 class Share(Task):
-    """What one of several sites has of a domain: images of some classes (none named: of all), or its part of a division.
+    """A site's part of a domain: its classes (empty: all), and `part` of `parts`.
 
-    `part` of `parts` by `partition`: "iid", or "dirichlet" over the labels with `alpha`; `samples` (> 0) of it. `held`
-    images are no site's (part "validation").
+    `partition` is "iid", or "dirichlet" over the labels with `alpha`. The part has `samples` images (> 0). `held` images
+    belong to no site (part "validation").
     """
 
     classes: tuple[int, ...] = ()
@@ -38,23 +38,20 @@ class Share(Task):
     held: int = 1000
 
     def options(self) -> list[str]:
-        """Further overrides."""
         return [f"data.validation_limit={self.held}"]
 
     def entry(self) -> str:
-        """The configuration's entry of `sites`."""
         division = f"{{name: {self.partition}, alpha: {self.alpha}, min_samples: {self.samples}}}"
         classes = f"classes: {list(self.classes)}, "
         return f"{{domain: {self.domain}, samples: {self.samples}, {classes}count: {self.parts}, partition: {division}}}"
 
     def site(self) -> Site:
-        """Whose images the training images are."""
         return self.config().roster[self.part]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: SGD with momentum; the rate falls to 0 along a cosine, or stays."""
+    """How a network is trained: SGD with momentum, at a rate that falls to 0 along a cosine or stays."""
 
     epochs: int
     rate: float
@@ -67,12 +64,12 @@ class Recipe:
 
 
 def plain_loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy."""
+    """Return the cross-entropy."""
     return F.cross_entropy(network(images), labels)
 
 
 def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: Loss = plain_loss) -> None:
-    """Train in place; batches drawn by (task.seed, purpose)."""
+    """Train in place, on batches drawn by (task.seed, purpose)."""
     training = TrainingConfig(
         epochs=recipe.epochs, batch=recipe.batch, rate=recipe.rate, momentum=recipe.momentum,
         weight_decay=recipe.weight_decay, clip=recipe.clip,
@@ -86,7 +83,7 @@ def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: L
 
 
 def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: int) -> nn.Module:
-    """A network of that name trained from the start drawn by `seed`; taken from the folder if it was trained before."""
+    """Return a network of that name, trained from the start that `seed` draws. It is read from the folder if it is there."""
     path = folder / f"{name.name.replace(':', '-')}-{fingerprint([task, recipe, seed, name], 16)}.safetensors"
     if path.is_file():
         return load_network(path)[0]
@@ -98,7 +95,7 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
 
 
 def trained_apart(folder: Path, names: Sequence[str], tasks: Sequence[Task], recipe: Recipe, seed: int) -> list[nn.Module]:
-    """Return a network for each of the names, trained on its task from its own start."""
+    """Return a trained network for each name and task, each from its own start."""
     return [trained(folder, parse_name(name, task.channels, task.size, 10), task, recipe, 1000 * index + seed)
             for index, (name, task) in enumerate(zip(names, tasks, strict=True))]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Skill transfer (CLA+OT, App. D.1): a specialist and a generalist MLP, fused at every weight without training.
 
-A has all images of one label and a tenth of the others, B the rest; A has three hidden layers, B four. The weight is B's
+A has all images of one label and a tenth of the others, B the rest. A has three hidden layers, B four. The weight is B's
 share.
 """
 
@@ -34,12 +34,11 @@ Results = Sequence[Mapping[str, Mapping[str, Sequence[float]]]]  # of each seed:
 
 @dataclass(frozen=True)
 class Skill(Task):
-    """What the specialist has of a domain, or (`rest`) what the generalist has; drawn by `seed`."""
+    """The specialist's images of a domain, or (`rest`) the generalist's; drawn by `seed`."""
 
     rest: bool = False
 
     def selected(self, whole: Images) -> Images:
-        """Of all training images: the specialist's label and a share of the others, or what is left."""
         draws = torch.rand(len(whole), generator=torch_generator(self.seed, self.domain, "skill"))
         own = (whole.y == LABEL) | (draws < SHARE)
         picked = ~own if self.rest else own
@@ -48,7 +47,7 @@ class Skill(Task):
 
 @dataclass(frozen=True)
 class Size:
-    """A preset: whose images, and how networks are trained."""
+    """A preset: the domain, and how networks are trained."""
 
     domain: str
     recipe: Recipe
@@ -71,14 +70,14 @@ WAYS: dict[str, tuple[FusionSettings, int]] = {  # settings, and whose depth: of
 }
 ALONE = ("A (specialist)", "B (generalist)", "ensemble")
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds, no training after the fusion. best: at the weight that is "
-    "best on validation images, and in how many seeds it is above both parents. (paper): its mean over five seeds on all of "
-    "MNIST; A 90.8, B 87.6."
+    "Test accuracy in %, mean and standard deviation over seeds, without training after the fusion. best: at the "
+    "weight that is best on validation images. above both: in how many seeds it is above both parents. (paper): its "
+    "mean over five seeds on all of MNIST; A 90.8, B 87.6."
 )
 
 
 def parts(study: Study) -> list[Part]:
-    """Table 13, and its curves."""
+    """Return Table 13 and its curves."""
     size = SIZES[study.preset]
     key = [size, NETWORKS, list(WAYS), WEIGHTS]
     results = study.saved_each(f"skill-{study.preset}", key, lambda seed: measured(size, seed, study.folder / "networks"))
@@ -89,7 +88,7 @@ reproduce = Reproduction("Skill transfer", "runs/skill_transfer", SIZES, {"": pa
 
 
 def measured(size: Size, seed: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """By part and row: of WAYS an accuracy for each weight, of ALONE one."""
+    """Return accuracies by part and row: for each weight (WAYS), or one (ALONE)."""
     tasks = [Skill(size.domain, 28, True, seed=seed, rest=rest) for rest in (False, True)]
     networks = trained_apart(folder, NETWORKS, tasks, size.recipe, seed)
     every = Task(size.domain, 28, True, seed=seed)
@@ -106,12 +105,12 @@ def measured(size: Size, seed: int, folder: Path) -> dict[str, dict[str, list[fl
 
 
 def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings, depth: int, probe: Tensor) -> nn.Module:
-    """A and B in A's channels and the layers of A (`depth` 0) or B (1); `weight`: B's share."""
+    """Return A and B fused in A's channels, with the layers of A (`depth` 0) or B (1). `weight` is B's share."""
     return fuse(networks, into=0, depth=depth, probe=probe, weights=[1.0 - weight, weight], settings=settings).network
 
 
 def table(study: Study, results: Results) -> Table:
-    """Table 13."""
+    """Return Table 13."""
     paper = cells("cla_ot", "13")
     rows = [[name, *["-"] * len(WEIGHTS), *means(results, ("test", name, 0)), "-"] for name in ALONE]
     for name in WAYS:

@@ -1,4 +1,4 @@
-"""The standard methods on one split: twenty sites that share MNIST by Dirichlet(0.3); FedAvg as a plain loop beside them."""
+"""The standard methods on one split (twenty sites, MNIST, Dirichlet(0.3)), with FedAvg as a plain loop to compare."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,17 @@ METHODS = {
     PLAIN: "FedAvg, plain loop",
 }
 OWN = "Ditto, each site's own network on its own test images"
-SIZES = {"cpu": (), "embedded": ("embedded",)}  # presets of the experiment beside that of the method
+SIZES = {"cpu": (), "embedded": ("embedded",)}  # presets of the experiment, in addition to the preset of the method
 NOTE = (
-    "Accuracy in %, mean and standard deviation over seeds: after half of the rounds on validation images, after all of "
-    "them on test images. Each method has the options of its preset, chosen on validation images of seeds 0 and 1, for all."
+    "Accuracy in %, mean and standard deviation over seeds: after half of the rounds on validation images, and "
+    "after all of them on test images. Each method has the options of its preset, which were chosen on validation "
+    "images of seeds 0 and 1."
 )
 Pair = tuple[float, float]  # validation accuracy after half of the rounds, test accuracy after all
 
 
 def parts(study: Study) -> list[Part]:
-    """Measure every method with every seed."""
+    """Measure every method with every seed, and return the table."""
     names, rows = [name for name in METHODS if not study.only or name in study.only], dict[str, list[Pair]]()
     if PLAIN in names:
         check_plain(_config(study, PLAIN, 0))
@@ -75,7 +76,7 @@ def _config(study: Study, method: str, seed: int) -> Config:
 
 
 def _result(config: Config, name: str, summary: Mapping[str, Any]) -> dict[str, Pair]:
-    """By row of the table."""
+    """Return the row or rows of a run: its title, and both accuracies."""
     lines = (Path(config.run.root) / config.run.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     watched: dict[int, Any] = {line["round"]: line.get("accuracy", {}) for line in map(json.loads, lines)}
     half = watched.get(config.rounds // 2, {}).get("union", nan)
@@ -85,6 +86,6 @@ def _result(config: Config, name: str, summary: Mapping[str, Any]) -> dict[str, 
 
 
 def _plain(study: Study, config: Config) -> Pair:
-    """Test accuracy of the plain loop on the same splits, with batches of its own."""
+    """Return the test accuracy of the plain loop, on the same splits with its own batches."""
     key = [site_sizes(config), to_json(config)]
     return nan, study.once(f"{PLAIN}-{config.seed}", key, lambda: plain_fedavg(config, config.seed)[1])

@@ -87,7 +87,7 @@ class Reproduction:
 
     `tables` by name, for the option `tables=`; a single unnamed one is always made. `option` is one more option, which
     selects among the names that its function returns for a preset and the tables. `check` refuses bad overrides; without
-    it, there are none. `folder` may hold {preset}.
+    it, all are refused. `folder` may hold {preset}.
     """
 
     title: str

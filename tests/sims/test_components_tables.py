@@ -12,8 +12,7 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import components, papers
 from fedloom.sims.experiments.components import details, feature_correlation, rivals, sizes
 from fedloom.sims.experiments.components.methods import ALL, DCC, INDEPENDENT, PULLS, WAYS
-from fedloom.sims.experiments.components.runs import Found, way
-from fedloom.sims.experiments.components.runs import found as found_of
+from fedloom.sims.experiments.components.runs import Measurements, measured, way
 from fedloom.sims.experiments.study import Study
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
@@ -47,8 +46,8 @@ def study() -> Study:
     return Study("cpu", components.reproduce.folder_of("cpu"))
 
 
-def found(accuracy: list[list[float]]) -> Found:
-    return Found(accuracy, 10, 100, [], 0.0)
+def found(accuracy: list[list[float]]) -> Measurements:
+    return Measurements(accuracy, 10, 100, [], 0.0)
 
 
 def test_figure_2_is_written_beside_the_papers_cells_and_measured_once(
@@ -76,14 +75,14 @@ def test_every_row_of_a_table_is_there(study: Study, table: str, known: str) -> 
 
 def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study) -> None:
     sites = [rivals._without(site, lacked) for site, lacked in zip(TASK.sites, rivals.LACKED, strict=True)]
-    one = found_of(study, "tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
+    one = measured(study, "tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
     assert one.missing is not None and one.missing_exchanged is not None
     assert one.missing < one.missing_exchanged  # no head learns a class that its site has no image of
-    assert found_of(study, "tiny", WAYS[DCC].pulled(0.1), 0).missing is None
+    assert measured(study, "tiny", WAYS[DCC].pulled(0.1), 0).missing is None
 
 
 def test_same_start_shows_in_the_correlation_of_features(study: Study) -> None:
-    same, apart = (found_of(study, "tiny", WAYS[name].pulled(0.1), 0) for name in ("IIW+RP", "RP"))
+    same, apart = (measured(study, "tiny", WAYS[name].pulled(0.1), 0) for name in ("IIW+RP", "RP"))
     assert sum(same.correlation) > sum(apart.correlation) + 1 and len(same.correlation) == 8
     assert all(math.isclose(max(one.permuted, sum(one.correlation) / 8), one.permuted) for one in (same, apart))
 

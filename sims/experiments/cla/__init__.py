@@ -1,4 +1,4 @@
-"""CLA+OT measured again: networks of unequal depth fused, transferred, distilled, fine-tuned."""
+"""CLA+OT: networks of different depth fused, transferred, distilled and fine-tuned."""
 
 from collections.abc import Callable, Sequence
 

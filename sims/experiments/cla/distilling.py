@@ -1,4 +1,4 @@
-"""Tables 5 and 21: the teacher distilled into students of several starts, and what an epoch of it costs."""
+"""Tables 5 and 21: the teacher distilled into students of several starts, and the cost of an epoch."""
 
 import copy
 import itertools
@@ -31,15 +31,15 @@ STUDENTS = {  # the method by its row: the paper's column, or ours
 }
 SETTINGS = "temperature {:g}, weight {:g}"
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds. Epochs and rates as in fine-tuning; loss: weight "
-    "times the teacher's term (times T squared) and the rest of 1 times cross-entropy. Best: temperature and weight "
-    "chosen on validation images; average: over temperatures, each with the weight chosen so. fused: CLAFusion; ours: "
-    "refitted."
+    "Test accuracy in %, mean and standard deviation over seeds. Epochs and rates are those of fine-tuning. Loss: "
+    "weight times the teacher's term (times T squared), plus (1 - weight) times cross-entropy. best: temperature "
+    "and weight chosen on validation images. average: over temperatures, each with its best weight. fused: "
+    "CLAFusion; ours: refitted."
 )
 
 
 def taught(teacher: nn.Module, temperature: float, weight: float) -> Loss:
-    """The loss of a student; the teacher, which answers every batch anew, stays as it is."""
+    """Return the loss of a student. The teacher does not change."""
 
     def loss(student: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
@@ -50,7 +50,7 @@ def taught(teacher: nn.Module, temperature: float, weight: float) -> Loss:
 
 
 def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, Any]]:
-    """By student (the paper's name) and settings {"test": [accuracy], "validation": [...]}."""
+    """Return by student (the paper's name) and settings {"test": [accuracy], "validation": [accuracy]}."""
     size, chosen = size_of(study), size_of(study).pairs[pair]
 
     def make(method: str, temperature: float, weight: float) -> dict[str, list[float]]:
@@ -69,7 +69,7 @@ def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, A
 
 
 def table(study: Study) -> list[Table]:
-    """Table 5."""
+    """Return Table 5."""
     results, size = study.each_seed(lambda seed: distilled(study, "vgg", seed)), size_of(study)
     groups = [[SETTINGS.format(heat, weight) for weight in size.weights] for heat in size.temperatures]
     paper, rows = cells("cla_ot", "5"), []
@@ -83,12 +83,12 @@ def table(study: Study) -> list[Table]:
 
 
 def _best(results: Mapping[str, Mapping[str, list[float]]], names: list[str]) -> float:
-    """The test accuracy of the settings that are best on validation images."""
+    """Return the test accuracy of the settings that are best on validation images."""
     return results[max(names, key=lambda name: results[name]["validation"])]["test"][0]
 
 
 def epochs_table(study: Study) -> list[Table]:
-    """Table 21."""
+    """Return Table 21."""
     paper, rows = cells("cla_ot", "21"), []
     for pair in ("vgg", "resnet-half"):
         chosen = size_of(study).pairs[pair]
@@ -99,12 +99,12 @@ def epochs_table(study: Study) -> list[Table]:
             rows.append([pair, name, *ours, *theirs])
     head = ["pair", "network", *(f"{what}{of}" for of in ("", " (paper)")
             for what in ("million parameters", "s/epoch tuned", "s/epoch distilled"))]  # fmt: skip
-    note = "On this machine, one thread. (paper): 50,000 images on an A100; its ResNets on CIFAR-100."
+    note = "This machine, one thread. (paper): 50,000 images on an A100; its ResNets are on CIFAR-100."
     return [Table("Table 21: seconds of an epoch, fine-tuning and distillation", head, rows, note)]
 
 
 def _seconds(study: Study, pair: str) -> dict[str, list[float | None]]:
-    """Parameters and seconds of an epoch of fine-tuning and of distilling A into it, by network."""
+    """Return by network the parameters, and the seconds of an epoch of fine-tuning and of distillation from A."""
     inputs, teacher = inputs_of(study, pair, 0), inputs_of(study, pair, 0).deep.eval()
     networks, results = {"A": inputs.deep, "B": inputs.shallow, "fused": METHODS["fuse"](inputs)}, {}
 

@@ -1,4 +1,4 @@
-"""The VGGs of CLA+OT (Sec. 4.2, App. B): a teacher of double, a student of half width, first and last layers kept."""
+"""The VGGs of CLA+OT (Sec. 4.2, App. B): a teacher of double, a student of half width. First and last layers are normal."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from fedloom.clients.networks.plain import POOL, PlainSpec
 @NETWORKS.register("vgg13_double")
 @dataclass(frozen=True)
 class Vgg13Double(PlainSpec):
-    """33 million parameters. The paper prints 1028 for 1024."""
+    """A VGG13 of 33 million parameters. The paper prints 1028 for 1024."""
 
     layout = (64, 128, POOL, 256, 256, POOL, 512, 512, POOL, 1024, 1024, POOL, 1024, 512, POOL)
 
@@ -17,6 +17,6 @@ class Vgg13Double(PlainSpec):
 @NETWORKS.register("vgg11_half")
 @dataclass(frozen=True)
 class Vgg11Half(PlainSpec):
-    """3 million parameters."""
+    """A VGG11 of 3 million parameters."""
 
     layout = (64, POOL, 64, POOL, 128, 128, POOL, 256, 256, POOL, 256, 512, POOL)

@@ -1,4 +1,4 @@
-"""The networks that the tables are made of, trained once, and what a method makes of them, measured once."""
+"""The trained networks of the tables, and the results of methods on them. Each is made once."""
 
 import copy
 import time
@@ -24,20 +24,22 @@ Reached = Mapping[str, Any]  # {"test": [one-shot, after fine-tuning], "validati
 
 
 def size_of(study: Study) -> Size:
-    """Networks and budgets of the preset."""
+    """Return the networks and budgets of the preset."""
     return SIZES[study.preset]
 
 
 def inputs_of(study: Study, pair: str, seed: int, count: int = 2) -> Inputs:
-    """What a method gets: `count` networks trained from different starts, A and B by turns, and images without labels."""
+    """Return the inputs of a method: `count` networks from different starts, A and B in turn, and unlabelled images."""
     size = size_of(study)
     networks = [copy.deepcopy(_trained(study.folder, size.pairs[pair], index, seed)) for index in range(count)]
     return Inputs(networks, probe_set(size.pairs[pair].task, size.probe), seed)
 
 
 def reached(study: Study, pair: str, seed: int, method: str, count: int = 2, tune: bool = True) -> Reached:
-    """Accuracies (fractions) of the network that a method makes of `count` parents, and after fine-tuning; `refused`:
-    why there is none."""
+    """Return the accuracies of the network that a method makes of `count` parents, before and after fine-tuning.
+
+    They are fractions. For a method that cannot make such a network, return the reason as `refused`.
+    """
     chosen, name = size_of(study).pairs[pair], f"{pair}-{seed}-{method}" + f"-of-{count}" * (count > 2)
 
     def make() -> Reached:
@@ -57,7 +59,7 @@ def reached(study: Study, pair: str, seed: int, method: str, count: int = 2, tun
 
 
 def budget(pair: Pair, method: str) -> Recipe:
-    """How what a method makes is trained further: random networks with the rate of training, all others with a lower one."""
+    """Return how a method's network is trained further: random networks with the full rate, all others with a lower one."""
     return replace(pair.fine, rate=pair.recipe.rate) if method in FRESH else pair.fine
 
 

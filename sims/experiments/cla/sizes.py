@@ -1,4 +1,4 @@
-"""How large the experiments on CLA+OT are: which networks, images and epochs, for a CPU and as in the paper."""
+"""The presets of the experiments on CLA+OT: networks, images and epochs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ __all__ = ["SIZES", "Pair", "Size", "networks"]  # the module registers its netw
 
 BARE = "bias=false,head_bias=false"
 MLPS = f"mlp:widths=[400,200,100,50,25],{BARE}", f"mlp:widths=[400,200,100],{BARE}"
-PLAIN = "norm=none,head_bias=false"  # no biases, as in App. A: the published plans scale what a bias is added to
+PLAIN = "norm=none,head_bias=false"  # no biases, as in App. A: the published plans change the scale to which a bias is added
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A deeper network A and a shallower B, trained on `task` by `recipe`, and how a network made of them is fine-tuned.
+    """A deeper network A and a shallower B, trained on `task` by `recipe`; `fine` is the fine-tuning after a fusion.
 
-    `paper`: what the paper's rows on such a pair begin with.
+    `paper` is the start of the paper's row names for such a pair.
     """
 
     deep: str
@@ -32,14 +32,14 @@ class Pair:
     paper: str = ""
 
     def names(self) -> tuple[NetworkName, NetworkName]:
-        """Both networks' full names."""
+        """Return both networks' full names."""
         sizes = self.task.channels, self.task.size, find(self.task.domain).classes
         return parse_name(self.deep, *sizes), parse_name(self.shallow, *sizes)
 
 
 @dataclass(frozen=True)
 class Size:
-    """A preset. `temperatures`, `weights`: tried for distillation; `draws`: random maps of each seed."""
+    """A preset, with the temperatures and weights for distillation, and the random maps of each seed (`draws`)."""
 
     pairs: Mapping[str, Pair]
     temperatures: tuple[float, ...]
@@ -73,7 +73,7 @@ def _cpu() -> Size:
 
 
 def _paper() -> Size:
-    """Tables 6 to 8, but for the rates, which fall along a cosine here; no Tiny-ImageNet."""
+    """Return the paper's settings (Tables 6 to 8), but with rates that fall along a cosine, and without Tiny-ImageNet."""
     momentum = Recipe(epochs=300, rate=0.1, batch=256, weight_decay=1e-4, flip=True)
     fine = replace(momentum, epochs=120)
     plain = Recipe(epochs=300, rate=0.05, batch=128, weight_decay=5e-4, flip=True)

@@ -1,4 +1,4 @@
-"""Table 20: parameters and inference time of the fused network and of the ensemble of two, four and six."""
+"""Table 20: parameters and inference time of the fused network, and of ensembles of two, four and six."""
 
 import statistics
 import time
@@ -18,11 +18,11 @@ from fedloom.sims.report.tables import Table
 
 PAIR, COUNTS, REPEATS = "resnet", (2, 4, 6), 3
 KINDS = ("A", "B", "fused", "ensemble")
-NOTE = "Seconds for all test images, median of three, on this machine. (paper): ResNets of full width on an A100."
+NOTE = "Seconds for all test images on this machine, median of three. (paper): ResNets of full width on an A100."
 
 
 def table(study: Study) -> list[Table]:
-    """Table 20: a row for each number of networks."""
+    """Return Table 20: a row for each number of networks."""
     results = study.once("sizes", size_of(study).pairs[PAIR], lambda: _measured(study))
     paper, rows = cells("cla_ot", "20"), []
     for count in COUNTS:
@@ -39,7 +39,7 @@ def table(study: Study) -> list[Table]:
 
 
 def _measured(study: Study) -> dict[str, list[float]]:
-    """Parameters and seconds by kind of network."""
+    """Return parameters and seconds by type of network."""
     inputs = inputs_of(study, PAIR, 0)
     every = to_float(images(size_of(study).pairs[PAIR].task, "test").x)
     networks = {"A": inputs.deep, "B": inputs.shallow, "fused": METHODS["fuse"](inputs)}

@@ -1,4 +1,4 @@
-"""Tables 1, 2, 3, 4, 11, 12 and 18: networks of different starts, as they are and after the same fine-tuning."""
+"""Tables 1, 2, 3, 4, 11, 12 and 18: networks of different starts, before and after the same fine-tuning."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds; tuned: after {epochs} epochs at a rate that falls from "
-    "{rate:g} to 0, the same batches for all starts (random ones: from {fresh:g}). A: {deep}; B: {shallow}. (paper): its "
-    "own cells, full width, all images."
+    "Test accuracy in %, mean and standard deviation over seeds. tuned: after {epochs} epochs at a rate that falls "
+    "from {rate:g} to 0 (random starts: from {fresh:g}), with the same batches for all. A: {deep}; B: {shallow}. "
+    "(paper): full width, all images."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A start: its method, of `count` parents, fine-tuned or not, and the paper's columns for it. `draws`: several methods
-    "NAME k" of which the mean is taken."""
+    """A start: its method, the number of parents, and the paper's columns before and after fine-tuning.
+
+    With `draws`, it is the mean of several methods "NAME k".
+    """
 
     method: str
     before: str = ""
@@ -34,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Starts:
-    """A table of the paper: `before`, `after`: its rows, for a pair's Pair.paper and a {row}'s name."""
+    """A table of the paper. `before` and `after` are its row names, with {} for Pair.paper and {row} for the start."""
 
     number: str
     title: str
@@ -57,8 +59,8 @@ ONE = Starts(
     (*PARENTS, DEEPENED, Row("random A", "", "random, tuned"), Row("naive average"), *FUSED),
 )  # fmt: skip
 SIX = tuple(
-    Row(name, f"M{place + 1}", f"M{place + 1}, tuned", count=2 * (place // 2 + 1))
-    for place, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))
+    Row(name, f"M{index + 1}", f"M{index + 1}, tuned", count=2 * (index // 2 + 1))
+    for index, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))
 )
 
 
@@ -82,7 +84,7 @@ TEN = Starts(
 )  # fmt: skip
 ELEVEN = Starts(
     "11", "maps of the first two layers of B, CLAFusion", ("vgg",),
-    tuple(Row(f"{one}-{two}", "fused", "fused, tuned") for one, two in VGG_MAPS), "{row}", "{row}",
+    tuple(Row(f"{first}-{second}", "fused", "fused, tuned") for first, second in VGG_MAPS), "{row}", "{row}",
 )  # fmt: skip
 TWELVE = Starts(
     "12", "maps of blocks, CLAFusion", ("resnet",),
@@ -93,51 +95,51 @@ TWELVE = Starts(
 NAMES = {"CLAFusion, add": "CLA"}  # Table 12's name
 
 
-def maker(asked: Starts, *more: Starts) -> Callable[[Study], list[Part]]:
-    """The function that makes tables of starts, and a picture of the first one."""
+def maker(starts: Starts, *more: Starts) -> Callable[[Study], list[Part]]:
+    """Return the function that makes tables of starts, and a picture of the first one."""
 
     def make(study: Study) -> list[Part]:
-        parts: list[Part] = [table for starts in (asked, *more) for table in tables(study, starts)]
+        parts: list[Part] = [table for each in (starts, *more) for table in tables(study, each)]
         drawn = {pair: [{name: runs[0]["test"] for name, runs in result.items() if "refused" not in runs[0]}
-                        for result in measured(study, asked, pair)]
-                 for pair in asked.pairs if pair in size_of(study).pairs}  # fmt: skip
-        picture = dots(drawn, ["at once", "fine-tuned"], study.folder / f"table-{asked.number.split()[0]}.png")
-        return [*parts, Picture(picture, f"Table {asked.number}: {asked.title}")]
+                        for result in measured(study, starts, pair)]
+                 for pair in starts.pairs if pair in size_of(study).pairs}  # fmt: skip
+        picture = dots(drawn, ["at once", "fine-tuned"], study.folder / f"table-{starts.number.split()[0]}.png")
+        return [*parts, Picture(picture, f"Table {starts.number}: {starts.title}")]
 
     return make
 
 
-def measured(study: Study, asked: Starts, pair: str) -> list[dict[str, list[Reached]]]:
-    """Of each seed, by row, one for each draw."""
+def measured(study: Study, starts: Starts, pair: str) -> list[dict[str, list[Reached]]]:
+    """Return for each seed the results by row, one for each draw."""
     draws = range(size_of(study).draws)
-    names = {row: [f"{row.method} {draw}" for draw in draws] if row.draws else [row.method] for row in asked.rows}
+    names = {row: [f"{row.method} {draw}" for draw in draws] if row.draws else [row.method] for row in starts.rows}
     return study.each_seed(lambda seed: {
-        row.method: [reached(study, pair, seed, name, row.count, row.tune) for name in names[row]] for row in asked.rows
+        row.method: [reached(study, pair, seed, name, row.count, row.tune) for name in names[row]] for row in starts.rows
     })  # fmt: skip
 
 
-def tables(study: Study, asked: Starts) -> list[Table]:
-    """One for each pair that the preset has."""
-    return [_table(study, asked, pair) for pair in asked.pairs if pair in size_of(study).pairs]
+def tables(study: Study, starts: Starts) -> list[Table]:
+    """Return a table for each pair of the preset."""
+    return [_table(study, starts, pair) for pair in starts.pairs if pair in size_of(study).pairs]
 
 
-def _table(study: Study, asked: Starts, pair: str) -> Table:
-    results, chosen, rows = measured(study, asked, pair), size_of(study).pairs[pair], []
-    for row in asked.rows:
+def _table(study: Study, starts: Starts, pair: str) -> Table:
+    results, chosen, rows = measured(study, starts, pair), size_of(study).pairs[pair], []
+    for row in starts.rows:
         runs = [run for result in results for run in result[row.method] if "refused" not in run]
         size = f"{runs[0]['parameters'] / 1e6:.3f}" if runs else "-"
-        rows.append([row.method, size, _stage(runs, 0), _stage(runs, 1), *theirs(asked, row, chosen.paper)])
+        rows.append([row.method, size, _stage(runs, 0), _stage(runs, 1), *theirs(starts, row, chosen.paper)])
     note = NOTE.format(epochs=chosen.fine.epochs, rate=chosen.fine.rate, fresh=chosen.recipe.rate, deep=chosen.deep,
                        shallow=chosen.shallow)  # fmt: skip
     head = ["start", "million parameters", "at once", "tuned", "at once (paper)", "tuned (paper)"]
-    return study.table(f"Table{'s' * (' ' in asked.number)} {asked.number} ({pair}): {asked.title}", head, rows, note)
+    return study.table(f"Table{'s' * (' ' in starts.number)} {starts.number} ({pair}): {starts.title}", head, rows, note)
 
 
-def theirs(asked: Starts, row: Row, paper: str) -> list[str]:
-    """The paper's cells of a row, before and after fine-tuning."""
-    table, name = cells("cla_ot", asked.number.split()[-1]), NAMES.get(row.method, row.method)
+def theirs(starts: Starts, row: Row, paper: str) -> list[str]:
+    """Return the paper's cells of a row, before and after fine-tuning."""
+    table, name = cells("cla_ot", starts.number.split()[-1]), NAMES.get(row.method, row.method)
     return [table.shown(text.format(paper, row=name), column)
-            for text, column in ((asked.before, row.before), (asked.after, row.after))]  # fmt: skip
+            for text, column in ((starts.before, row.before), (starts.after, row.after))]  # fmt: skip
 
 
 def _stage(runs: Sequence[Reached], stage: int) -> str:

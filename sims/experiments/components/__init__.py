@@ -1,4 +1,4 @@
-"""Compatible components (Gygli et al. 2021) measured again: which heads can be exchanged, and what that depends on."""
+"""Compatible components (Gygli et al. 2021): which heads can be exchanged, and why."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,7 @@
-"""Table 1: a classifier meets another domain, of which there are no labels (Sec. 5.1).
+"""Table 1: a classifier is adapted to another domain without labels (Sec. 5.1).
 
-The extractor learns to tell rotations on the new domain's images with the rotation head of the source, frozen; its features
-then fit that head again and, as both were made compatible, the head of the classes.
+The extractor learns to predict rotations of the new images, with the frozen rotation head of the source. Then its features
+fit that head again. They also fit the head of the classes, because both heads were made compatible.
 """
 
 import copy
@@ -39,7 +39,7 @@ NOTE = (
 
 
 def table1(study: Study) -> list[Part]:
-    """Unsupervised domain adaptation between kinds of digits."""
+    """Return Table 1, on domains of digits."""
     paper, key = cells("components", "table1"), [SIZE, SAMPLES, NETWORK, TRAIN, [*ADAPT.values()]]
     results = {pair: study.saved_each(f"adaptation-{pair}", [domains, *key], partial(_of_domains, domains))
                for pair, domains in PAIRS.items()}  # fmt: skip
@@ -53,7 +53,7 @@ def _of_domains(domains: tuple[str, str], seed: int) -> dict[str, float]:
 
 
 def data(domain: str) -> dict[str, Images]:
-    """A domain's images by part."""
+    """Return a domain's images by part."""
     task = Task(domain, SIZE, False, samples=0 if domain == "usps" else SAMPLES)
     return {part: images(task, part) for part in ("train", "test")}
 
@@ -65,7 +65,7 @@ def measured(
     train: Plan = TRAIN,
     plans: Sequence[Plan] = tuple(ADAPT.values()),
 ) -> dict[str, float]:
-    """Accuracy on the target's test images by row."""
+    """Return by row the accuracy on the target's test images."""
     network, rotating = _with_rotations(source["train"], seed, train)
     results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
@@ -80,7 +80,7 @@ def measured(
 
 
 def _with_rotations(train: Images, seed: int, plan: Plan) -> Any:
-    """A network for the classes, and the rotation head that it was trained with."""
+    """Return a network for the classes, and the rotation head of its training."""
     network = built(NETWORK, SIZE, 10, seed, "classes")
     rotating = built(NETWORK, SIZE, 4, seed, "rotations").head
     extractor = network.extractor

@@ -1,4 +1,4 @@
-"""Figure 2 and schemes of training: which auxiliary heads make components compatible, and how often they are averaged."""
+"""Figure 2, joint and incremental training, and local steps: which auxiliary heads make components compatible."""
 
 import math
 from typing import Any
@@ -12,15 +12,15 @@ from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.spread import mean_and_spread
 
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds. exchanged: mean over all pairs of one site's extractor and "
-    "another's head; own: of extractors with their own heads. as the paper: no pull between heads (objective.pull=0); "
-    "pulled: objective.pull=0.1, the default here. way: from chance to the upper bound. (paper): CIFAR-10 / STL-10, "
-    "ResNet-56."
+    "Test accuracy in %, mean and standard deviation over seeds. exchanged: mean over all pairs of one site's "
+    "extractor and another site's head. own: extractors with their own heads. as the paper: objective.pull=0. "
+    "pulled: objective.pull=0.1, the default here. way: the share of the way from chance to the upper bound. "
+    "(paper): CIFAR-10 / STL-10, ResNet-56."
 )
 
 
 def figure2(study: Study) -> list[Part]:
-    """Every combination of auxiliary heads on every task."""
+    """Return Figure 2: every combination of auxiliary heads, on every task."""
     return [part for task in tasks_of(study) for part in _combinations(study, task)]
 
 
@@ -46,7 +46,7 @@ def _combinations(study: Study, name: str) -> list[Part]:
 
 
 def schemes(study: Study) -> list[Part]:
-    """Joint training against incremental, which goes over both orders of the sites, as the paper's does."""
+    """Return joint and incremental training. As in the paper, incremental training is done in both orders of the sites."""
     paper, tables = cells("components", "schemes"), list[Part]()
     for name, task in tasks_of(study).items():
         rows = []
@@ -56,7 +56,7 @@ def schemes(study: Study) -> list[Part]:
                 joint = each(study, name, settings)
                 late = [each(study, name, {**settings, "strategy.scheme": "incremental", "sites": order})
                         for order in (list(task.sites), list(task.sites)[::-1])]  # fmt: skip
-                ordered, own = ([(getattr(one, what) + getattr(other, what)) / 2 for one, other in zip(*late, strict=True)]
+                ordered, own = ([(getattr(run, what) + getattr(twin, what)) / 2 for run, twin in zip(*late, strict=True)]
                                 for what in ("exchanged", "own"))  # fmt: skip
                 gaps = [run.exchanged - after for run, after in zip(joint, ordered, strict=True)]
                 theirs = [paper.shown(heads, scheme) if not pull else "-" for scheme in ("joint", "incremental")]
@@ -69,7 +69,7 @@ def schemes(study: Study) -> list[Part]:
 
 
 def steps(study: Study) -> list[Part]:
-    """Local steps between two averages, and sites: DCC."""
+    """Return DCC for several numbers of local steps between two averages, and of sites."""
     (name, task), plans, rows = first_task(study), size_of(study).plans, []
     for sites in size_of(study).several:
         for column, pull in PULLS.items():
@@ -83,7 +83,7 @@ def steps(study: Study) -> list[Part]:
 
 
 def _plan(study: Study, index: int) -> dict[str, Any]:
-    """The settings of a plan; none of that which runs have anyway."""
+    """Return the settings of a plan; none for the plan that runs have by default."""
     (steps, rounds), settings = size_of(study).plans[index], first_task(study)[1].settings
     if index == 0 and "rounds" not in settings:
         return {}
@@ -94,7 +94,7 @@ def _plan(study: Study, index: int) -> dict[str, Any]:
 
 
 def _several(sites: Any, number: int) -> list[dict[str, Any]]:
-    """As many sites, alike numbers of each domain, which have the images of two."""
+    """Return so many sites, the same number for each domain. Together they have the images of two sites."""
     share = number // len(sites)
     return [{**site, **({"count": share} if share > 1 else {}),
              **({"samples": site["samples"] // share} if site.get("samples") else {})} for site in sites]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Figures 5, 6, 8 and 9: norms, correlation of features, where networks are cut, how many classes are common."""
+"""Figures 5, 6, 8 and 9: norms, correlation of features, the point of the cut, and the number of common classes."""
 
 from statistics import fmean
 from typing import Any
@@ -13,7 +13,7 @@ from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.spread import spread
 
 BOTH, TURNS = "IIW+DCC", "IIW+RP"
-NORMS = {  # by the paper's row: settings, or which norm all parts of the network have
+NORMS = {  # by the paper's row: settings, or the norm of all parts of the network
     "batch statistics": {},
     "statistics recomputed": {"evaluation.statistics": "recomputed"},
     "stored statistics": {"evaluation.statistics": "running"},
@@ -22,18 +22,19 @@ NORMS = {  # by the paper's row: settings, or which norm all parts of the networ
     "unit-length features": {"unit": True},
     "loss for unit length": {"objective.unit": 0.001},  # with 0.1 and 0.01 training diverges
 }
-STORED = ("batch statistics", "stored statistics")  # looked at without IIW, too
+STORED = ("batch statistics", "stored statistics")  # also measured without IIW
 CORRELATED = (INDEPENDENT, IIW, "RP", DCC, ALL)
 CORRELATION_NOTE = (
-    "Correlation of each channel of one extractor with the same one of the other, mean over channels; 500 test images of "
-    "each domain, all places. permuted: channels in the best order (a linear assignment). Accuracies in %. Standard "
-    "deviations over seeds. (paper): CIFAR-10 / STL-10, ResNet-56; IIW there from pre-trained weights."
+    "Correlation of each channel of one extractor with the same channel of the other, mean over channels, on 500 "
+    "test images of each domain and all positions. permuted: channels in the best order (a linear assignment). "
+    "Accuracies in %, standard deviations over seeds. (paper): CIFAR-10 / STL-10, ResNet-56, where IIW starts from "
+    "pre-trained weights."
 )
 EXCHANGED = "exchanged: test accuracy"  # the vertical axis
 
 
 def figure5(study: Study) -> list[Part]:
-    """What BatchNorm works with, other norms, and features of unit length: IIW+DCC as in the paper, and DCC."""
+    """Return Figure 5: norms and features of unit length, for IIW+DCC as in the paper, and for DCC."""
     (task, of), paper, rows = first_task(study), cells("components", "figure5"), []
     for heads, name in [*((BOTH, name) for name in NORMS), *((DCC, name) for name in STORED)]:
         settings = normed(study, task, NORMS[name])
@@ -50,7 +51,7 @@ def figure5(study: Study) -> list[Part]:
 
 
 def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Settings for a norm of all parts of the network, or features of unit length; or what was chosen, as it is."""
+    """Return settings for a norm of all parts of the network, or for features of unit length; other settings unchanged."""
     if not {"norm", "unit"} & chosen.keys():
         return chosen
     network = network_of(study, task)
@@ -61,7 +62,7 @@ def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def figure6(study: Study) -> list[Part]:
-    """Correlation of features beside compatibility."""
+    """Return Figure 6: the correlation of features, and compatibility."""
     (task, of), paper, rows, drawn = first_task(study), cells("components", "figure6"), [], {}
     for name in CORRELATED:
         for column, pull in WAYS[name].columns.items():
@@ -81,7 +82,7 @@ def figure6(study: Study) -> list[Part]:
 
 
 def figure8(study: Study) -> list[Part]:
-    """Where a network is cut; heads are its rest: IIW+RP as in the paper, and DCC."""
+    """Return Figure 8: the point of the cut, for IIW+RP as in the paper, and for DCC. The head is the rest."""
     name, task = first_task(study)
     ways = {f"{heads}, {column}": WAYS[heads].pulled(pull) for heads in (TURNS, DCC)
             for column, pull in WAYS[heads].columns.items()}  # fmt: skip
@@ -94,14 +95,16 @@ def figure8(study: Study) -> list[Part]:
         for way, runs in results.items():
             drawn[way][point] = [run.exchanged for run in runs]
     head = ["cut after", *ways, f"own: {DCC}, pulled"]
-    note = f"{NOTE} The paper has no numbers: IIW+RP falls slowly up to the first block of stage 3, steeply behind it."
+    note = (
+        f"{NOTE} The paper has no numbers. Its IIW+RP falls slowly up to the first block of stage 3, and steeply after it."
+    )
     title = f"Figure 8: the point of the cut, {task.title}"
     picture = curves(drawn, ("cut after", EXCHANGED), study.folder / "figure8.png", limits=(0.0, 1.0))
     return [study.table(title, head, rows, note), Picture(picture, title)]
 
 
 def figure9(study: Study) -> list[Part]:
-    """How many of the common classes the shared head tells apart: IIW+DCC; beside it IIW+RP, which needs none."""
+    """Return Figure 9: the number of common classes of the shared head, for IIW+DCC, and IIW+RP without such a head."""
     (task, of), paper, rows = first_task(study), cells("components", "figure9"), []
     columns = {f"IIW+DCC, {column}": pull for column, pull in PULLS.items()}
     drawn = {name: dict[str, list[float]]() for name in columns}

@@ -1,4 +1,4 @@
-"""Figure 4: a head that is there already makes transfer to another extractor faster (Sec. 5.3)."""
+"""Figure 4: an existing head makes transfer to another extractor faster (Sec. 5.3)."""
 
 import copy
 from functools import partial
@@ -18,26 +18,25 @@ ROTATIONS, SOURCE, TARGETS = "fashion_mnist", "mnist", ("usps", "mnist_m")
 STEPS = (0, 1, 10, 30, 100, 300)
 TRAIN, TUNE = Plan(600, 0.05), 0.01
 NOTE = (
-    "Mean class accuracy in % on the target's test images after so many steps of fine-tuning on its training images, "
-    "mean and standard deviation over seeds. The extractor comes from a network trained on MNIST, the head from one "
-    "trained on the target; both were trained with one rotation head, frozen, which comes from Fashion-MNIST (RP), "
-    "and may have started alike (IIW). Beside it: rotation heads of their own (independent), and a head drawn anew. "
-    "In the paper recombined networks have 40.0 to 66.4 % before fine-tuning (from ILSVRC-12 to CIFAR-10, STL-10 and "
-    "CIFAR-100)."
+    "Mean class accuracy in % on the target's test images after so many steps of fine-tuning on its training "
+    "images, mean and standard deviation over seeds. The extractor is from a network trained on MNIST, the head "
+    "from one trained on the target. RP: both were trained with one frozen rotation head, from Fashion-MNIST. IIW: "
+    "they started from the same weights. independent: with their own rotation heads. In the paper, recombined "
+    "networks have 40.0 to 66.4 % before fine-tuning (from ILSVRC-12 to CIFAR-10, STL-10 and CIFAR-100)."
 )
 
 
 def figure4(study: Study) -> list[Part]:
-    """Accuracy over fine-tuning steps."""
+    """Return Figure 4: accuracy over the steps of fine-tuning."""
     parts: list[Part] = []
     for target in TARGETS:
         key = [ROTATIONS, SOURCE, target, STEPS, NETWORK, TRAIN, TUNE]
         results = study.saved_each(f"faster-{target}", key, partial(_of_target, target))
-        places = range(len(STEPS))
-        rows = [[row, *means(results, *((row, index) for index in places))] for row in results[0]]
+        indices = range(len(STEPS))
+        rows = [[row, *means(results, *((row, index) for index in indices))] for row in results[0]]
         head = ["head and extractor", *(f"{step} steps" for step in STEPS)]
         parts.append(study.table(f"Figure 4: from {SOURCE} to {target}", head, rows, NOTE))
-        series = {row: {str(STEPS[index]): [result[row][index] for result in results] for index in places}
+        series = {row: {str(STEPS[index]): [result[row][index] for result in results] for index in indices}
                   for row in results[0]}  # fmt: skip
         labels, path = ("steps of fine-tuning", "exchanged: test accuracy"), study.folder / f"figure4-{target}.png"
         parts.append(Picture(curves(series, labels, path, limits=(0.0, 1.0)), NOTE))
@@ -51,7 +50,7 @@ def _of_target(target: str, seed: int) -> dict[str, list[float]]:
 def measured(
     rotations: dict[str, Images], source: dict[str, Images], target: dict[str, Images], seed: int, train: Plan = TRAIN
 ) -> dict[str, list[float]]:
-    """Accuracy by row, after each of STEPS."""
+    """Return the accuracy by row, after each of STEPS."""
     extractor = built(NETWORK, SIZE, 10, seed, "rotations").extractor
     rotating = _head(4, seed, "turns")
     fit([extractor, rotating], turns(extractor, rotating, seed), rotations["train"], train, seed, "rotations")
@@ -81,7 +80,7 @@ def _head(outputs: int, *purpose: Any) -> nn.Module:
 
 
 def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Images], seed: int) -> list[float]:
-    """Accuracy after each of STEPS of fine-tuning both."""
+    """Return the accuracy after each of STEPS of fine-tuning both."""
     extractor, head, done, reached = copy.deepcopy(extractor), copy.deepcopy(head), 0, []
     for step in STEPS:
         if step > done:

@@ -1,4 +1,4 @@
-"""Figures 3 and 11: one head for several extractors, taught new classes on one of them, moved to the others (Sec. 5.2)."""
+"""Figures 3 and 11: one head for several extractors learns new classes on one, and moves to the others (Sec. 5.2)."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ EXTRACTORS: dict[str, dict[str, Any]] = {  # the reference first; by the paper's
     "ResNet-56": {"of": {"name": "resnet20", "width": 0.5}, "at": "stage2"},
     "MobileNetV2": {"of": {"name": "torchvision.models:mobilenet_v2", "width_mult": 0.5}, "at": "features.3"},
 }
-OURS = {  # what stands for them here
+OURS = {  # the networks used here instead
     "Wide ResNet-56": "ResNet-20 (reference)",
     "ResNet-56": "ResNet-20, half the width",
     "MobileNetV2": "MobileNetV2, half the width",
@@ -34,16 +34,17 @@ MATCH = 10.0  # of the squared distance between features, by their variance
 WAYS = {"as the paper": 0.0, "features matched": MATCH}
 COLUMNS = ("extractor frozen", "rotation head frozen", "upper bound")
 NOTE = (
-    "Accuracy in % on all classes (mean class accuracy), mean and standard deviation over seeds. Three extractors, averaged "
-    "to 4x4, are trained with one head for five classes; the head learns ten on the reference alone, which stays as it is "
-    "(or moves, held by a rotation head that is frozen), and is put on the others as it is. before: the head of five "
-    "classes. upper bound: all three trained with ten classes. matched: the others' features are held near the reference's, "
-    "of all four rotations of the same images. (paper): CIFAR-10; Wide ResNet-56, ResNet-56, MobileNetV2."
+    "Mean class accuracy in % on all classes, mean and standard deviation over seeds. Three extractors, averaged to "
+    "4x4, are trained with one head for five classes. The head then learns all ten on the reference, and is put on "
+    "the others. The reference is frozen, or it moves and a frozen rotation head holds it. before: the head of five "
+    "classes. upper bound: all three trained with ten classes. matched: in training, the other features are held "
+    "near the reference's, for all four rotations of each image. (paper): CIFAR-10; Wide ResNet-56, ResNet-56, "
+    "MobileNetV2."
 )
 
 
 def figure3(study: Study) -> list[Part]:
-    """The updated head on every extractor."""
+    """Return Figures 3 and 11: the updated head on every extractor."""
     paper, parts = cells("components", "figure11"), list[Part]()
     for domain, samples in DOMAINS.items():
         rows, task = [], Task(domain, SIZE, False, samples=samples)
@@ -66,7 +67,7 @@ def _of_task(task: Task, match: float, seed: int) -> dict[str, dict[str, float]]
 def measured(
     data: dict[str, Images], seed: int, match: float, joint: Plan = JOINT, update: Plan = UPDATE
 ) -> dict[str, dict[str, float]]:
-    """Accuracy by column and extractor."""
+    """Return the accuracy by column and extractor."""
     some = data["train"].y < FIRST
     few = Images(data["train"].x[some], data["train"].y[some])
     extractors, head, rotating = _together(few, FIRST, seed, match, joint)
@@ -88,16 +89,16 @@ def measured(
 def _together(
     train: Images, classes: int, seed: int, match: float, plan: Plan
 ) -> tuple[dict[str, nn.Module], nn.Module, nn.Module]:
-    """All extractors, trained with one head for the classes and one for rotations."""
+    """Return all extractors, trained with one head for the classes, and one for rotations."""
     networks = {name: built(_section(cut), SIZE, classes, seed, name) for name, cut in EXTRACTORS.items()}
     extractors = {name: network.extractor for name, network in networks.items()}
     first, *others = extractors.values()
     head = networks[next(iter(EXTRACTORS))].head
     rotating = built(_section(next(iter(EXTRACTORS.values()))), SIZE, 4, seed, "rotations").head
-    losses = [both(answers(one, head), turns(one, rotating, seed, name)) for name, one in extractors.items()]
+    losses = [both(answers(each, head), turns(each, rotating, seed, name)) for name, each in extractors.items()]
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        total = torch.stack([one(x, y) for one in losses]).sum()
+        total = torch.stack([each(x, y) for each in losses]).sum()
         return total + match * _apart(first, others, x) if match else total
 
     fit([*extractors.values(), head, rotating], loss, train, plan, seed, "joint")
@@ -105,7 +106,7 @@ def _together(
 
 
 def _apart(reference: nn.Module, others: Sequence[nn.Module], images: Tensor) -> Tensor:
-    """Mean squared distances of others' features from the reference's, which stay, in units of their variance."""
+    """Return the mean squared distances of the others' features from the fixed reference's, in units of their variance."""
     turned = torch.cat([images.rot90(turn, (2, 3)) for turn in range(4)])
     with torch.no_grad():
         goal = reference(turned)
@@ -117,7 +118,7 @@ def _section(cut: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extended(head: nn.Module, seed: int) -> nn.Module:
-    """A copy for all classes: the rows of the first ones stay, the others are drawn."""
+    """Return a copy of the head for all classes: the known rows are unchanged, the others are drawn."""
     wider = built(_section(next(iter(EXTRACTORS.values()))), SIZE, CLASSES, seed, "extended").head
     state, known = wider.state_dict(), head.state_dict()
     for name, tensor in known.items():

@@ -1,4 +1,4 @@
-"""Methods that share a part of networks, beside auxiliary heads: own tasks, missing classes, exchanged heads, bytes."""
+"""Other methods that share a part of networks: own tasks, missing classes, exchanged heads, bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def rivals(study: Study) -> list[Part]:
-    """The first task as it is, and with classes that each site lacks."""
+    """Return the methods on the first task, and on the same task where each site lacks classes."""
     (name, task), complete, some = first_task(study), [], []
     drawn = [dict[str, list[float]]() for _ in range(study.seeds)]
     lacking = {"sites": [_without(site, lacked) for site, lacked in zip(task.sites, LACKED, strict=True)]}
@@ -31,8 +31,10 @@ def rivals(study: Study) -> list[Part]:
         some.append([method, *shown(few, "own", "missing", "missing_exchanged", "exchanged")])
         for picture, result in zip(drawn, results, strict=True):
             picture[method] = [result.exchanged, result.own]
-    sends = "Bytes that a site sends in a round, and their share of FedAvg's."
-    lacks = f"The first site has no images of classes {LACKED[0]}, the second none of {LACKED[1]}. missing: on these."
+    sends = "bytes: what a site sends in a round."
+    lacks = (
+        f"The first site has no images of classes {LACKED[0]}, the second none of {LACKED[1]}. missing: accuracy on these."
+    )
     head = ["method", "own", "missing, own head", "missing, the other's head", "exchanged"]
     return [
         study.table(
@@ -44,6 +46,6 @@ def rivals(study: Study) -> list[Part]:
 
 
 def _without(site: Settings, lacked: Sequence[int]) -> dict[str, Any]:
-    """A site with all images there are but those of some classes."""
+    """Return a site with all its images except those of some classes."""
     rest = {key: value for key, value in site.items() if key != "samples"}
     return {**rest, "classes": [label for label in range(10) if label not in lacked]}

@@ -1,4 +1,4 @@
-"""The federated runs that the tables are made of: each is made once, measured, and erased."""
+"""The federated runs of the tables. Each is made once, measured, and erased."""
 
 import dataclasses
 import json
@@ -17,17 +17,17 @@ from fedloom.sims.operations.scratch_run import erased_run
 from fedloom.sims.report.spread import mean_and_spread
 
 EXPERIMENT = "components"
-ANOTHER = "mlp"  # options go with a network of another name
+ANOTHER = "mlp"  # with another network, the options of the first one are dropped
 UPPER = "upper bound (own, with a rotation head of its own)"
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is found of a run. `accuracy` [extractor's site, head's site]; `bytes` that a site sends in a round.
+class Measurements:
+    """The measurements of a run: `accuracy` [extractor's site, head's site], and the `bytes` that a site sends in a round.
 
-    `own`, `exchanged`: its means on and off the diagonal. `correlation`: of both extractors' channels, and
-    `permuted`: in the best order. `missing`, `missing_exchanged`: on classes that sites lack, with their own heads and with
-    the other's; None where they lack none.
+    `own` and `exchanged` are its means on and off the diagonal. `correlation` is of the channels of two extractors,
+    `permuted` in the best order. `missing` and `missing_exchanged` are accuracies on classes that sites lack, with their own
+    and with other sites' heads; None if no site lacks a class.
     """
 
     accuracy: Sequence[Sequence[float]]
@@ -40,38 +40,39 @@ class Found:
 
     @property
     def own(self) -> float:
+        """The mean accuracy with the sites' own heads."""
         return statistics.fmean(row[index] for index, row in enumerate(self.accuracy))
 
     @property
     def exchanged(self) -> float:
-        """NaN of a run of one site."""
+        """The mean accuracy with other sites' heads; NaN for a run of one site."""
         cells = [cell for index, row in enumerate(self.accuracy) for other, cell in enumerate(row) if other != index]
         return statistics.fmean(cells) if cells else math.nan
 
 
 def size_of(study: Study) -> Size:
-    """Tasks and budgets of the preset."""
+    """Return the tasks and budgets of the preset."""
     return SIZES[study.preset]
 
 
 def tasks_of(study: Study) -> Mapping[str, Task]:
-    """The tasks that are asked for, the first one first."""
+    """Return the selected tasks."""
     return {name: task for name, task in size_of(study).tasks.items() if not study.only or name in study.only}
 
 
 def first_task(study: Study) -> tuple[str, Task]:
-    """The task of the tables on details, with its name."""
+    """Return the name and the task that the tables on details use."""
     return next(iter(tasks_of(study).items()))
 
 
 def network_of(study: Study, task: str) -> dict[str, Any]:
-    """The section `network` of a task's runs."""
+    """Return the section `network` of a task's runs."""
     size = size_of(study)
     return dict(load(EXPERIMENT, _lines({**size.settings, **size.tasks[task].all})).network)
 
 
-def found(study: Study, task: str, settings: Settings, seed: int) -> Found:
-    """Of a run of a task with these settings, which win over the task's."""
+def measured(study: Study, task: str, settings: Settings, seed: int) -> Measurements:
+    """Return the measurements of a run of a task with these settings, which replace the task's."""
     size = size_of(study)
     keys = {**size.settings, **size.tasks[task].all, **_turned(settings, size.tasks[task].turns)}
     lines = [*_lines(keys), *study.overrides, f"seed={seed}"]
@@ -85,16 +86,16 @@ def found(study: Study, task: str, settings: Settings, seed: int) -> Found:
             [matrix] = summary["recombination"].values()
             return {**{key: matrix[key] for key in ("accuracy", "bytes", "fedavg_bytes")}, **looks(config, path)}
 
-    return Found(**study.once(name, lines, make, label))
+    return Measurements(**study.once(name, lines, make, label))
 
 
-def each(study: Study, task: str, settings: Settings) -> list[Found]:
-    """Of every seed."""
-    return study.each_seed(lambda seed: found(study, task, settings, seed))
+def each(study: Study, task: str, settings: Settings) -> list[Measurements]:
+    """Return the measurements of every seed."""
+    return study.each_seed(lambda seed: measured(study, task, settings, seed))
 
 
 def upper_bound(study: Study, task: str) -> list[float]:
-    """Own-task accuracy of sites that train by themselves, each with a rotation head that nobody else has."""
+    """Return the own-task accuracy of sites that train alone, each with its own rotation head."""
     settings = {"objective.auxiliary": ["rp"], "objective.pull": 0.0}
     sites = [{key: value for key, value in site.items() if key != "count"} for site in size_of(study).tasks[task].sites]
     runs = [each(study, task, {**settings, "sites": [site]}) for site in sites]
@@ -102,13 +103,13 @@ def upper_bound(study: Study, task: str) -> list[float]:
 
 
 def _lines(settings: Settings) -> list[str]:
-    """As overrides; a whole section before its keys. Of the experiment's network nothing is left where there is another."""
+    """Return settings as overrides, whole sections before their keys. Another network replaces the experiment's."""
     lines = [f"{key}={json.dumps(settings[key])}" for key in sorted(settings)]
     return [f"network.name={ANOTHER}", *lines] if "network" in settings else lines
 
 
 def _turned(settings: Settings, turns: str) -> dict[str, Any]:
-    """The settings, with as many turns of each image as a task asks for."""
+    """Return the settings, with as many rotations of each image as the task has."""
     key = "objective.auxiliary"
     if turns == "one" or key not in settings:
         return dict(settings)
@@ -116,18 +117,18 @@ def _turned(settings: Settings, turns: str) -> dict[str, Any]:
 
 
 def _watched_last(config: Config) -> Config:
-    """The same, accuracies being measured at the end alone."""
+    """Return the configuration with accuracies measured only at the end."""
     return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, every=2 * config.rounds))
 
 
-def shown(results: Sequence[Found], *fields: str) -> list[str]:
-    """Accuracies in %, mean and standard deviation over seeds; "-" where there is none."""
+def shown(results: Sequence[Measurements], *fields: str) -> list[str]:
+    """Return the mean and standard deviation over seeds of some fields, in %; "-" for None."""
     values = [[getattr(result, field) for result in results] for field in fields]
     return ["-" if None in accuracies else mean_and_spread(accuracies) for accuracies in values]
 
 
-def way(results: Sequence[Found], upper: Sequence[float], classes: int) -> str:
-    """How much of the way from chance to the upper bound the exchanged heads reach, in %."""
+def way(results: Sequence[Measurements], upper: Sequence[float], classes: int) -> str:
+    """Return how much of the way from chance to the upper bound exchanged heads reach, in %."""
     chance = 1.0 / classes
     shares = [(result.exchanged - chance) / (top - chance) if top > chance else math.nan
               for result, top in zip(results, upper, strict=True)]  # fmt: skip

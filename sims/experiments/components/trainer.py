@@ -1,4 +1,4 @@
-"""Components trained in one process, where an application is no federation: extractors, heads, and some of them frozen."""
+"""Training of components in one process, some of them frozen."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ TURNS = Rotations()
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps of SGD with momentum 0.9; the rate falls to 0 along a cosine, or stays."""
+    """Steps of SGD with momentum 0.9, at a rate that falls to 0 along a cosine or stays."""
 
     steps: int
     rate: float
@@ -33,14 +33,14 @@ class Plan:
 
 
 def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | int) -> Network:
-    """A network for colour images, its weights drawn by this purpose."""
+    """Return a network for colour images, with weights drawn for this purpose."""
     network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
     initialise(network, torch_generator(0, *map(str, purpose)))
     return network
 
 
 def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *purpose: Any) -> None:
-    """Train these modules on batches of the images, drawn by this purpose; all others stay as they are."""
+    """Train these modules on batches drawn for this purpose. Other modules do not change."""
     weights = [parameter for part in parts for parameter in part.train().parameters()]
     descend(weights, loss, _steps(images, plan, *purpose), recipe_of(TrainingConfig(batch=BATCH, rate=plan.rate)))
 
@@ -48,18 +48,18 @@ def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *pur
 def _steps(images: Images, plan: Plan, *purpose: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
     generator = torch_generator(0, *map(str, purpose), "batches")
     for step in range(plan.steps):
-        places = torch.randint(len(images), (BATCH,), generator=generator)
+        indices = torch.randint(len(images), (BATCH,), generator=generator)
         rate = cosine(plan.rate, step, plan.steps) if plan.cosine else plan.rate
-        yield rate, to_float(images.x[places]), images.y[places]
+        yield rate, to_float(images.x[indices]), images.y[indices]
 
 
 def answers(extractor: nn.Module, head: nn.Module) -> Loss:
-    """Cross-entropy of the classes."""
+    """Return the cross-entropy of the classes, as a loss."""
     return lambda images, labels: F.cross_entropy(head(extractor(images)), labels)
 
 
 def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
-    """The loss of rotation prediction (Eq. 2), one turn of each image."""
+    """Return the loss of rotation prediction (Eq. 2), with one rotation of each image."""
     generator = torch_generator(0, *map(str, purpose), "turns")
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -70,17 +70,17 @@ def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
 
 
 def both(first: Loss, second: Loss) -> Loss:
-    """The sum of two losses."""
+    """Return the sum of two losses."""
     return lambda images, labels: first(images, labels) + second(images, labels)
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """A copy whose weights take no gradient."""
+    """Return a copy whose weights have no gradient."""
     return copy.deepcopy(module).requires_grad_(False)
 
 
 def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
-    """Share of right answers, all classes alike (mean class accuracy)."""
+    """Return the mean class accuracy: the share of right answers, with equal weight for each class."""
     view = HeadView(Network(extractor, head), slice(0, None), statistics).eval()
     order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
     mixed = Images(images.x[order], images.y[order])

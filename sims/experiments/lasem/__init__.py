@@ -1,4 +1,4 @@
-"""Layer selection (LASEM, Lee et al. 2021) measured again: sequences of tasks, and ten sites at once."""
+"""Layer selection (LASEM, Lee et al. 2021): sequences of tasks, and ten sites at once."""
 
 from fedloom.sims.experiments.lasem.runs import SIZES, plan_of
 from fedloom.sims.experiments.lasem.tables import TABLES

@@ -1,4 +1,4 @@
-"""What LASEM is compared with in its Table 1: progressive networks, DARTS-style soft selection, APD-Net."""
+"""The learners in LASEM's Table 1: progressive networks, soft selection as in DARTS, APD-Net."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -22,13 +22,16 @@ Make = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 class Column(nn.Module):
-    """A network that reads, at every layer but the first, what earlier columns have there (Rusu et al. 2016, Eq. 2):
-    f(W h + U f(V alpha h')), V a 1x1 convolution of all earlier columns' channels to as many as the layer takes."""
+    """A network that reads the layer inputs of earlier columns (Rusu et al. 2016, Eq. 2): f(W h + U f(V alpha h')).
+
+    V is a 1x1 convolution from all earlier columns' channels to the channels of the layer. The first layer has no such
+    inputs.
+    """
 
     def __init__(self, network: Network, layers: Layers, earlier: list["Column"], generator: torch.Generator) -> None:
         super().__init__()
         self.whole, self.parts = network, pieces(network, layers.groups)
-        self._earlier = earlier  # which makes them no children: they stay as they are
+        self._earlier = earlier  # in a list, so that they are not trained as children
         self.scales, self.reduced, self.lateral = nn.ParameterList(), nn.ModuleList(), nn.ModuleList()
         self._extra: Tensor | None = None
         for name in layers.names:
@@ -38,7 +41,7 @@ class Column(nn.Module):
                 self.scales.append(nn.Parameter(torch.full((len(earlier),), 1.0 / len(earlier))))
                 self.reduced.append(nn.Conv2d(layer.in_channels * len(earlier), layer.in_channels, 1))
                 self.lateral.append(copy.deepcopy(layer))
-            layer.register_forward_hook(self._added)  # behind the copy, which has none
+            layer.register_forward_hook(self._added)  # after the copy, which has no hook
         for module in (self.reduced, self.lateral):
             initialise(module, generator)
 
@@ -49,7 +52,7 @@ class Column(nn.Module):
         return out if self._extra is None else out + self._extra
 
     def steps(self, images: Tensor) -> list[Tensor]:
-        """What goes into every part, and what comes out of the last one."""
+        """Return the input of every part, and the output of the last one."""
         with torch.no_grad():
             others = [column.steps(images) for column in self._earlier]
         inputs, sides = [images], list(zip(self.scales, self.reduced, self.lateral, strict=True))
@@ -64,7 +67,7 @@ class Column(nn.Module):
 
 
 class Progressive(Learner):
-    """A column for each task; earlier ones are frozen."""
+    """A column for each task. Earlier columns are frozen."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -81,19 +84,19 @@ class Progressive(Learner):
 
 
 class Made(nn.Module):
-    """A network some of whose weights are made of parameters when it is used. `make` gives them by the network's names."""
+    """A network whose weights `make` computes from parameters at each use, by the network's names."""
 
     def __init__(
         self, network: Network, parameters: Mapping[str, Tensor], make: Make, shared: Mapping[str, nn.Parameter]
     ) -> None:
         super().__init__()
-        self.body, self.make, self._shared = network, make, dict(shared)  # shared ones are no children: all tasks have them
+        self.body, self.make, self._shared = network, make, dict(shared)  # in a dict: all tasks share them
         self.own = nn.ParameterDict(
             {name.replace(".", "/"): nn.Parameter(parameter.clone()) for name, parameter in parameters.items()}
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are made of own and shared parameters, by name."""
+        """Return the weights computed from own and shared parameters, by name."""
         return self.make({**{name.replace("/", "."): parameter for name, parameter in self.own.items()}, **self._shared})
 
     def forward(self, images: Tensor) -> Tensor:
@@ -101,9 +104,11 @@ class Made(nn.Module):
 
 
 class Darts(Learner):
-    """DARTS (Liu et al. 2019) as a soft choice between a shared and an own layer: a layer's weights are the mean of both,
-    weighted by softmax(alpha); alpha moves along the gradient on validation images, weights on training images, in turn
-    (first order). Selections stay soft."""
+    """DARTS (Liu et al. 2019) as a soft choice between a shared and an own layer.
+
+    The weights of a layer are the mean of both, weighted by softmax(alpha). In turn, alpha moves along the gradient on
+    validation images, and weights on training images (first order). Selections stay soft.
+    """
 
     def __init__(self, config: Config, learner: str, rate: float = 0.1) -> None:
         super().__init__()
@@ -131,8 +136,8 @@ class Darts(Learner):
         draw = torch_generator(config.seed, "darts", str(task), "validation")
 
         def loss(images: Tensor, labels: Tensor) -> Tensor:
-            places = torch.randint(len(validation), (len(images),), generator=draw)
-            held_out = F.cross_entropy(made(to_float(validation.x[places])), validation.y[places])
+            indices = torch.randint(len(validation), (len(images),), generator=draw)
+            held_out = F.cross_entropy(made(to_float(validation.x[indices])), validation.y[indices])
             with torch.no_grad():
                 for alpha, gradient in zip(alphas, torch.autograd.grad(held_out, alphas), strict=True):
                     alpha -= self.rate * gradient
@@ -142,8 +147,11 @@ class Darts(Learner):
 
 
 class Apd(Learner):
-    """APD-Net (Yoon et al. 2020, Eq. 2): theta_t = sigma x M_t + tau_t with a mask M_t for each output channel; the loss has
-    an L1 norm of all tau, and holds the weights of earlier tasks, whose tau move along. Without its clusters of tasks."""
+    """APD-Net (Yoon et al. 2020, Eq. 2), without its clusters of tasks: theta_t = sigma x M_t + tau_t, with a mask M_t.
+
+    The mask has one value for each output channel. The loss has an L1 norm of all tau. It also holds the weights of earlier
+    tasks, whose tau are trained too.
+    """
 
     def __init__(self, config: Config, sparse: float = 4e-4, hold: float = 100.0) -> None:
         super().__init__()

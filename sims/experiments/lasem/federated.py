@@ -1,4 +1,4 @@
-"""Ten sites at once: layer selection beside methods that share a fixed part of networks, and beside none."""
+"""Ten sites at once: layer selection, and methods that share a fixed part of networks, or nothing."""
 
 import statistics
 from pathlib import Path
@@ -20,13 +20,14 @@ FIXED = ["evaluation.every=100", "engine.name=inline", "run.overwrite=true"]
 NAMES = {"learned": "LASEM", "all": "all convolutions shared", "none": "none shared", "fedavg": "FedAvg", "fedper": "FedPer",
          "fedbabu": "FedBABU", "lg_fedavg": "LG-FedAvg", "alone": "local training"}  # fmt: skip
 NOTE = (
-    "Test accuracy in % on the sites' own tasks, mean over sites; mean and standard deviation over seeds. The first three "
-    "are measured with the server's last mean, the others as sites trained last. kB: what a site sends in a round."
+    "Test accuracy in % on the sites' own tasks, mean over sites; mean and standard deviation over seeds. The first "
+    "three are measured with the server's last mean, the others with the networks that sites trained last. kB: what "
+    "a site sends in a round."
 )
 
 
 def federated(study: Study) -> list[Part]:
-    """The experiment `layer_selection`, and rivals on its sites."""
+    """Return the experiment `layer_selection`, with other methods on its sites."""
     config = load(EXPERIMENT, [])
     key = [RUNS, FIXED, [str(site) for site in config.sites], config.network, config.objective, config.rounds]
     results = study.saved_each("federated", key, lambda seed: _measured(study.folder / "runs", seed))
@@ -37,7 +38,7 @@ def federated(study: Study) -> list[Part]:
 
 
 def _measured(folder: Path, seed: int) -> dict[str, dict[str, float]]:
-    """Mean accuracy on sites' own tasks, and bytes, by mode; the runs' folders are erased."""
+    """Return by mode the mean accuracy on the sites' own tasks, and the bytes. The folders of the runs are erased."""
     results: dict[str, dict[str, float]] = {}
     for name, options in RUNS.items():
         config = load(EXPERIMENT, [*options, *FIXED, f"seed={seed}", f"run.root={folder}", f"run.name={name}-{seed}"])

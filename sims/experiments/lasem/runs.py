@@ -1,4 +1,4 @@
-"""What the tables are made of: a learner on a sequence of tasks with a seed, made once, and kept on disk."""
+"""The runs of the tables: a learner on a sequence of tasks with a seed. Each is made once."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ MOST = 1e6
 
 @dataclass(frozen=True)
 class TaskSequence:
-    """Tasks, and how they are trained. `title`: in tables; `paper`: the paper's sequence that stands beside it."""
+    """Tasks and how they are trained. `title` is for tables; `paper` names the paper's sequence to compare with."""
 
     title: str
     tasks: str
@@ -45,7 +45,7 @@ RMSPROP = {"name": "rmsprop", "alpha": 0.9, "eps": 1e-10}
 
 
 def as_published(epochs: int, decay: float) -> Plan:
-    """The plan of the authors' code: RMSProp without clipping. `decay`: of the rate, for each epoch."""
+    """Return the plan of the authors' code: RMSProp without clipping. `decay` is that of the rate, for each epoch."""
     return Plan(epochs, 1e-4, clip=0.0, optimizer=RMSPROP, decay=decay)
 
 
@@ -70,19 +70,19 @@ SIZES: dict[str, dict[str, TaskSequence]] = {
 
 
 def sequences_of(study: Study) -> dict[str, TaskSequence]:
-    """The sequences that are asked for, without those of deep networks."""
+    """Return the selected sequences, without those of deep networks."""
     return {name: sequence for name, sequence in SIZES[study.preset].items()
             if "resnet" not in name and (not study.only or name in study.only)}  # fmt: skip
 
 
 def named(study: Study, name: str) -> TaskSequence:
-    """A sequence, with the plan that is asked for."""
+    """Return a sequence, with its plan as overridden."""
     sequence = SIZES[study.preset][name]
     return dataclasses.replace(sequence, plan=dataclasses.replace(sequence.plan, **plan_of(study.overrides)))
 
 
 def plan_of(overrides: Sequence[str]) -> dict[str, float]:
-    """What overrides epochs= and rate= change of every plan. Raises UserError for others."""
+    """Return the changes of every plan by overrides epochs= and rate=. Raises UserError for other overrides."""
     plan: dict[str, float] = {}
     for word in overrides:
         key, _, value = word.partition("=")
@@ -99,8 +99,10 @@ def plan_of(overrides: Sequence[str]) -> dict[str, float]:
 
 
 def each(study: Study, name: str, what: Options | str) -> list[Outcome]:
-    """The outcomes of every seed: of LASEM or a given configuration (options of the objective), or of another method, by
-    its name in COMPARED."""
+    """Return the outcomes of every seed.
+
+    `what` has options of the objective (LASEM or a fixed configuration), or the name of another method (COMPARED).
+    """
     return [_found(study, name, what, seed) for seed in range(study.seeds)]
 
 
@@ -119,5 +121,5 @@ def _found(study: Study, name: str, what: Options | str, seed: int) -> Outcome:
 
 
 def of(learner: str, mode: str = "learned", **more: Any) -> dict[str, Any]:
-    """Options of the objective: a base learner (a key of LEARNERS) with a configuration, or LASEM."""
+    """Return options of the objective: a base learner (a key of LEARNERS) with a fixed configuration, or LASEM."""
     return {"mode": mode, "learner": {"name": LEARNERS[learner]}, **more}

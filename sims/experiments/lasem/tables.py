@@ -1,4 +1,4 @@
-"""The paper's figures and tables from what was found, its numbers beside ours."""
+"""The figures and tables of LASEM, with the paper's numbers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,15 +20,16 @@ CERTAINTIES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GROUPS = {4: [5, 4, 4, 4], 5: [5, 4, 4, 2, 2], 6: [5, 4, 2, 2, 2, 2], 7: [5, 2, 2, 2, 2, 2, 2]}  # of ResNet-18
 SEARCHES = ("exact", "pruned", "sampled")
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's, of so many trials, for 95 % confidence
-PEAK = "Mean peak accuracy over the tasks in %, ± 95 % confidence over seeds, as the paper has it."
+PEAK = "Mean peak accuracy over the tasks in %, ± 95 % confidence over seeds, as in the paper."
 RATIOS = (
-    "final / peak: what is kept of the accuracy at the best epoch by validation images, the paper's ratio; above 1, the "
-    "best epoch was luck. final / end: of the accuracy at the end of the task."
+    "final / peak: the paper's forgetting ratio. The peak is the test accuracy at the epoch with the best "
+    "validation accuracy; above 1, that epoch was luck. final / end: the ratio to the accuracy at the end of the "
+    "task."
 )
 
 
 def figure1(study: Study) -> list[Part]:
-    """Given configurations, and none at all."""
+    """Return Figure 1: fixed configurations, and no sharing."""
     parts: list[Part] = []
     for name, sequence in sequences_of(study).items():
         results = {learner: _static(study, name, learner) for learner in LEARNERS}
@@ -38,7 +39,7 @@ def figure1(study: Study) -> list[Part]:
 
 
 def figure4(study: Study) -> list[Part]:
-    """LASEM beside the range of given configurations, and what is forgotten."""
+    """Return Figure 4: LASEM, the range of fixed configurations, and forgetting."""
     parts: list[Part] = []
     for name, sequence in sequences_of(study).items():
         rows, series = [], {}
@@ -47,15 +48,15 @@ def figure4(study: Study) -> list[Part]:
             peaks = {mode: fmean(_peaks(runs)) for mode, runs in static.items()}
             ours, best = each(study, name, of(learner)), max(peaks, key=peaks.__getitem__)
             low, high = min(peaks.values()), max(peaks.values())
-            place = f"{(fmean(_peaks(ours)) - low) / (high - low):.0%}" if high > low else "-"
+            position = f"{(fmean(_peaks(ours)) - low) / (high - low):.0%}" if high > low else "-"
             kept = [_number(_kept(runs)) for runs in (ours, static["all"], static[best])]
-            rows.append([learner, _percent(ours), place, _percent(static["all"]), f"{best}: {_percent(static[best])}",
+            rows.append([learner, _percent(ours), position, _percent(static["all"]), f"{best}: {_percent(static[best])}",
                          f"{100 * low:.1f}", *kept])  # fmt: skip
             series[learner] = (list(peaks.values()), peaks["all"], _peaks(ours))
         head = ["", "LASEM", "place in the range", "all", "best", "worst", "final / peak: LASEM", "all", "best"]
         note = f"{PEAK} {RATIOS} The range: of {', '.join(STATIC)}."
         caption = (
-            f"{sequence.title}: boxes are the range of given configurations, blue lines all layers shared, red dots LASEM."
+            f"{sequence.title}: boxes show the range of fixed configurations, blue lines all layers shared, red dots LASEM."
         )
         parts.append(study.table(f"Figure 4: {sequence.title}", head, rows, note))
         parts.append(Picture(ranges(series, study.folder / f"figure4-{name}.png"), caption))
@@ -63,27 +64,27 @@ def figure4(study: Study) -> list[Part]:
 
 
 def figure5(study: Study) -> list[Part]:
-    """How often each layer is shared."""
+    """Return Figure 5: how often each layer is shared."""
     parts: list[Part] = []
     for name, sequence in sequences_of(study).items():
         rows = []
         for learner in LEARNERS:
             chosen = [fact["configuration"] for run in each(study, name, of(learner)) for fact in run.facts]
-            rows.append([learner, *(f"{100 * fmean(one[layer] == '1' for one in chosen):.0f}" for layer in range(4))])
+            rows.append([learner, *(f"{100 * fmean(choice[layer] == '1' for choice in chosen):.0f}" for layer in range(4))])
         head = ["", *(f"layer {layer}" for layer in range(1, 5))]
-        note = "Of tasks in %. In the paper HPS prefers layers of its own, TF and DF-CNN shared ones, and upper ones."
+        note = "Share of tasks in %. In the paper, HPS prefers own layers, TF and DF-CNN prefer shared ones, and upper ones."
         parts.append(study.table(f"Figure 5: layers that LASEM shares, {sequence.title}", head, rows, note))
     return parts
 
 
 def figure6(study: Study) -> list[Part]:
-    """The best configuration's posterior fixed."""
+    """Return Figure 6: a fixed posterior of the best configuration."""
     name = next(iter(sequences_of(study)))
     fixed = {certainty: each(study, name, of("DF-CNN", "top-2", certainty=certainty, search={"name": "exact"}))
              for certainty in CERTAINTIES}  # fmt: skip
     ours = each(study, name, of("DF-CNN"))
     rows = [*([f"P = {certainty:g}", _percent(runs)] for certainty, runs in fixed.items()), ["LASEM", _percent(ours)]]
-    note = f"{PEAK} P: posterior of top-2 in all steps, the rest alike. In the paper P = 1 is the best, by little."
+    note = f"{PEAK} P: posterior of top-2 in all steps; the others share the rest. In the paper, P = 1 is slightly the best."
     series = {"top-2": {certainty: _peaks(runs) for certainty, runs in fixed.items()}}
     labels = "posterior of top-2, fixed", "peak accuracy, mean over tasks"
     picture = curves(series, labels, study.folder / "figure6.png", {"LASEM": fmean(_peaks(ours))})
@@ -91,17 +92,17 @@ def figure6(study: Study) -> list[Part]:
 
 
 def table1(study: Study) -> list[Part]:
-    """Beside other methods that select what is shared."""
+    """Return Table 1: LASEM, and other methods that select what is shared."""
     name, sequence = next(iter(sequences_of(study).items()))
     methods = {**{method: method for method in COMPARED}, **{f"LASEM {learner}": of(learner) for learner in LEARNERS}}
     rows = [_with_papers(study, name, row, ("1", row, "accuracy"), ("1 forgetting", row, "forgetting"), what)
             for row, what in methods.items()]  # fmt: skip
-    note = f"{PEAK} {RATIOS} The paper's are of Office-Home. DEN is left out."
+    note = f"{PEAK} {RATIOS} The paper's numbers are of Office-Home. DEN is missing."
     return [study.table(f"Table 1: {sequence.title}", ["", *COLUMNS], rows, note)]
 
 
 def table2(study: Study) -> list[Part]:
-    """Groups of layers of a ResNet-18."""
+    """Return Table 2: groups of layers of a ResNet-18."""
     parts: list[Part] = []
     ways = {"all": of("HPS", "all", groups=GROUPS[4]),
             **{f"{number} groups": of("HPS", groups=sizes) for number, sizes in GROUPS.items()}}  # fmt: skip
@@ -118,7 +119,7 @@ COLUMNS = ("peak (paper)", "peak", "final / peak (paper)", "final / peak", "fina
 
 def _with_papers(study: Study, name: str, row: str, peak: tuple[str, str, str], ratio: tuple[str, str, str],
                  what: Any) -> list[str]:  # fmt: skip
-    """A row of COLUMNS. `peak`, `ratio`: table, row and column of the paper's cells."""
+    """Return a row of COLUMNS. `peak` and `ratio` have table, row and column of the paper's cells."""
     runs = each(study, name, what)
     theirs = [cells("lasem", table).shown(*cell) for table, *cell in (peak, ratio)]
     ratios = _number(_kept(runs)), _number([run.kept_of_end for run in runs])
@@ -126,7 +127,10 @@ def _with_papers(study: Study, name: str, row: str, peak: tuple[str, str, str], 
 
 
 def table3(study: Study) -> list[Part]:
-    """Beside brute force: the best configuration of each task, by validation images, of sequences trained with each."""
+    """Return Table 3: LASEM, and brute force.
+
+    Brute force trains sequences with each configuration, and takes the best for each task by validation images.
+    """
     accuracy, times, parts = cells("lasem", "3"), cells("lasem", "3 time"), list[Part]()
     for name, sequence in sequences_of(study).items():
         if not sequence.paper:
@@ -151,7 +155,7 @@ def table3(study: Study) -> list[Part]:
 
 
 def searches(study: Study) -> list[Part]:
-    """Ways to find a step, on the same tasks and seeds."""
+    """Return the ways to search for a step, on the same tasks and seeds."""
     (name, sequence), rows = next(iter(sequences_of(study).items())), []
     for learner in LEARNERS:
         runs = {search: each(study, name, of(learner, search={"name": search})) for search in SEARCHES}
@@ -160,7 +164,7 @@ def searches(study: Study) -> list[Part]:
             apart = [run.accuracy - exact.accuracy for run, exact in zip(results, runs["exact"], strict=True)]
             ratio = sum(run.seconds for run in results) / base
             rows.append([learner, search, _percent(results), _percent(apart), _number(_kept(results)), f"{ratio:.2f}"])
-    head = ["", "search", "peak", "beside exact", "final / peak", "time beside alternating"]
+    head = ["", "search", "peak", "less exact", "final / peak", "time / alternating"]
     return [study.table(f"Ways to find a step, {sequence.title}", head, rows, PEAK)]
 
 
@@ -182,7 +186,7 @@ def _static(study: Study, name: str, learner: str) -> dict[str, list[Outcome]]:
 
 
 def _best(tried: Sequence[Outcome]) -> float:
-    """Mean peak accuracy of the tasks, of each with the configuration that is best on its validation images."""
+    """Return the mean peak accuracy, of each task with the configuration that is best on its validation images."""
     tasks = range(len(tried[0].peak))
     return fmean(max(tried, key=lambda run, task=task: run.validation[task]).peak[task] for task in tasks)
 

@@ -1,7 +1,6 @@
-"""Ways to forget a site side by side, and what each leaves behind.
+"""Ways to remove a site, and the traces that each leaves.
 
-`ways`: on rotated_digits, at its size. The others: small federations of embedded digits (shadows), of which an attack that
-is fitted to single images takes many.
+The table `ways` uses rotated_digits. The others use many small federations of embedded digits, for attacks on single images.
 """
 
 from fedloom.sims.experiments.study import Reproduction, any_override

@@ -1,4 +1,4 @@
-"""Ways to remove a site, side by side on rotated_digits: subtraction, repair, rolling back, retraining."""
+"""Ways to remove a site from a run of rotated_digits: subtraction, repair, rolling back, retraining."""
 
 import json
 import shutil
@@ -21,15 +21,16 @@ from fedloom.sims.report.tables import Table
 
 REPAIR = 3
 NOTE = (
-    "Accuracy in % on test images, AUC of membership attacks on the forgotten site's training images; mean and standard "
-    "deviation over seeds (seed s forgets site s). Seconds: subtraction and rounds, without measuring. Retrained: the same "
-    "rounds from the start without the site; rolling back repeats them bit for bit if the site was there from the first on."
+    "Accuracy in % on test images. AUC of membership attacks on the forgotten site's training images. Mean and "
+    "standard deviation over seeds (seed s forgets site s). seconds: subtraction and rounds, without measuring. "
+    "retrained: the same rounds from the start without the site. Rolling back repeats them bit for bit if the site "
+    "participated from the first round."
 )
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to remove a site from a run trained with `subsets` (for leave-one-out sums) or without."""
+    """A way to remove a site, from a run trained with `subsets` (for leave-one-out sums) or without."""
 
     subsets: bool
     repair: int = 0
@@ -46,7 +47,7 @@ WAYS = {
 
 
 def tables(study: Study) -> list[Table]:
-    """Train, remove a site in every way; runs that are finished are taken as they are."""
+    """Train, remove a site in every way, and return the table."""
     results, rows = study.each_seed(lambda seed: measured(study, seed)), []
     for way in results[0]:
         others = [spread([result[way][key] for result in results]).text(digits)
@@ -57,7 +58,7 @@ def tables(study: Study) -> list[Table]:
 
 
 def measured(study: Study, seed: int) -> dict[str, dict[str, float]]:
-    """By way: accuracy on the forgotten and the retained domains, AUCs, seconds."""
+    """Return by way the accuracy on the forgotten and the retained domains, the AUCs, and the seconds."""
     results: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         base = load("rotated_digits", [
@@ -77,13 +78,13 @@ def measured(study: Study, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _removed(study: Study, base: Config, copy: Path, site: str, way: Way) -> tuple[dict[str, Any], float]:
-    """The evidence of a request to a copy of the run, and the seconds of subtraction and further rounds."""
+    """Return the evidence of a request to a copy of the run, and the seconds of subtraction and further rounds."""
     certificate = copy / "certificates" / "request.json"
     if not certificate.is_file():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(Path(base.run.root) / base.run.name, copy)
-        asked = UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback)
-        unlearn(copy, asked, listener=listener_for(study.quiet))
+        request = UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback)
+        unlearn(copy, request, listener=listener_for(study.quiet))
     with Ledger.open(copy, server=False) as ledger:
         (seconds,) = (event.body["seconds"] for event in ledger.events() if event.kind == "subtracted")
     further = RunFolder(copy).metrics() if way.repair or way.rollback else {}

@@ -1,4 +1,4 @@
-"""Requests one after the other: sites leave by subtraction alone, beside networks that were trained without them."""
+"""Requests in sequence: sites leave by subtraction only, compared with networks trained without them."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 
 
 def tables(study: Study) -> list[Table]:
-    """A table of both methods."""
+    """Return a table of both methods."""
     rows = []
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
         rows += [_row(method, number, [result[number] for result in results]) for number in range(len(LEAVING) + 1)]
     head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
-    note = "Subtracted one after the other, without training between. Accuracy in %, means over the angles on each side."
+    note = "Sites are subtracted in sequence, without training in between. Accuracy in %, mean over the angles on each side."
     return [study.table("Requests one after the other", head, rows, note)]
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
-    """After each request, accuracy on both sides: of the subtracted network and of the retrained one."""
+    """Return after each request the accuracy on both sides, of the subtracted and of the retrained network."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
@@ -43,7 +43,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
 
 
 def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
-    """Mean accuracy on the test images of the sites that left, and of the others."""
+    """Return the mean accuracy on the test images of the sites that left, and of the other sites."""
     shares = looker.evaluator.accuracy(model, "test")
     of = {site.name: shares[label(site.spec)] for site in looker.config.roster}
     left, stay = [of[name] for name in gone], [share for name, share in of.items() if name not in gone]
