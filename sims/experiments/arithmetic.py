@@ -87,7 +87,6 @@ def configurations(study: Study, seed: int) -> dict[str, Config]:
 
 
 def _measured(study: Study, seed: int) -> dict[str, Any]:
-    """Return the summary, and the grids, pairs and scales, of each run."""
     configs, images = configurations(study, seed), SIZES[study.preset].images
     results = dict(zip(configs, ({"summary": summary} for summary in study.runs(list(configs.values()))), strict=True))
     for name, result in results.items():
@@ -107,7 +106,6 @@ def _measured(study: Study, seed: int) -> dict[str, Any]:
 
 
 def _tasks(results: Results, run: str) -> list[str]:
-    """Return the domains of a run's two sites."""
     return [site["domain"] for site in results[0][run]["summary"]["sites"]]
 
 

@@ -67,7 +67,6 @@ class Plan:
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
-        """Return the images of a scale."""
         return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
 
     @property
@@ -167,7 +166,6 @@ def _table(study: Study, target: str, how: str, results: list[dict[str, Any]], n
 
 
 def _paper(number: str, alpha: float) -> str:
-    """Return the paper's accuracy in %: the mean of its networks."""
     theirs = papers.cells("arithmetic", number)
     average = mean([theirs.number(alpha, column) for column in theirs.columns])
     return "-" if average is None else f"{average:.1f}"

@@ -37,7 +37,6 @@ class Way:
     alone: bool = False  # the network at `into` has all the weight
 
     def __call__(self, networks: Sequence[nn.Module], into: int, probe: Tensor) -> nn.Module:
-        """Return the fused network."""
         weights = [float(index == into) for index in range(len(networks))] if self.alone else None
         return fuse(networks, into=into, probe=probe, weights=weights, settings=self.settings).network
 

@@ -141,13 +141,11 @@ def measured(folder: Path, request: Request, pair: str, seed: int, name: str) ->
 
 
 def _accuracies(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return accuracies by method, with the best parent's."""
     own = {name: row["accuracy"] for name, row in results.items() if name in PARENTS}
     return {**own, **({BEST: max(own.values())} if own else {}), **{name: row["accuracy"] for name, row in results.items()}}
 
 
 def _table(study: Study, title: str, results: Results, shown: Callable[[list[float]], str], note: str) -> Table:
-    """Return a table with a row for each method and a column for each pair."""
     rows = []
     for name in dict.fromkeys((*PARENTS, BEST, *METHODS)):
         values = [[seed[name] for seed in seeds if name in seed] for seeds in results.values()]

@@ -110,7 +110,6 @@ def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings
 
 
 def table(study: Study, results: Results) -> Table:
-    """Return Table 13."""
     paper = cells("cla_ot", "13")
     rows = [[name, *["-"] * len(WEIGHTS), *means(results, ("test", name, 0)), "-"] for name in ALONE]
     for name in WAYS:
@@ -128,7 +127,6 @@ def table(study: Study, results: Results) -> Table:
 
 
 def drawn(results: Results, path: Path) -> Path:
-    """Draw a curve for each way over B's weight, and lines for the networks alone."""
     series = {name: {weight: [result["test"][name][k] for result in results] for k, weight in enumerate(WEIGHTS)}
               for name in WAYS}  # fmt: skip
     alone = {name: sum(result["test"][name][0] for result in results) / len(results) for name in ALONE}

@@ -10,7 +10,7 @@ import torch
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import components, papers
-from fedloom.sims.experiments.components import details, feature_correlation, rivals, sizes
+from fedloom.sims.experiments.components import feature_correlation, sizes, tables
 from fedloom.sims.experiments.components.methods import ALL, DCC, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.components.runs import Measurements, measured, way
 from fedloom.sims.experiments.study import Study
@@ -74,7 +74,7 @@ def test_every_row_of_a_table_is_there(study: Study, table: str, known: str) -> 
 
 
 def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study) -> None:
-    sites = [rivals._without(site, lacked) for site, lacked in zip(TASK.sites, rivals.LACKED, strict=True)]
+    sites = [tables._without(site, lacked) for site, lacked in zip(TASK.sites, tables.LACKED, strict=True)]
     one = measured(study, "tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
     assert one.missing is not None and one.missing_exchanged is not None
     assert one.missing < one.missing_exchanged  # no head learns a class that its site has no image of
@@ -96,10 +96,10 @@ def test_correlation_is_of_each_channel_with_each() -> None:
 
 
 def test_norms_are_of_all_parts_of_the_network(study: Study) -> None:
-    words = details.normed(study, "tiny", {"norm": "layer"})["network"]
+    words = tables.normed(study, "tiny", {"norm": "layer"})["network"]
     assert words["of"]["norm"] == words["head"]["norm"] == "layer" and words["of"]["widths"] == [6, 8]
-    assert details.normed(study, "tiny", {"unit": True})["network"]["unit"]
-    assert details.normed(study, "tiny", {"evaluation.statistics": "running"}) == {"evaluation.statistics": "running"}
+    assert tables.normed(study, "tiny", {"unit": True})["network"]["unit"]
+    assert tables.normed(study, "tiny", {"evaluation.statistics": "running"}) == {"evaluation.statistics": "running"}
 
 
 def test_exchanged_heads_are_those_off_the_diagonal_and_the_way_starts_at_chance() -> None:
@@ -112,8 +112,8 @@ def test_exchanged_heads_are_those_off_the_diagonal_and_the_way_starts_at_chance
 def test_every_cell_of_the_paper_that_is_shown_is_there() -> None:
     assert {INDEPENDENT, "IIW", "RP", DCC, ALL} < papers.cells("components", "figure2").rows.keys()
     assert papers.cells("components", "figure5").shown("stored statistics", "exchanged") == "32.4"
-    assert set(papers.cells("components", "figure5").rows) <= set(details.NORMS)
-    assert set(papers.cells("components", "figure6").rows) <= set(details.CORRELATED)
+    assert set(papers.cells("components", "figure5").rows) <= set(tables.NORMS)
+    assert set(papers.cells("components", "figure6").rows) <= set(tables.CORRELATED)
 
 
 def test_what_is_not_there_is_refused() -> None:

@@ -83,7 +83,6 @@ def table(study: Study) -> list[Table]:
 
 
 def _best(results: Mapping[str, Mapping[str, list[float]]], names: list[str]) -> float:
-    """Return the test accuracy of the settings that are best on validation images."""
     return results[max(names, key=lambda name: results[name]["validation"])]["test"][0]
 
 

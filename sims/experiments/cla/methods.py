@@ -87,7 +87,6 @@ def _transferred(inputs: Inputs, by: str) -> nn.Module:
 
 
 def _into_transferred(inputs: Inputs, by: str, settings: FusionSettings) -> nn.Module:
-    """Return A fused with the network that B was transferred into."""
     return otfusion(replace(inputs, networks=[inputs.deep, _transferred(inputs, by)]), settings)
 
 

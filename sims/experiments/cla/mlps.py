@@ -25,7 +25,6 @@ WAYS = {"layers added": (0, "sum"), "merged, sum": (1, "sum"), "merged, majority
 
 
 def tables(study: Study) -> list[Table]:
-    """Return Tables 9 and 10."""
     results = study.each_seed(lambda seed: measured(study, seed))
     return [nine(study, results), ten(study, results), *starts.tables(study, starts.TEN)]
 

@@ -1,15 +1,30 @@
-"""The presets of the experiments on CLA+OT: networks, images and epochs."""
+"""The presets of the experiments on CLA+OT, and its VGGs of double and half width (Sec. 4.2, App. B)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fedloom.clients.data.domains import find
 from fedloom.clients.networks import NetworkName, parse_name
-from fedloom.sims.experiments.cla import networks
+from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.networks.plain import POOL, PlainSpec
 from fedloom.sims.experiments.pairs import Recipe
 from fedloom.sims.operations.domain_task import Task
 
-__all__ = ["SIZES", "Pair", "Size", "networks"]  # the module registers its networks
+
+@NETWORKS.register("vgg13_double")
+@dataclass(frozen=True)
+class Vgg13Double(PlainSpec):
+    """A VGG13 of 33 million parameters. The paper prints 1028 for 1024."""
+
+    layout = (64, 128, POOL, 256, 256, POOL, 512, 512, POOL, 1024, 1024, POOL, 1024, 512, POOL)
+
+
+@NETWORKS.register("vgg11_half")
+@dataclass(frozen=True)
+class Vgg11Half(PlainSpec):
+    """A VGG11 of 3 million parameters."""
+
+    layout = (64, POOL, 64, POOL, 128, 128, POOL, 256, 256, POOL, 256, 512, POOL)
 
 
 BARE = "bias=false,head_bias=false"

@@ -39,7 +39,6 @@ def table(study: Study) -> list[Table]:
 
 
 def _measured(study: Study) -> dict[str, list[float]]:
-    """Return parameters and seconds by type of network."""
     inputs = inputs_of(study, PAIR, 0)
     every = to_float(images(size_of(study).pairs[PAIR].task, "test").x)
     networks = {"A": inputs.deep, "B": inputs.shallow, "fused": METHODS["fuse"](inputs)}

@@ -80,7 +80,6 @@ def _head(outputs: int, *purpose: Any) -> nn.Module:
 
 
 def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Images], seed: int) -> list[float]:
-    """Return the accuracy after each of STEPS of fine-tuning both."""
     extractor, head, done, reached = copy.deepcopy(extractor), copy.deepcopy(head), 0, []
     for step in STEPS:
         if step > done:

@@ -164,7 +164,6 @@ def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
 
 
 def _right(made: Trained, site: int, head: int, task: Task) -> float:
-    """Return the accuracy of a site's extractor with the head of a network, on the site's test images."""
     test = images(task, "test")
     labels = made.order[test.y] if head else test.y
     return accuracy(made.networks[site].extractor, made.networks[head].head, Images(test.x, labels))

@@ -117,7 +117,6 @@ def _turned(settings: Settings, turns: str) -> dict[str, Any]:
 
 
 def _watched_last(config: Config) -> Config:
-    """Return the configuration with accuracies measured only at the end."""
     return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, every=2 * config.rounds))
 
 

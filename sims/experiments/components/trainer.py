@@ -70,7 +70,6 @@ def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
 
 
 def both(first: Loss, second: Loss) -> Loss:
-    """Return the sum of two losses."""
     return lambda images, labels: first(images, labels) + second(images, labels)
 
 

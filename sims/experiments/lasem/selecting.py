@@ -81,7 +81,6 @@ class Selecting(Learner):
 
 
 def _state(session: SelectionSession) -> State:
-    """Return the site's current state."""
     state = session.local_state()
     assert state is not None  # it always has its own state
     return state

@@ -1,18 +1,23 @@
-"""The figures and tables of LASEM, with the paper's numbers."""
+"""The figures and tables of LASEM, with the paper's numbers, and ten sites at once in a federation."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from fedloom.clients.objectives.layer_selection.configurations import every, shown
-from fedloom.sims.experiments.lasem.federated import federated
+from fedloom.conf import load
 from fedloom.sims.experiments.lasem.lifelong import Outcome
 from fedloom.sims.experiments.lasem.runs import COMPARED, LEARNERS, SIZES, each, named, of, sequences_of
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.plots import curves, ranges
-from fedloom.sims.experiments.study import Study
+from fedloom.sims.experiments.study import Study, means
+from fedloom.sims.operations.scratch_run import erased_run
+from fedloom.sims.report.heads import exchanges
 from fedloom.sims.report.page import Part, Picture
+from fedloom.sims.report.selection import selections
 from fedloom.sims.report.spread import spread
 
 STATIC = ("all", "top-1", "top-2", "top-3", "bottom-1", "bottom-2", "bottom-3", "alternating")  # the paper's, of four layers
@@ -25,6 +30,20 @@ RATIOS = (
     "final / peak: the paper's forgetting ratio. The peak is the test accuracy at the epoch with the best "
     "validation accuracy; above 1, that epoch was luck. final / end: the ratio to the accuracy at the end of the "
     "task."
+)
+EXPERIMENT = "layer_selection"
+RUNS: dict[str, list[str]] = {
+    "selected": [],
+    "parts": ["objective={name: components, mode: fedavg}", "strategy={name: head_transfer}",
+              "baselines=[fedper, fedbabu, lg_fedavg, alone]"],
+}  # fmt: skip
+FIXED = ["evaluation.every=100", "engine.name=inline", "run.overwrite=true"]
+NAMES = {"learned": "LASEM", "all": "all convolutions shared", "none": "none shared", "fedavg": "FedAvg", "fedper": "FedPer",
+         "fedbabu": "FedBABU", "lg_fedavg": "LG-FedAvg", "alone": "local training"}  # fmt: skip
+FEDERATED_NOTE = (
+    "Test accuracy in % on the sites' own tasks, mean over sites; mean and standard deviation over seeds. The first "
+    "three are measured with the server's last mean, the others with the networks that sites trained last. kB: what "
+    "a site sends in a round."
 )
 
 
@@ -166,6 +185,31 @@ def searches(study: Study) -> list[Part]:
             rows.append([learner, search, _percent(results), _percent(apart), _number(_kept(results)), f"{ratio:.2f}"])
     head = ["", "search", "peak", "less exact", "final / peak", "time / alternating"]
     return [study.table(f"Ways to find a step, {sequence.title}", head, rows, PEAK)]
+
+
+def federated(study: Study) -> list[Part]:
+    """Return the experiment `layer_selection`, with other methods on its sites."""
+    config = load(EXPERIMENT, [])
+    key = [RUNS, FIXED, [str(site) for site in config.sites], config.network, config.objective, config.rounds]
+    results = study.saved_each("federated", key, lambda seed: _measured(study.folder / "runs", seed))
+    rows = [
+        [NAMES[mode], *means(results, (mode, "own")), f"{first['bytes'] / 1e3:,.0f}"] for mode, first in results[0].items()
+    ]
+    return [study.table("Ten sites at once", ["", "own task", "kB"], rows, FEDERATED_NOTE)]
+
+
+def _measured(folder: Path, seed: int) -> dict[str, dict[str, float]]:
+    """Return by mode the mean accuracy on the sites' own tasks, and the bytes. The folders of the runs are erased."""
+    results: dict[str, dict[str, float]] = {}
+    for name, options in RUNS.items():
+        config = load(EXPERIMENT, [*options, *FIXED, f"seed={seed}", f"run.root={folder}", f"run.name={name}-{seed}"])
+        with erased_run(config) as (summary, _):
+            for method in selections(summary):
+                own = statistics.fmean(site.last or 0.0 for site in method.sites)
+                results[method.method] = {"own": own, "bytes": method.bytes}
+            for matrix in exchanges(summary):
+                results[matrix.method] = {"own": matrix.own or 0.0, "bytes": matrix.bytes}
+    return results
 
 
 TABLES: dict[str, Callable[[Study], list[Part]]] = {

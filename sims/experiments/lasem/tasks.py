@@ -58,8 +58,6 @@ def digits(size: int, number: int, seed: int) -> list[Task]:
 
 
 class _Look:
-    """The noise and the order of colours of a task."""
-
     def __init__(self, draw: torch.Generator) -> None:
         self.mean, self.deviation = (
             LEVELS[int(torch.randint(4, (), generator=draw))],

@@ -47,7 +47,6 @@ WAYS = {
 
 
 def tables(study: Study) -> list[Table]:
-    """Train, remove a site in every way, and return the table."""
     results, rows = study.each_seed(lambda seed: measured(study, seed)), []
     for way in results[0]:
         others = [spread([result[way][key] for result in results]).text(digits)

@@ -15,7 +15,6 @@ LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 
 
 def tables(study: Study) -> list[Table]:
-    """Return a table of both methods."""
     rows = []
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))

@@ -96,13 +96,11 @@ def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
-    """Train further rounds of the method itself."""
     before = run.seconds
     return {"repair": (run.train(ROUNDS + FURTHER).model(), run.seconds - before)}
 
 
 def _recalibrated(run: Shadow, seed: int, folder: Path) -> Models:
-    """Compute a head in closed form, after the rounds of repair."""
     before = run.seconds
     return {"recalibrated": (run.recalibrated(), run.seconds - before)}
 
@@ -114,7 +112,6 @@ FURTHER_WAYS: dict[str, tuple[Callable[[Shadow, int, Path], Models], ...]] = {
 
 
 def _without(config: Config) -> tuple[Model, float]:
-    """Return the network trained without the leaving site, and the seconds."""
     with opened(config, [LEAVER]) as run:
         return run.train().model(), run.seconds
 
@@ -139,7 +136,6 @@ def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
 
 
 def table(method: str, results: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with a row for each way."""
     rows = [_row(name, results) for name in WAYS if name in results[0]["ways"]]
     head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1 %", "AUC", "image drawn: TPR at 1 %", "AUC",
             "distance of weights", "of outputs", "steps to relearn", "seconds"]  # fmt: skip
