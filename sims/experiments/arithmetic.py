@@ -88,7 +88,9 @@ def configurations(study: Study, seed: int) -> dict[str, Config]:
 
 def _measured(study: Study, seed: int) -> dict[str, Any]:
     configs, images = configurations(study, seed), SIZES[study.preset].images
-    results = dict(zip(configs, ({"summary": summary} for summary in study.runs(list(configs.values()))), strict=True))
+    results: dict[str, dict[str, Any]] = dict(
+        zip(configs, ({"summary": summary} for summary in study.runs(list(configs.values()))), strict=True)
+    )
     for name, result in results.items():
         digest, networks = result["summary"]["digest"]["sum"], runs.Networks.of(configs[name])
         if name == "demo":

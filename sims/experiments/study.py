@@ -96,7 +96,7 @@ class Reproduction:
     tables: Mapping[str, Callable[[Study], Sequence[Part]]]
     paper: str = ""
     option: tuple[str, Callable[[str, Sequence[str]], Iterable[str]]] | None = None
-    check: Callable[[Sequence[str]], None] | None = None
+    check: Callable[[Sequence[str]], object] | None = None
     one_thread: bool = True
 
     def __call__(self, preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
