@@ -149,7 +149,7 @@ def chosen(key: str, overrides: Sequence[str], known: Collection[str]) -> tuple[
     names = [name for word in selecting for name in word.partition("=")[2].split(",")]
     for name in names:
         if name not in known:
-            raise unknown(key, name, known)
+            raise unknown(key.removesuffix("s"), name, known)
     return names, [word for word in overrides if word not in selecting]
 
 

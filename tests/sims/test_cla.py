@@ -171,7 +171,7 @@ def test_skill_is_transferred_at_every_weight(monkeypatch: pytest.MonkeyPatch, t
 def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(UserError, match="unknown preset 'papers'"):
         cla.reproduce("papers", 1, [], quiet=True)
-    with pytest.raises(UserError, match="unknown tables '99'"):
+    with pytest.raises(UserError, match="unknown table '99'"):
         cla.reproduce("cpu", 1, ["tables=99"], quiet=True)
     with pytest.raises(UserError, match="override 'seed=1': this reproduction takes tables=NAME,NAME"):
         cla.reproduce("cpu", 1, ["seed=1"], quiet=True)

@@ -177,7 +177,7 @@ def test_tasks_have_as_many_images_as_the_papers(monkeypatch: pytest.MonkeyPatch
 def test_wrong_words_are_told_in_a_line():
     for words, told in [
         (["tables=figure9"], "table.*figure"),
-        (["sequences=office"], "sequences"),
+        (["sequences=office"], "unknown sequence 'office'"),
         (["rat=1"], "rate"),
         (["epochs=many"], "epochs: got 'many', takes a whole number"),
         (["epochs=0"], "epochs: got 0, takes a whole number above 0"),
