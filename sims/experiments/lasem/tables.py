@@ -1,7 +1,6 @@
 """The figures and tables of LASEM, with the paper's numbers, and ten sites at once in a federation."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -205,7 +204,7 @@ def _measured(folder: Path, seed: int) -> dict[str, dict[str, float]]:
         config = load(EXPERIMENT, [*options, *FIXED, f"seed={seed}", f"run.root={folder}", f"run.name={name}-{seed}"])
         with erased_run(config) as (summary, _):
             for method in selections(summary):
-                own = statistics.fmean(site.last or 0.0 for site in method.sites)
+                own = fmean(site.last or 0.0 for site in method.sites)
                 results[method.method] = {"own": own, "bytes": method.bytes}
             for matrix in exchanges(summary):
                 results[matrix.method] = {"own": matrix.own or 0.0, "bytes": matrix.bytes}
