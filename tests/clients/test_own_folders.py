@@ -171,5 +171,5 @@ def test_two_domains_of_one_label_are_told_apart_by_their_paths(tmp_path: Path):
     ):
         data.domain_specs(settings)
     (tmp_path / "here" / "flags").rename(tmp_path / "union")
-    with pytest.raises(UserError, match=r"label 'union' stands for all domains together"):
+    with pytest.raises(UserError, match=r"label 'union' means all domains together"):
         data.domain_specs(config({"domain": f"images:{tmp_path}/union"}))

@@ -310,8 +310,8 @@ def test_a_network_that_no_memory_holds_is_refused(words: list[str]):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("my_package.net:TinyNet", r"^network\.name: there is no module 'my_package\.net' \(of 'my_package\.net:TinyNet'\)"),
-        ("no_package.nets:TinyNet", r"^network\.name: there is no module 'no_package' .*; install it, or start fedloom in"),
+        ("my_package.net:TinyNet", r"^network\.name: cannot find module 'my_package\.net' \(of 'my_package\.net:TinyNet'\)"),
+        ("no_package.nets:TinyNet", r"^network\.name: cannot find module 'no_package' .*; install it, or start fedloom in"),
         (
             "my_package.broken:TinyNet",
             r"'my_package\.broken' cannot be imported \(ModuleNotFoundError: .*a_module_that_nobody",

@@ -97,7 +97,7 @@ def test_the_report_tells_what_was_hidden_and_what_it_cost(tmp_path: Path) -> No
     config = configured(tmp_path, *NOISE, "federation.secure_aggregation=true")
     run(config)
     page = checked(write_report(folder(config)))
-    assert "the server read sums over sites, and no site's contribution" in page.text
+    assert "the server read only sums over sites, not single contributions" in page.text
     assert "Noise multiplier 1, changes clipped to 0.5, delta 1e-05" in page.text
     assert f"{epsilon({1.0: 2}, 1e-5):.3g}" in page.text
 

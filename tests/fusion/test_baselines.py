@@ -37,7 +37,7 @@ def test_naive_average(number):
 )
 def test_networks_of_other_shapes_have_no_average(one, other, tensor):
     for texts in ((one, other), (other, one)):
-        with pytest.raises(UserError, match=rf"naive average: tensor '{tensor}' has shapes .*; takes networks of one shape"):
+        with pytest.raises(UserError, match=rf"naive average: tensor '{tensor}' has shapes .*; use networks of one shape"):
             naive_average([network(text) for text in texts])
 
 

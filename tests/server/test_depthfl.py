@@ -106,7 +106,7 @@ def test_the_loss_is_the_published_one(tmp_path, place):
 @pytest.mark.parametrize(("words", "told"), [
     (["objective={name: heterogeneous}"], "objective.name: got 'heterogeneous', strategy depthfl takes depthfl"),
     (["network={name: mlp, widths: [8]}"], "network: strategy depthfl takes {name: exits, of: NETWORK"),
-    (["sites.0.networks.0.of.widths=[7, 8, 6]"], "is no prefix of exits"),
+    (["sites.0.networks.0.of.widths=[7, 8, 6]"], "is not a prefix of exits"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
     with pytest.raises(UserError, match=re.escape(told)):

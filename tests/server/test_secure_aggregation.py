@@ -187,7 +187,7 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
 @pytest.mark.parametrize(
     ("experiment", "words", "told"),
     [
-        ("digits", ("objective.subset_probability=0.5",), "objective.subset_probability: means without one site"),
+        ("digits", ("objective.subset_probability=0.5",), "objective.subset_probability: a mean without one site"),
         ("different_digits", (), "counts by samples; take one that gathers unweighted sums"),
         ("components", (), "is not summed"),
         ("digits", ("federation.partial_sums=true", MASKS[0]), "federation.partial_sums: workers would read"),

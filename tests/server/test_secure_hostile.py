@@ -119,22 +119,22 @@ def turned(message: Message) -> None:
 
 
 def test_a_site_answers_once(tmp_path: Path) -> None:
-    assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
-    assert all("cannot be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
+    assert all("this attempt's contribution is already sent" in told for told in asked_again(tmp_path / "a", TRAIN))
+    assert all("cannot be removed now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
     assert all(
         "another list" in told or "of this attempt" in told for told in asked_again(tmp_path / "c", SECURE_CONFIRM, turned)
     )
-    assert all("secrets were shared out" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
+    assert all("secrets are already shared" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
 
 
 @pytest.mark.parametrize(
     ("stage", "record", "change", "told"),
     [
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "are not|the same keys"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|are not"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, ZEROS), "are not its own"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "wrong keys for this site|the same keys"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "have the same keys|wrong keys for this site"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, ZEROS), "wrong keys for this site"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
-        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; 4 must take part"),
+        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; at least 4"),
         (TRAIN, SECURE_SHARES, lambda shares: {}, "1 sites are too few"),
         (SECURE_CONFIRM, SECURE_CONFIRM, lambda counts: {n: one * (n < TWO) for n, one in counts.items()},
          "few|not one of this attempt"),

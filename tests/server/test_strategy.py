@@ -206,7 +206,7 @@ def test_the_sum_can_have_the_mean_of_the_sites_own_norms(tmp_path: Path):
 
 
 def test_norms_of_the_sites_are_for_the_regularised_mode_alone(tmp_path: Path):
-    with pytest.raises(UserError, match=r"strategy\.norms: sites is for objective\.mode=regularised alone"):
+    with pytest.raises(UserError, match=r"strategy\.norms: sites works only with objective\.mode=regularised"):
         check(many(tmp_path, "exact", "strategy.norms=sites"))
 
 

@@ -124,7 +124,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
     within["within"] = within
     for odd, told in [
         ({"baselines": {"fedavg"}}, "^baselines: got a value of the type set, takes texts"),
-        ({"network": within}, r"^network\.within.*: is nested too deep, or holds itself"),
+        ({"network": within}, r"^network\.within.*: is nested too deep, or contains itself"),
     ]:
         with pytest.raises(UserError, match=told):
             run({**TREE, **odd}, root)

@@ -88,7 +88,7 @@ def test_a_gradient_is_assigned_to_another_network_only_by_force(run: Path, tmp_
     (CompositionOrder(["site-7"]), "unknown site 'site-7'"),
     (CompositionOrder([ONE, ONE]), "named twice"),
     (CompositionOrder([ONE], [1.0, 2.0]), "2 for 1 sites"),
-    (CompositionOrder([ONE], [float("nan")]), "takes finite numbers"),
+    (CompositionOrder([ONE], [float("nan")]), "use finite numbers"),
     (CompositionOrder([ONE], [1e30]), "too large"),
     (CompositionOrder([ONE], how="gradient"), "did you mean 'gradients'"),
 ])  # fmt: skip

@@ -76,7 +76,7 @@ def test_a_start_is_measured_at_once_and_after_fine_tuning(study: Study) -> None
     deepened = runs.reached(study, "mlp", 0, "B deepened (Net2Net)")
     assert [len(deepened[part]) for part in ("test", "validation")] == [2, 2]
     assert deepened["test"][0] == runs.reached(study, "mlp", 0, "B", tune=False)["test"][0]  # it does what B does
-    assert "takes networks of one shape" in runs.reached(study, "mlp", 0, "naive average")["refused"]
+    assert "use networks of one shape" in runs.reached(study, "mlp", 0, "naive average")["refused"]
     with pytest.raises(UserError, match=r"networks of \[3, 2\] hidden layers or blocks; takes networks of one depth"):
         methods.otfusion(runs.inputs_of(study, "mlp", 0))
 

@@ -89,7 +89,7 @@ def test_report_draws_again(fedloom: Command, finished):
         (["run", "lr=0.1"], "unknown key 'lr'; did you mean 'training.rate'?"),
         (["run", "training.epoch=3"], "did you mean 'training.epochs'?"),
         (["run", "epochs=3"], "did you mean 'training.epochs'?"),
-        (["run", "sites.9.samples=3"], "override 'sites.9.samples': sites has 2 entries, which count from 0"),
+        (["run", "sites.9.samples=3"], "override 'sites.9.samples': sites has 2 entries, counted from 0"),
         (["run", "engine.device=cuda"], "engine.device: got cuda, and this machine has no GPU"),
         (["run", "sites.0.dataset=mnist"], "did you mean 'sites.0.domain'?"),
         (["run", "network.name=conv5"], "did you mean 'conv6'"),

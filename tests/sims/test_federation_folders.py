@@ -196,7 +196,7 @@ def test_an_address_of_no_federation_is_refused_before_anything_is_started(
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
     monkeypatch.chdir(tmp_path)
     words = ["run", "digits", "engine.name=flower", "engine.address=nowhere", "data.test_limit=50"]
-    refused(fedloom(*words), "engine.address: 'nowhere' is no federation's folder", "of Flower's own there is none")
+    refused(fedloom(*words), "engine.address: 'nowhere' is not a federation's folder", "(it has none)")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "flwr").mkdir()
     (tmp_path / "flwr" / "config.toml").write_text('[superlink]\ndefault="lab"\n[superlink.lab]\naddress="127.0.0.1:1"\n')

@@ -100,7 +100,7 @@ def test_every_method_is_measured_and_the_same_way_again(folder):
         assert known["accuracy"] == again["accuracy"] and known["seconds"] > 0.0
     assert len(list((folder / "results" / "test-all").glob("disjoint-0-*.json"))) == len(METHODS)
     assert result(folder, "same-0-parent-3")["refused"] == "no such parent"
-    assert "takes equal widths" in result(folder, "same-0-cca-merge")["refused"]
+    assert "use equal widths" in result(folder, "same-0-cca-merge")["refused"]
 
 
 def test_the_tables_and_the_pictures_are_written(folder):

@@ -135,29 +135,32 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--sweep", "training.rate=[]"], "has no values"),
         (["--sweep", "training.rate=0.1,fast"], "training.rate: got 'fast', takes a number"),
         (["--sweep", "training.rate=0.1,[0.2"], "override 'training.rate=[0.1,[0.2]'"),
-        (["--sweep", "training.rate=0.1,0.10"], "the same run is asked for twice (training.rate=0.1)"),
-        (["--sweep", "training.rate=0.1", "--sweep", "training.rate=0.2"], "is given twice"),
-        (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is given as an override, too"),
-        (["--sweep", "run.name=a,b"], "where runs are kept cannot be swept"),
+        (["--sweep", "training.rate=0.1,0.10"], "two runs are the same (training.rate=0.1)"),
+        (["--sweep", "training.rate=0.1", "--sweep", "training.rate=0.2"], "appears twice"),
+        (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is swept and also set by an override"),
+        (["--sweep", "run.name=a,b"], "the folder of a run cannot be swept"),
         (["--sweep", "seed=0,1", "--seeds", "0,1"], "leave one of the two out"),
         (
             ["--sweep", "training={rate: 0.1},{rate: 0.2}", "training.rate=0.5"],
             "training.rate: is inside training, which is",
         ),
         (["--sweep", "training={rate: 0.1}", "--sweep", "training.steps=1,2"], "is inside training, which is swept, too"),
-        (["--sweep", "training.rate=0.1,0.2", "training={rate: 0.5}"], "training.rate: is given as an override, too"),
-        (["--sweep", "sites.0.samples=30,40"], "sites.0.samples: is given as an override, too"),
+        (
+            ["--sweep", "training.rate=0.1,0.2", "training={rate: 0.5}"],
+            "training.rate: is swept and also set by an override",
+        ),
+        (["--sweep", "sites.0.samples=30,40"], "sites.0.samples: is swept and also set by an override"),
         (["--sweep", "experiment=digits,office"], "experiment: cannot be swept"),
         (["--seeds", ",".join(map(str, range(1001)))], "makes 1,001 runs, takes at most 1,000"),
         (["--seeds", ""], "--seeds: got '', takes whole numbers with commas between"),
         (["--seeds", ","], "--seeds: got ',', takes whole numbers with commas between"),
         (["--seeds", "0,x"], "seed: got 'x', takes a whole number"),
-        (["--seeds", "0,0"], "asked for twice (seed=0)"),
+        (["--seeds", "0,0"], "two runs are the same (seed=0)"),
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
         (["--seeds", "0,1", "objective.mode=none"], "objective.mode: got 'none'"),
         (["--parallel", "2"], "--parallel: is for many runs"),
         (["seeds=0,1"], "seeds: a run for each is made by --seeds 0,1"),
-        (["seed=0,1"], "(of everything that is random); a run for each value: --sweep seed=0,1"),
+        (["seed=0,1"], "(seed of everything random); a run for each value: --sweep seed=0,1"),
         (["training.rate=0.1,0.2"], "a run for each value: --sweep training.rate=0.1,0.2"),
     ],
 )
@@ -270,7 +273,7 @@ def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/full/file")
 
-    assert attempt(full) == "/full/file: No space left on device; make room or mend permissions, then resume"
+    assert attempt(full) == "/full/file: No space left on device; free some space or correct the permissions, then resume"
     assert capfd.readouterr().err == ""
     assert attempt(lambda: {}["odd"]).startswith("KeyError") and "Traceback" in capfd.readouterr().err
 

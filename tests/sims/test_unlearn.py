@@ -117,7 +117,7 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
     assert retrained["distance"] and 0 <= retrained["accuracy"]["digits"] <= 1 and retrained["disagreement"] is not None
     assert "retrained/earlier" in done["erased"]
     page = (run / "certificates/r1.html").read_text()
-    assert "relative distance of the weights" in page and "different classes" in page and "retrain True" in page
+    assert "relative distance of the weights" in page and "different predicted classes" in page and "retrain True" in page
     with Ledger.open(run / "retrained/r1", server=False) as ledger:
         last = ledger.last_round()
         assert list(ledger.sites()) == ["site-0000", TWO]

@@ -224,7 +224,7 @@ BAD = [
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is none of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is none of the networks"),
     (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is none of the networks"),
-    (["fuse", "a", "--into", "1"], "takes two or more"),
+    (["fuse", "a", "--into", "1"], "use two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
     (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
     (["fuse", "a", "b", "--into", "1", "--refit", "all"], "fusion refit: got 'all', takes one of: none, plans, regression"),

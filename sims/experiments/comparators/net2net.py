@@ -1,4 +1,4 @@
-"""Net2DeeperNet (Chen et al. 2016): a network made as deep as another one, doing what it did before."""
+"""Net2DeeperNet (Chen et al. 2016): make a network as deep as another one, with the same function."""
 
 from torch import Tensor, nn
 
@@ -7,11 +7,14 @@ from fedloom.fusion.cla_ot.matching import match_evenly, wired
 
 
 def deepened(network: nn.Module, deeper: nn.Module, probe: Tensor) -> nn.Module:
-    """The network in the structure of `deeper`, with its own widths; probe: [k, ...] inputs, unlabelled.
+    """Return the network in the structure of `deeper`, with its own widths.
 
-    Added layers are identities behind ReLU; added residual blocks are zero, as in CLA+OT (Sec. 3.2), so that no gradient
-    reaches them: such a network is trained as the shallower one is. Layers are spread evenly, the first and last in place.
-    Raises UserError for networks of different families and where a layer cannot be added, naming it.
+    Added layers are identities after a ReLU. Added residual blocks are zero, as in CLA+OT (Sec. 3.2), so no gradient
+    reaches them: such a network trains like the shallower one. Layers are spread evenly; the first and the last stay
+    in place.
+
+    `probe`: inputs without labels, [k, ...]. Raise UserError if the networks have different families, or a layer
+    cannot be added. The message has its name.
     """
     structure, wiring = wired([deeper, network], probe)
     return balanced(deeper, structure, network, wiring, match_evenly(structure, wiring)).network

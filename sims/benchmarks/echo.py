@@ -1,12 +1,12 @@
-"""ClientApps for measuring engines: what they do is trivial, so that what is measured is the engine."""
+"""A ClientApp that sends back what it receives: what is measured with it is the engine alone."""
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-echo = ClientApp()
+app = ClientApp()
 
 
-@echo.train()
+@app.train()
 def train(message: Message, context: Context) -> Message:
-    """Send back what came."""
+    """Return the message's content."""
     return Message(message.content, reply_to=message)
