@@ -154,8 +154,8 @@ def test_a_run_of_sums_is_composed_without_coefficients(tmp_path: Path) -> None:
 def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
-    monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
-    monkeypatch.setattr(assigned, "PLANS", {"cpu": PLAN})
+    monkeypatch.setitem(arithmetic.SIZES, "cpu", size)
+    monkeypatch.setitem(assigned.PLANS, "cpu", PLAN)
     monkeypatch.setattr("fedloom.sims.operations.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
     for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("SCALES", [0.1, 1.0])):
         monkeypatch.setattr(arithmetic_runs, name, values)
@@ -172,7 +172,8 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     ):
         assert what in text
     assert (folder / "residual.png").is_file() and (folder / "report.html").is_file()
-    marks = {path: path.stat().st_mtime_ns for path in (folder / "measured").rglob("*.json")}
+    marks = {path: path.stat().st_mtime_ns for path in (folder / "results").rglob("*.json")}
+    assert marks
     arithmetic.reproduce("cpu", 2, options, quiet=True)
     assert {path: path.stat().st_mtime_ns for path in marks} == marks
 
