@@ -1,4 +1,4 @@
-"""Folders of images: a folder for each class, below train and test or not; links are followed."""
+"""Folders of images: one folder per class, with or without train and test above them. Links are followed."""
 
 import os
 from collections import Counter
@@ -16,36 +16,36 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-MOST_SHOWN = 10  # endings, or class folders, that are named
-MOST_ENDING = 20  # letters
+MOST_SHOWN = 10  # endings, or class folders, named in a message
+MOST_ENDING = 20  # letters of an ending
 
 
 @dataclass
 class _Search:
-    """What comes up in one domain: the folders that were entered, and what is left out."""
+    """The folders visited while reading a domain, and the files left out."""
 
     domain: str
     entered: dict[tuple[int, int], Path] = field(default_factory=dict)
     endings: Counter[str] = field(default_factory=Counter)  # of files in class folders
     hidden: int = 0
-    astray: int = 0  # images that are in no class folder
+    astray: int = 0  # images outside the class folders
     empty: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
 
     def words(self) -> tuple[str, ...]:
-        """What is left out, in words."""
+        """Describe what is left out."""
         endings = [_of_ending(number, ending) for ending, number in self.endings.most_common()]
         return (
             *_shown(endings, "other endings"),
             *([f"{count(self.hidden, 'hidden image')}"] if self.hidden else []),
-            *([f"{count(self.astray, 'image')} in no class folder"] if self.astray else []),
-            *_shown([f"the class '{plain(name)}', whose folder has no image" for name in self.empty], "more such classes"),
-            *_shown([f"the folder '{plain(name)}' beside train and test" for name in self.beside], "more folders"),
+            *([f"{count(self.astray, 'image')} outside the class folders"] if self.astray else []),
+            *_shown([f"the class '{plain(name)}', whose folder has no images" for name in self.empty], "more such classes"),
+            *_shown([f"the folder '{plain(name)}' next to train and test" for name in self.beside], "more folders"),
         )
 
 
 def _of_ending(number: int, ending: str) -> str:
-    return f"{count(number, 'file')} {f'of the ending {plain(ending)[:MOST_ENDING]}' if ending else 'without an ending'}"
+    return f"{count(number, 'file')} {f'ending in {plain(ending)[:MOST_ENDING]}' if ending else 'without an ending'}"
 
 
 def _shown(words: list[str], more: str) -> list[str]:
@@ -54,12 +54,15 @@ def _shown(words: list[str], more: str) -> list[str]:
 
 
 def read_folder(path: Path, domain: str) -> Contents:
-    """The classes, images and labels of images:PATH. UserError for unreadable files, loops of links, or no images."""
+    """Read the classes, images and labels of images:PATH.
+
+    Raises UserError for unreadable files, loops of links, or no images.
+    """
     if not path.is_dir():
-        raise wrong(domain, "is not a folder; name one that has a folder of images for each class")
+        raise wrong(domain, "is not a folder. Name a folder that has one folder of images per class.")
     split, search = all((path / part).is_dir() for part in OFFICIAL), _Search(domain)
     if not split and (path / "train").is_dir() and not _has_images(path / "train"):
-        raise wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")
+        raise wrong(domain, f"has a folder train but no folder test. Add it, or use only images:{path / 'train'}.")
     roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
     if split:
         search.beside = [one.name for one in _folders(path) if one.name not in OFFICIAL]
@@ -109,7 +112,7 @@ def _classes(root: Path, search: _Search) -> dict[str, list[Path]]:
 
 
 def _images(folder: Path, search: _Search) -> Iterator[Path]:
-    """The images in a folder and below; links are followed. UserError for an image's name that is not a regular file."""
+    """Yield the images in a folder and below. Raises UserError for an image's name that is not a regular file."""
     _enter(folder, search)
     for path in folder.iterdir():
         hidden = path.name.startswith(".")
@@ -123,16 +126,16 @@ def _images(folder: Path, search: _Search) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            fault = f"{path} is not a regular file, but it has the name of an image; remove it"
+            fault = f"{path} has the name of an image, but is not a regular file; remove it"
             raise UserError(f"domain '{short(search.domain)}': {fault}")
 
 
 def _enter(folder: Path, search: _Search) -> None:
-    """UserError for a folder that was entered before, by another way: a loop of links, or images that count twice."""
+    """Raise UserError for a folder that was already read under another path: a loop of links, or duplicate images."""
     seen = os.stat(folder)
     before = search.entered.setdefault((seen.st_dev, seen.st_ino), folder)
     if before != folder:
-        fault = f"{folder} is a link to {before}, so that the same images are there twice; remove one of the two"
+        fault = f"{folder} is a link to {before}, so the same images would count twice; remove one of the two"
         raise UserError(f"domain '{short(search.domain)}': {fault}")
 
 

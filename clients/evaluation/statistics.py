@@ -19,31 +19,42 @@ from fedloom.fusion.state import BATCH_NORM, State
 MOMENTS = "moments"  # kinds of question, and the records of their answers
 CLASS_STATISTICS = "class_statistics"
 COUNT, SUM, SQUARE = "count", "sum", "square"
-ROUNDING = 1e-3  # what float32 and fixed point may lose of these sums
+ROUNDING = 1e-3  # tolerance for rounding in float32 and fixed point
 MEAN_OF, SQUARE_OF = "mean of ", "square of "
 
 
 def linear_head(network: nn.Module) -> nn.Linear | None:
-    """The network's last layer; None if it is none that a discriminant can take the place of."""
+    """Return the network's head if it is one linear layer with a bias, which a discriminant can replace; else None."""
     head = getattr(network, "head", None)
     return head if isinstance(head, nn.Linear) and head.bias is not None else None
 
 
 def running_norms(network: nn.Module) -> dict[str, Any]:
-    """The BatchNorms that keep statistics, by name."""
+    """Return the BatchNorm layers with running statistics, by name."""
     return {name: module for name, module in network.named_modules()
             if isinstance(module, BATCH_NORM) and module.running_mean is not None}  # fmt: skip
 
 
 @torch.no_grad()
 def class_statistics(network: nn.Module, images: Images, first: int, batch: int, device: torch.device) -> State:
-    """Of the head's inputs x [d]: by class the share of images and the mean of x, 0 for others; the mean of x x^T.
+    """Return class statistics of the head's inputs x [d], for a network in evaluation mode.
 
-    {count: [classes], sum: [classes, d], square: [d, d]}, float64. `first`: the output of the site's class 0. The network is
-    in evaluation mode.
+    Args:
+        network: Its head is one linear layer with a bias.
+        images: The site's images.
+        first: The output of the site's class 0.
+        batch: The largest batch.
+        device: The network's device.
+
+    Returns:
+        float64 means over all images. `count` [classes]: share of images by class; `sum` [classes, d]: x of the class, 0
+        for images of others; `square` [d, d]: x x^T.
+
+    Raises:
+        UserError: The head is not one linear layer with a bias.
     """
     if (head := linear_head(network)) is None:
-        raise UserError("class statistics: takes networks whose head is one linear layer with a bias")
+        raise UserError("class statistics: the network's head must be one linear layer with a bias")
     count = torch.zeros(head.out_features, dtype=torch.float64)
     total = torch.zeros(head.out_features, head.in_features, dtype=torch.float64)
     square = torch.zeros(head.in_features, head.in_features, dtype=torch.float64)
@@ -58,9 +69,10 @@ def class_statistics(network: nn.Module, images: Images, first: int, batch: int,
 
 @torch.no_grad()
 def moments(network: nn.Module, images: Images, batch: int, device: torch.device) -> State:
-    """Of every BatchNorm's inputs the mean and the mean square of each channel, float64.
+    """Return the mean and the mean square of each channel of every BatchNorm's inputs, float64.
 
-    Batches are normalised by their own statistics. The network is left in evaluation mode, its statistics as they were.
+    Batches are normalised by their own statistics. The network's running statistics stay unchanged, and it is left in
+    evaluation mode.
     """
     norms, sums = running_norms(network), dict[str, Tensor]()
     hooks = [norm.register_forward_pre_hook(_adding(name, sums)) for name, norm in norms.items()]
@@ -77,21 +89,21 @@ def moments(network: nn.Module, images: Images, batch: int, device: torch.device
 
 
 def check_classes(given: State) -> None:
-    """Raises ReplyError for class statistics that no images have."""
+    """Raise ReplyError for impossible class statistics."""
     count, total, square = (given[name].double() for name in (COUNT, SUM, SQUARE))
     if bool((count < -ROUNDING).any()) or abs(float(count.sum()) - 1.0) > ROUNDING:
-        raise ReplyError(f"record '{CLASS_STATISTICS}': '{COUNT}' are no shares of images, which add up to 1")
+        raise ReplyError(f"record '{CLASS_STATISTICS}': '{COUNT}' must be shares of images that add up to 1")
     size = square.diagonal().clamp(min=0.0).sum()
     if bool((square - square.T).abs().max() > ROUNDING * (1.0 + size)):
         raise ReplyError(f"record '{CLASS_STATISTICS}': '{SQUARE}' is not symmetric")
     if float(torch.linalg.eigvalsh(square)[0]) < -ROUNDING * (1.0 + float(size)):
-        raise ReplyError(f"record '{CLASS_STATISTICS}': '{SQUARE}' is no sum of products of features")
+        raise ReplyError(f"record '{CLASS_STATISTICS}': '{SQUARE}' is not positive semidefinite, as a sum of x x^T is")
     if bool((total.square().sum(1) > count.clamp(min=0.0) * size + ROUNDING * (1.0 + size)).any()):
         raise ReplyError(f"record '{CLASS_STATISTICS}': '{SUM}' is larger than '{COUNT}' and '{SQUARE}' allow")
 
 
 def check_moments(given: State) -> None:
-    """Raises ReplyError for moments that no images have."""
+    """Raise ReplyError for impossible moments."""
     for name in (name.removeprefix(MEAN_OF) for name in given if name.startswith(MEAN_OF)):
         mean, square = given[MEAN_OF + name], given[SQUARE_OF + name]
         if bool((mean.square() > square * (1.0 + ROUNDING) + ROUNDING).any()):

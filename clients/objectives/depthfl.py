@@ -1,4 +1,4 @@
-"""DepthFL at a site (Kim et al. 2023): all classifiers of a network with exits learn from labels and each other."""
+"""DepthFL at a site (Kim et al. 2023): all classifiers of a network with exits learn from labels and from each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from fedloom.fusion.state import State
 @OBJECTIVES.register("depthfl")
 @dataclass(frozen=True)
 class DepthFL(Heterogeneous):
-    """sum_i CE(z_i, y) + weight / (d - 1) sum_{j != i} KL(softmax z_j || softmax z_i), z_j held fixed, for d classifiers."""
+    """sum_i CE(z_i, y) + weight / (d - 1) sum_{j != i} KL(softmax z_j || softmax z_i), z_j constant, for d classifiers."""
 
     weight: float = option(1.0, "of what the classifiers learn from each other (lambda of the paper)", low=0.0)
 
@@ -28,7 +28,7 @@ class DepthFL(Heterogeneous):
 
 
 class DepthFLSession(LocalSession):
-    """From the part of the deepest network that the server sent on."""
+    """Session of DepthFL. It starts from the server's part of the deepest network."""
 
     def __init__(self, weight: float, task: Task) -> None:
         super().__init__(task)

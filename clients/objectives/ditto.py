@@ -1,6 +1,6 @@
-"""Ditto at a site (Li et al. 2021, Fair and Robust Federated Learning Through Personalization): a network of its own.
+"""Ditto at a site (Li et al. 2021, Fair and Robust Federated Learning Through Personalization).
 
-Beside the shared network w, trained as in FedAvg, the site trains v, which stays here (Alg. 1):
+The site trains the shared network w as in FedAvg, and its own network v, which stays at the site (Alg. 1):
 v <- v - rate (grad F_k(v) + lambda (v - w_t)), on the same batches.
 """
 
@@ -17,7 +17,7 @@ from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
-PERSONAL = "personal/"  # before the names of v's tensors
+PERSONAL = "personal/"  # prefix of the names of v's tensors
 
 
 @OBJECTIVES.register("ditto")
@@ -25,19 +25,20 @@ PERSONAL = "personal/"  # before the names of v's tensors
 class Ditto(FedAvg):
     """min_v F_k(v) + lambda/2 ||v - w_t||^2 (Eq. 1)."""
 
-    strength: float = option(0.1, "of the pull of the site's own network to the shared one (the paper's lambda)", low=0.0)
+    strength: float = option(
+        0.1, "weight of the distance between the site's network and the shared one (the paper's lambda)", low=0.0
+    )
 
     def session(self, task: Task) -> AveragedSession:
-        """Start on a task."""
         return DittoSession(self, task)
 
     def network(self, task: Task, images: Images) -> State | None:
-        """What was sent, or the site's own network, which begins as the shared one did."""
+        """Return the network in the message, or the site's own, which starts from the shared initial state."""
         return super().network(task, images) or personal(task.own or {}) or initial_state(task.config)
 
 
 class DittoSession(AveragedSession):
-    """One optimiser moves both; no term of the loss has weights of both."""
+    """Session of Ditto. One optimiser trains both networks; w_t is constant, so no term couples w and v."""
 
     def __init__(self, objective: Ditto, task: Task) -> None:
         super().__init__(objective, task)
@@ -65,5 +66,5 @@ class DittoSession(AveragedSession):
 
 
 def personal(own: Mapping[str, Tensor]) -> State:
-    """The site's own network, of what the site keeps; empty if it has none yet."""
+    """Return the site's own network from its stored state; empty if it has none yet."""
     return {name.removeprefix(PERSONAL): one for name, one in own.items() if name.startswith(PERSONAL)}

@@ -1,9 +1,10 @@
-"""Partial sums: a worker adds up what its sites send and hands over one exact sum. Integers: the bits are the same.
+"""Partial sums: a worker adds up its sites' records as integers and returns one exact sum, with the same bits.
 
-What the server must keep for each site is written here, by the worker, where the server will look for it. The sum travels
-beside the replies and in none of them, so that no site's reply can be taken for one.
+The worker writes each site's contribution to the server's ledger folder. The sum travels apart from the replies, so that a
+site cannot send one.
 
-With federation.node_store both stay on the worker's node (Keeping): the server is told where, and fetches one sum a node.
+With federation.node_store both stay on the worker's node (Keeping). The server receives their place, and fetches one sum
+per node.
 """
 
 import json
@@ -47,11 +48,18 @@ ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 
 @dataclass(frozen=True)
 class PartialSum:
-    """The exact sums over the replies of some sites: all of them count, or none.
+    """Exact sums over the replies of some sites. Either all of these sites count, or none.
 
-    `messages`: ids of those that the replies answer. `samples`: of each site that is in it, by name. `addends`: of each
-    record, those that it holds. `records`: int64 sums; of contributions, the change of the sum. Where a `node` has kept the
-    records, they are under `ticket` there, and the sites' contributions are `blobs`, by name of the site.
+    Attributes:
+        run: Name of the run.
+        round: The round.
+        messages: Ids of the messages that the replies answer.
+        samples: Number of samples by site.
+        addends: Number of addends by record.
+        records: int64 sums by record. For contributions: the change of the sum.
+        node: The node that stores the records; empty: they are in `records`.
+        ticket: The records' name at that node.
+        blobs: Digests of the contributions at that node, by site.
     """
 
     run: str
@@ -66,23 +74,23 @@ class PartialSum:
 
 
 class Keeping(Protocol):
-    """A node's own part of what is kept of runs."""
+    """A node's store of contributions and sums."""
 
     def put(self, run: str, state: State) -> str:
-        """Keep a contribution; its digest."""
+        """Store a contribution and return its digest."""
         ...
 
     def get(self, run: str, digest: str, holder: str) -> State:
-        """A contribution that is kept here, or at the node `holder`."""
+        """Return a contribution, from this node or from the node `holder`."""
         ...
 
     def leave(self, sum: PartialSum) -> PartialSum:
-        """Keep the records of a sum; the sum without them, and with where they are."""
+        """Store the records of a sum. Returns the sum without records, with `node` and `ticket` set."""
         ...
 
 
 def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
-    """What the records that are added up on the way must hold: names and shapes, the same object for all sites."""
+    """Return the names and shapes that summed records must have, as one record for all sites."""
     return text_record(json.dumps({record: {name: list(tensor.shape) for name, tensor in like.items()} for record, like in
                                    likes.items()}))  # fmt: skip
 
@@ -90,10 +98,16 @@ def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
 def combine(
     asked: Sequence[Message], replies: Sequence[Message], part: Keeping | None = None
 ) -> tuple[list[Message], list[PartialSum]]:
-    """The replies, and one sum for each run and round over the records of those that allow it (TaskInstructions.sums).
+    """Sum the records of the replies whose orders allow it (TaskInstructions.sums).
 
-    Those hold METRICS alone then. A reply that cannot be added becomes an error of its own site. `part`: where contributions
-    and sums are kept, if not at the server.
+    Args:
+        asked: Messages to sites.
+        replies: Their replies, in the same order.
+        part: The node's store of contributions and sums; None: the server's ledger folder.
+
+    Returns:
+        The replies, and one sum for each run and round. A summed reply retains only METRICS. A reply that cannot be added
+        becomes an error of its site.
     """
     sums: dict[tuple[str, int, str], _Sums] = {}
     answers = []
@@ -131,7 +145,7 @@ class _Sums:
         self.blobs: dict[str, str] = {}
 
     def add(self, order: TaskInstructions, message: Message, content: RecordDict) -> None:
-        """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
+        """Add one site's records and store its contribution. Raises ExactSumError or ReplyError."""
         site = self.config.roster[order.site]
         with at_round(order.run, order.round):
             bounds = Bounds.of(self.config.federation, site_size(self.config, site))
@@ -154,7 +168,7 @@ class _Sums:
         self.messages.add(message.metadata.message_id)
 
     def _before(self, order: TaskInstructions, record: str, sent: Mapping[str, State]) -> State:
-        """Of the record that is the site's contribution, what is in the sum now (int64)."""
+        """Return the site's contribution (int64) that is now in the sum; empty for other records."""
         if record != order.slot or not order.before:
             return {}
         if self.part is None:
@@ -168,7 +182,7 @@ class _Sums:
             self.blobs[site] = self.part.put(order.run, state)
 
     def sum(self) -> PartialSum:
-        """All that was added."""
+        """Return the sums so far."""
         records = {record: to_arrays(one.totals) for record, one in self.sums.items()}
         addends = {record: one.addends for record, one in self.sums.items()}
         messages = frozenset(self.messages)
@@ -178,5 +192,5 @@ class _Sums:
 def _read(content: RecordDict) -> dict[str, State]:
     try:
         return to_states(content)
-    except Exception as error:  # what an app returns may be anything: NumPy raises EOFError, BadZipFile and more
-        raise ReplyError(f"its arrays cannot be read ({error})") from None
+    except Exception as error:  # untrusted bytes: NumPy raises EOFError, BadZipFile and more
+        raise ReplyError(f"the reply's arrays cannot be read ({error})") from None

@@ -1,4 +1,4 @@
-"""What a reply must hold to count. Whoever adds contributions up asks here: the server, and workers with partial sums."""
+"""Checks of replies, which the server and workers with partial sums run before they add a contribution."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from fedloom.clients.protocol.messages import BY_CLASS, CLASSES, METRICS, TOTAL
 from fedloom.conf.schema import FederationConfig
 
 MOST_LOSS = 1e30  # losses are averaged
-MOST_IMAGES = 2**31  # that a site can have measured on
-MOST_CLASSES, MOST_NAME = 100_000, 100  # of a site that enrols: names, and characters of each
+MOST_IMAGES = 2**31  # images that a site can measure on
+MOST_CLASSES, MOST_NAME = 100_000, 100  # number of class names of a site, and characters of each
 
 
 class ReplyError(ValueError):
@@ -23,9 +23,9 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large what a site sends may be; 0: no bound. Options of the same names in the section `federation`.
+    """Bounds on a site's contribution; 0: no bound. Options with the same names are in the section `federation`.
 
-    `counted`: a site that says more samples counts as so many.
+    `counted`: a site that reports more samples counts with this number.
     """
 
     largest_weight: float = 0.0
@@ -36,12 +36,12 @@ class Bounds:
 
     @classmethod
     def of(cls, federation: FederationConfig, images: int) -> "Bounds":
-        """As configured, for a site of so many training images."""
+        """Return the configured bounds for a site with `images` training images."""
         return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images,
                    federation.clip_change)  # fmt: skip
 
     def check(self, kind: str, given: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
-        """Raises ReplyError if a record's floating-point weights are too large, or (`change`) too far from its start's."""
+        """Raise ReplyError if a record's floating-point weights are too large, or (`change`) too far from `start`."""
         floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point and tensor.numel()}
         if not floats:
             return
@@ -57,8 +57,9 @@ class Bounds:
                 raise ReplyError(f"{told}, more than federation.largest_change={self.largest_change:g}")
 
     def clipped(self, given: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """The record, its floating-point weights scaled back to `clip_change` from its start's (L2 norm); and how far they
-        were, 0 if they are as they came. What is not finite stays so.
+        """Clip a record's change from `start` to the L2 norm `clip_change`, over its floating-point weights.
+
+        Returns the record, and the norm before clipping (0 if nothing was clipped). Values that are not finite stay so.
         """
         floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point}
         moved = math.hypot(*(float(torch.dist(tensor, start[name])) for name, tensor in floats.items()))
@@ -73,9 +74,9 @@ FREE = Bounds()
 
 
 def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> dict[str, float]:
-    """What a reply to TRAIN reports: loss, samples, and what its privacy has cost if it says so. Raises ReplyError.
+    """Return the loss, samples and privacy cost (`epsilon`, if present) of a reply to TRAIN. Raises ReplyError.
 
-    `hidden`: sites hide what they train, and may withhold the loss.
+    `hidden`: sites hide their training, and may withhold the loss.
     """
     metrics = content.metric_records.get(METRICS) or {}
     loss, samples, cost = (metrics.get(name) for name in ("loss", "samples", "epsilon"))
@@ -92,7 +93,7 @@ def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> 
 
 
 def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> dict[str, float]:
-    """The numbers that a reply to another question reports, these at least. Raises ReplyError."""
+    """Return the numbers in a reply to a question. Raises ReplyError if one of `names` is missing."""
     numbers = check_numbers(content, names)
     if "samples" in numbers:
         check_samples(numbers["samples"], bounds)
@@ -101,21 +102,21 @@ def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> 
 
 
 def check_samples(samples: object, bounds: Bounds) -> None:
-    """Raises ReplyError for a number of samples that is none, or more than the site has."""
+    """Raise ReplyError unless the number of samples is positive and at most the number that the site has."""
     if not isinstance(samples, int) or not 1 <= samples < 2**31:
-        raise ReplyError("its number of samples is not positive")
+        raise ReplyError("the reply's number of samples is not positive")
     if bounds.most_samples and samples > bounds.most_samples:
         raise ReplyError(
-            f"it claims {samples} samples and has {bounds.most_samples} (federation.most_samples sets another bound)"
+            f"the site claims {samples} samples and has {bounds.most_samples} (federation.most_samples sets another bound)"
         )
 
 
 def check_record(
     kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
 ) -> None:
-    """Names, shapes and kinds of number of a reply's record. Raises ReplyError naming the record and the tensor.
+    """Check names, shapes and dtypes of a reply's record. Raises ReplyError naming the record and the tensor.
 
-    `integers`: whether all are (int64) or none is; None: those that are in `expected`.
+    `integers`: True: all tensors are int64; False: all are floating point; None: as in `expected`.
     """
     if given is None:
         raise ReplyError(f"the reply has no record '{kind}'")
@@ -135,35 +136,34 @@ def check_record(
 
 
 def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
-    """The names of its classes that a site enrols with, in the order of their numbers; none if it says none. ReplyError.
+    """Return the class names in a reply to ENROL, in the order of their numbers; empty without names.
 
-    `key`: names, or `things`, which say of numbers what they stand for, too.
+    `key`: `names`, or `things`, which also say what numbers stand for. Raises ReplyError.
     """
     names = content.config_records.get(CLASSES, ConfigRecord()).get(key, [])
     if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(one, str) for one in names):
-        raise ReplyError(f"its record '{CLASSES}' holds no list of at most {MOST_CLASSES} names")
+        raise ReplyError(f"the reply's record '{CLASSES}' must be a list of at most {MOST_CLASSES} names")
     return tuple(str(name)[:MOST_NAME] for name in names)
 
 
 def can_be(right: float, total: float) -> bool:
-    """Whether there can be so many right answers of so many images: whole numbers, no more of them right than there are."""
+    """Return whether both counts are whole numbers, with no more right answers than images."""
     return isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES
 
 
 def check_score(content: RecordDict, name: str) -> Score:
-    """The right answers of that name that a reply reports, and by class if it does. ReplyError for what cannot be.
+    """Return the right answers with this name in a reply, also by class if the reply has them.
 
-    Of each class as of all there are whole numbers of images, no more of them right than there are, and those of the classes
-    add up to all.
+    Raises ReplyError unless all counts are possible and those of the classes add up to the totals.
     """
     numbers = check_numbers(content, [name, TOTAL])
     if not can_be(numbers[name], numbers[TOTAL]):
-        raise ReplyError(f"its number '{name}' of right answers cannot be")
+        raise ReplyError(f"the reply's number '{name}' of right answers is impossible")
     metrics, whole = content.metric_records[METRICS], (int(numbers[name]), int(numbers[TOTAL]))
     right, total = metrics.get(BY_CLASS + name), metrics.get(BY_CLASS + TOTAL)
     if right is None and total is None:
         return Score(*whole)
-    told = ReplyError(f"its numbers '{name}' of right answers by class cannot be")
+    told = ReplyError(f"the reply's numbers '{name}' of right answers by class are impossible")
     if not isinstance(right, list) or not isinstance(total, list) or len(right) != len(total) or len(right) > MOST_CLASSES:
         raise told
     pairs = list(zip(right, total, strict=True))
@@ -173,7 +173,7 @@ def check_score(content: RecordDict, name: str) -> Score:
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:
-    """The finite numbers that a reply reports; these at least. Raises ReplyError."""
+    """Return the finite numbers in a reply. Raises ReplyError if one of `names` is missing."""
     metrics = content.metric_records.get(METRICS) or {}
     numbers = {str(name): given for name, given in metrics.items() if isinstance(given, int | float)}
     found: dict[str, float] = {name: given for name, given in numbers.items() if abs(given) < MOST_LOSS}

@@ -76,11 +76,11 @@ REST = {"name": "rest", "of": RESNET, "at": "stage2"}
         ),
         (
             {"of": RESNET, "at": "stage1", "head": REST},
-            r"takes features of 32 x 16 x 16, there are 16 x 16 x 16",
+            r"takes features of 32 x 16 x 16, but they are 16 x 16 x 16",
         ),
         (
             {"of": RESNET, "at": "flat", "channels": 5},
-            r"features at 'flat' are 64, and neither channels nor side",
+            r"features at 'flat' are 64; remove network\.channels and network\.side",
         ),
         (
             {"of": RESNET, "at": "flat", "head": {"name": "convnet"}},

@@ -85,7 +85,7 @@ def test_names_that_are_numbers_are_names(tmp_path: Path):
 
 def test_fewer_outputs_than_classes_are_refused(tmp_path: Path):
     sites = "sites=[{domain: digits, classes: [0, 1, 2]}, {domain: digits}]"
-    with pytest.raises(UserError, match=r"^data\.classes: got 3, but digits has 10 classes; take at least 10, or 0"):
+    with pytest.raises(UserError, match=r"^data\.classes: got 3, but digits has 10 classes\. Set at least 10, or 0"):
         site_sizes(load("digits", [sites, "data.classes=3"]))
     few = "sites=[{domain: digits, classes: [0, 1, 2]}]"
     assert site_sizes(load("digits", [few, "data.classes=3"]))

@@ -205,7 +205,7 @@ def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
 
 BAD = [
     (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
-    (["align", "nowhere", "b"], "nowhere: no such file; give the path of a network's .safetensors file"),
+    (["align", "nowhere", "b"], "nowhere: the file does not exist. Pass the path of a network's .safetensors file"),
     (["align", "a", "broken"], "broken.safetensors"),
     (["align", "a", "nameless"], "nameless.safetensors: does not say what network it holds"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
@@ -214,7 +214,7 @@ BAD = [
     (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
     (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
     (["align", "a", "b", "--probe", "digit"], "unknown domain 'digit'; did you mean 'digits'?"),
-    (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not a folder"),
+    (["align", "a", "b", "--data", "/nowhere"], "data.root: the folder /nowhere does not exist"),
     (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere is not there"),
     (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
     (["align", "a", "r18"], "the networks are of different families"),

@@ -1,4 +1,4 @@
-"""The site's half of compatible components and of the methods that share a part of a network."""
+"""The client's half of compatible components, and of methods that share a part of a network."""
 
 import functools
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from fedloom.conf.typed import option
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.state import State
 
-PUBLISH = "publish"  # a question: which components of its network the site lets others have
-RECOMBINE = "recombine"  # a question: how good others' heads are on the site's extractor
-KINDS = "kinds/"  # down, before a head's number: OUTPUTS of it and LABELS of the site, each the number of its class
+PUBLISH = "publish"  # question: the components of its network that the site lets others use
+RECOMBINE = "recombine"  # question: the accuracy of others' heads on the site's extractor
+KINDS = "kinds/"  # down, + a head's number: class numbers of the head's OUTPUTS and of the site's LABELS
 OUTPUTS, LABELS = "outputs", "labels"
 
 
@@ -34,24 +34,22 @@ class Components(Objective):
     """Cross-entropy of the site's own network, with auxiliary heads or parts that sites share."""
 
     mode: str = option(
-        COMPATIBLE, "auxiliary heads, or another method's way to share a part of networks", choices=tuple(SHARING)
+        COMPATIBLE, "compatible: auxiliary heads; else the method that says which part is shared", choices=tuple(SHARING)
     )
     auxiliary: list[Any] = option(["dcc"], "tasks of shared heads: names, or sections {name: rp, weight: 1, ...}")
     same_start: bool = option(False, "all networks start with identical weights (IIW)")
     pull: float = option(
         0.1,
-        "of the squared distance (L2) between the task head and the common classes' auxiliary head, in the loss",
+        "weight of the squared distance (L2) between the task head and the common classes' auxiliary head",
         low=0.0,
     )
-    unit: float = option(
-        0.0, "of the squared distance of each image's feature norm (L2) from 1, in the loss (App. C.1)", low=0.0
-    )
+    unit: float = option(0.0, "weight of the squared distance of each image's feature norm (L2) from 1 (App. C.1)", low=0.0)
     publish: list[str] = option(["extractor", "head"], "components that the server may pass on: extractor, head")
     private: list[str] = option([], "sites that publish nothing")
 
     @functools.cached_property
     def tasks(self) -> dict[str, Auxiliary]:
-        """The auxiliary tasks by name; those of the common classes first. UserError for unknown ones."""
+        """The auxiliary tasks by name, those on common classes first. Raises UserError for an unknown one."""
         if self.mode != COMPATIBLE:
             return {}
         found: dict[str, Auxiliary] = {}
@@ -66,35 +64,34 @@ class Components(Objective):
 
     @property
     def sharing(self) -> Sharing:
-        """What sites share."""
+        """The part of the network that sites share."""
         return SHARING[self.mode]
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         if self.mode == COMPATIBLE:
             return CompatibleSession(task, self.sharing, self.same_start, self.tasks, self.pull, self.unit)
         return SharedParts(task, self.sharing)
 
     def network(self, task: Task, images: Images) -> State | None:
-        """What was sent, or the site's own, fitted to its images where the method says so."""
+        """Return the network in the message, or the site's own, fitted to its images if the method says so."""
         if MODEL in task.incoming or task.own is None:
             return task.incoming.get(MODEL)
         if not self.sharing.fitted:
             return {**task.own}
-        from fedloom.clients.training.learner import learn  # which itself needs this package
+        from fedloom.clients.training.learner import learn  # it imports this package
 
         session = SharedParts(task, Sharing(stages=((1.0, self.sharing.fitted),)))
         learn(session, images, task.experiment, task.site, task.round, task.device)
         return session.local_state()
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """PUBLISH: components. RECOMBINE: right answers with each head that was sent. PROTOTYPES: features of classes."""
+        """Answer PUBLISH (components), RECOMBINE (right answers with each head) or PROTOTYPES (features by class)."""
         known = {PUBLISH: self._published, RECOMBINE: self._recombined, PROTOTYPES: self._prototypes}
         if kind not in known:
             return super().answer(kind, task, images)
         state = self.network(task, images)
         if state is None:
-            raise UserError(f"{task.site.name}: has no network of its own yet; it has not trained")
+            raise UserError(f"{task.site.name}: the site has not trained yet, so it has no network to use")
         task.network.load_state_dict(state)
         task.network.eval()
         try:
@@ -103,7 +100,7 @@ class Components(Objective):
             task.network.train()  # the next site trains in it
 
     def published(self, site: str) -> tuple[str, ...]:
-        """Prefixes of what a site publishes."""
+        """Return the prefixes of the tensors that a site publishes."""
         if odd := next((part for part in self.publish if part not in PARTS), ""):
             raise unknown("objective.publish", odd, PARTS)
         return () if site in self.private else tuple(PARTS[part] for part in self.publish)
@@ -118,7 +115,7 @@ class Components(Objective):
         return Answer({COMPONENTS: state} if state else {})
 
     def _recombined(self, task: Task, images: Images) -> Answer:
-        """Of each head the right answers among the site's test images of classes that the head knows, and their number."""
+        """Count right answers with each head on the site's test images of classes that the head knows."""
         test, found = task.held_out("test"), dict[str, int | float]()
         own = task.architecture
         for record in [name for name in task.incoming if name.startswith(f"{MODEL}/")]:
@@ -143,7 +140,7 @@ class Components(Objective):
 
 
 def _right(task: Task, network: Network, kinds: State, test: Images, images: Images) -> tuple[int, int]:
-    """Right answers, and images that count: those of classes that the head knows."""
+    """Return the number of right answers, and of images of classes that the head knows."""
     wanted = kinds[LABELS][test.y]
     counts = torch.isin(wanted, kinds[OUTPUTS]) & (wanted >= 0)
     if not bool(counts.any()):

@@ -1,4 +1,4 @@
-"""A site that learns which layers to share while it trains (LASEM, Algorithm 1)."""
+"""The session of a site that learns which layers to share while it trains (LASEM, Algorithm 1)."""
 
 from collections.abc import Mapping
 
@@ -18,16 +18,16 @@ from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
 
-SELECTION = "selection"  # up: what the site found
-MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps
+SELECTION = "selection"  # up: the site's selection
+MASS = "mass"  # [groups]: probability of each group to be shared, the mean over the round's steps
 CHOSEN = "chosen"  # [groups]: the configuration that the site uses
-COUNTS = "counts"  # [configurations], for TASKS: its mini-batches by most probable configuration; down: all other sites'
-BEGUN = "begun"  # in a site's own state: it has trained layers of its own, after a warm-up if there is one
-NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's own state, before names of tensors
+COUNTS = "counts"  # [configurations], for TASKS: the site's batches by most probable configuration; down: all other sites'
+BEGUN = "begun"  # in a site's state: whether it has trained its own layers, after any warm-up
+NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's state: prefixes of tensors' names
 
 
 class SelectionSession(Session):
-    """The site's own layers, what it adds to shared ones, and its copy of what all share."""
+    """Trains the site's own layers, its own parameters of shared layers, and its copy of the shared parameters."""
 
     def __init__(self, objective: SelectionOptions, task: Task) -> None:
         self.objective, self.task = objective, task
@@ -46,7 +46,7 @@ class SelectionSession(Session):
         self.pace, self.masses = Pace(objective.m_steps), list[Tensor]()
 
     def training_images(self, images: Images) -> Images:
-        """All, or those that the E-step does not look at: the same ones in all rounds."""
+        """Return the images not held out for the E-step. The held-out images are the same in all rounds."""
         number = round(self.objective.held_out * len(images))
         if not number or self.objective.mode != LEARNED or number == len(images):
             return images
@@ -59,7 +59,7 @@ class SelectionSession(Session):
         return [*self.network.parameters(), *self.shared.values(), *self.added.values()]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss whose gradient is that of Eq. 3 and 4 for this mini-batch, or an unbiased estimate of it."""
+        """Return a loss whose gradient is that of Eq. 3 and 4 for this batch, or an unbiased estimate of it."""
         step = Step(
             tree=self.tree,
             belief=self.belief,
@@ -98,8 +98,10 @@ class SelectionSession(Session):
 
 
 def belief_of(objective: SelectionOptions, groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
-    """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round (and
-    has never trained otherwise), the fixed one."""
+    """Return a site's stored belief, or a uniform one. It is fixed if `mode` is, and in a warm-up.
+
+    A site that has already trained its own layers does not warm up again.
+    """
     warms_up = round <= objective.warm_up and not has_begun(stored)
     configurations = objective.configurations(groups, warms_up)
     nothing = torch.zeros(len(configurations), dtype=torch.float64)
@@ -116,16 +118,18 @@ def belief_of(objective: SelectionOptions, groups: int, stored: State, others: M
 
 
 def has_begun(stored: State) -> bool:
-    """Whether a site has trained layers of its own, after a warm-up if there is one; states of earlier versions have no word
-    of it, but counts."""
+    """Return whether a site has trained its own layers, after any warm-up.
+
+    States of earlier versions have only counts.
+    """
     found = stored.get(BEGUN, stored.get(COUNTS))
     return found is not None and bool(found.any())
 
 
 def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
-    """The site's network under the configuration that it uses, with these shared parameters (none: those it trained last).
+    """Return the site's network in its configuration, and the configuration; None if the site has not trained yet.
 
-    None if the site has not trained yet.
+    `shared`: the shared parameters; empty: those that the site trained last.
     """
     stored = task.own
     if stored is None or not (network := below(stored, NETWORK)):
@@ -138,17 +142,17 @@ def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tenso
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, by the rest of their names."""
+    """Return the tensors whose names start with a prefix, without it."""
     return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
-    """The same with a prefix before all names."""
+    """Add a prefix to the names of a state's tensors."""
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
 def _parameters(state: Mapping[str, Tensor], task: Task) -> dict[str, nn.Parameter]:
-    """In the order of names: gradients are summed up in it, and states from disk have none."""
+    """Convert a state to parameters, sorted by name: gradients add up in this order, and files have no order."""
     tensors = {name: state[name] for name in sorted(state)}
     return {name: nn.Parameter(tensor.detach().to(task.device, copy=True)) for name, tensor in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""A network under many transfer configurations at once: those with the same first layers share what these compute."""
+"""Evaluate a network under many transfer configurations at once. Equal first layers are computed once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ from fedloom.clients.objectives.layer_selection.configurations import Configurat
 
 
 class Tree:
-    """The network as a chain of groups of layers; its own parameters are those of layers that are not shared."""
+    """A network as a chain of groups of layers. Its own parameters belong to layers that are not shared."""
 
     def __init__(self, network: Network, groups: Sequence[Sequence[str]]) -> None:
         names = {id(parameter): name for name, parameter in network.named_parameters()}
@@ -22,8 +22,11 @@ class Tree:
         self.alone = [any(isinstance(one, _BatchNorm) for one in segment.modules()) for segment in self.segments]
 
     def scores(self, configurations: Sequence[Configuration], shared: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """The network's outputs [configurations, n, classes]. `shared`: the weights of shared layers, by the names of the
-        network's parameters. What the first layers compute is computed once for all configurations that agree on them."""
+        """Return the network's outputs [configurations, n, classes].
+
+        `shared`: the weights of shared layers, by the names of the network's parameters. Features are computed once for all
+        configurations that agree on the layers so far.
+        """
         features = images[None]
         known: dict[Configuration, int] = {(): 0}
         for place in range(len(self.segments) - 1):
@@ -37,7 +40,7 @@ class Tree:
         return _chosen(scores, [known[one] for one in configurations])
 
     def _through(self, place: int, bit: int, shared: Mapping[str, Tensor], features: Tensor) -> Tensor:
-        """Features [k, n, ...] through one segment; BatchNorm sees the images of each configuration by themselves."""
+        """Apply one segment to features [k, n, ...]. BatchNorm sees each configuration's images separately."""
         segment = self.segments[place]
         given = {own: shared[name] for own, name in self.names[place].items() if name in shared} if bit else {}
 
@@ -54,15 +57,17 @@ def _chosen(features: Tensor, rows: list[int]) -> Tensor:
 
 
 def operations(costs: Sequence[float], configurations: Iterable[Configuration]) -> float:
-    """Of one evaluation of the tree, in units of `costs`: of each segment once, the last one being the head."""
+    """Return the cost of one evaluation of the tree. `costs`: of one evaluation of each segment; the last is the head."""
     found = list(configurations)
     prefixes = [len({one[: place + 1] for one in found}) for place in range(len(costs) - 1)]
     return sum(cost * number for cost, number in zip(costs, [*prefixes, len(set(found))], strict=True))
 
 
 def layers_of(network: Network) -> tuple[list[str], list[str]]:
-    """The extractor's layers that can be shared, in order: convolutions and linear layers; and those that are if none are
-    named: the convolutions, or the linear layers where there are none."""
+    """Return the extractor's convolutions and linear layers, and the default layers to share, both in order.
+
+    The default is all convolutions, or all linear layers of a network without convolutions.
+    """
     kinds = {f"extractor.{name}": type(one) for name, one in network.extractor.named_modules()
              if isinstance(one, nn.Conv2d | nn.Linear)}  # fmt: skip
     convolutions = [name for name, kind in kinds.items() if issubclass(kind, nn.Conv2d)]
