@@ -91,9 +91,9 @@ class Job:
 
 def read_job(message: Message, context: Context) -> Job:
     """Return the job of a message, for the site with this context. The site's policy is applied first."""
-    order, here = read_order(message.content), context.node_config
-    simulated, root = bool(here.get(SIMULATED)), store_of(context)
-    policy = Policy() if simulated else Policy.of(here)
+    order, node_config = read_order(message.content), context.node_config
+    simulated, root = bool(node_config.get(SIMULATED)), store_of(context)
+    policy = Policy() if simulated else Policy.of(node_config)
     policy.check_message_size(message.content)
     policy.check_secure_aggregation(order)
     text = configuration(order.config, message.content, None if simulated else root)
@@ -115,8 +115,8 @@ def _resolved(text: str, run: str, rounds: int, follow: tuple[Policy, int] | Non
     """Resolve the configuration of a run of `rounds` rounds. `follow`: a site's policy and its index in the roster."""
     config = parsed(text, run)
     if follow is not None:
-        policy, place = follow
-        config = policy.apply(config, place)
+        policy, index = follow
+        config = policy.apply(config, index)
     return resolve(config if rounds == config.rounds else replace(config, rounds=rounds))
 
 

@@ -197,7 +197,7 @@ def started(job: Job, session: Session) -> dict[str, State] | None:
     if not (job.config.privacy.noise or job.order.secure):
         return None
     records = session.contribution()
-    return {record: {name: one.detach().clone() for name, one in state.items()} for record, state in records.items()}
+    return {record: {name: tensor.detach().clone() for name, tensor in state.items()} for record, state in records.items()}
 
 
 def update(
@@ -205,14 +205,14 @@ def update(
 ) -> RecordDict:
     """Save the trained session's own state and return the reply. `start`: result of `started` before training."""
     local, packing = session.local_state(), job.config.federation.packed
-    given, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
+    records, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
     if job.tells_scores and math.isfinite(outcome.loss):
         numbers["loss"] = outcome.loss
     if start is None or protection is None:
-        sent = {name: to_arrays(state, packing) for name, state in given.items()}
-        local = as_sent(local, given, sent) if local is not None and packing != NONE else local
+        sent = {name: to_arrays(state, packing) for name, state in records.items()}
+        local = as_sent(local, records, sent) if local is not None and packing != NONE else local
     else:
-        sent, cost = protection.hidden(session, given, start, outcome.steps)
+        sent, cost = protection.hidden(session, records, start, outcome.steps)
         numbers |= cost
     if local is not None:
         job.store.save(job.order.round, job.order.base, local)
@@ -240,18 +240,18 @@ def answer_question(job: Job) -> RecordDict:
     if job.order.kind in SECURE_KINDS:
         from fedloom.clients.privacy.secure_aggregation.answers import ANSWERS
 
-        found = ANSWERS[job.order.kind](job)
+        result = ANSWERS[job.order.kind](job)
     elif job.order.kind == ENROL:
-        found = Answer(metrics={"samples": site_size(job.config, source)})
+        result = Answer(metrics={"samples": site_size(job.config, source)})
         if line := left_out(source.spec.domain):
             LOG.warning(line)
         classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
     else:
-        words = job.site.name, str(job.order.round), job.order.kind
-        with drawing(torch_generator(job.config.seed, *words).initial_seed(), job.device):
-            found = ANSWERERS.get(job.order.kind, _asked)(job)
-    reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
-    reply[METRICS] = MetricRecord({**found.metrics})
+        names = job.site.name, str(job.order.round), job.order.kind
+        with drawing(torch_generator(job.config.seed, *names).initial_seed(), job.device):
+            result = ANSWERERS.get(job.order.kind, _asked)(job)
+    reply = RecordDict({name: to_arrays(state) for name, state in result.records.items()})
+    reply[METRICS] = MetricRecord({**result.metrics})
     if classes is not None:
         reply[CLASSES] = classes
     return reply
@@ -260,12 +260,12 @@ def answer_question(job: Job) -> RecordDict:
 def _asked(job: Job) -> Answer:
     """Return the objective's answer to a question of its method. The site's policy filters published components."""
     task = task_of(job, scratch_model(job))
-    found = job.experiment.objective.answer(job.order.kind, task, job.images())
-    if COMPONENTS in found.records:
-        found.records[COMPONENTS] = job.policy.filter_published(found.records[COMPONENTS])
+    result = job.experiment.objective.answer(job.order.kind, task, job.images())
+    if COMPONENTS in result.records:
+        result.records[COMPONENTS] = job.policy.filter_published(result.records[COMPONENTS])
         if job.order.base != job.order.round and task.own is not None:  # the state now belongs to this round
             job.store.save(job.order.round, job.order.base, task.own)
-    return found
+    return result
 
 
 def _measured(job: Job) -> Answer:
@@ -274,10 +274,10 @@ def _measured(job: Job) -> Answer:
         raise UserError(f"order.split: got '{job.order.split}', takes validation or test")
     images = own_images(job.config, job.policy.source(job.config, job.site), job.order.split)
     sent = {name: record for name, record in job.content.array_records.items() if name.startswith(MODEL)}
-    each = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
+    jobs = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
     by_class = job.simulated or (job.config.evaluation.classes and job.policy.tells_classes(job.config))
-    return Answer(metrics=score_numbers({right_of(name): _score(one, images) for name, one in each.items()}, len(images),
-                                        by_class))  # fmt: skip
+    scores = {right_of(name): _score(each, images) for name, each in jobs.items()}
+    return Answer(metrics=score_numbers(scores, len(images), by_class))
 
 
 def _score(job: Job, images: Images) -> Score:
@@ -303,13 +303,13 @@ def _statistics(job: Job) -> Answer:
     task.network.eval()
     try:
         if job.order.kind == MOMENTS:
-            found = moments(task.network, images, batch, job.device)
+            statistics = moments(task.network, images, batch, job.device)
         else:
             first = outputs(job.config, job.site.spec).start
-            found = class_statistics(task.network, images, first, batch, job.device)
+            statistics = class_statistics(task.network, images, first, batch, job.device)
     finally:
         task.network.train()  # the next site trains in it
-    return Answer({job.order.kind: found}, {"samples": len(images)})
+    return Answer({job.order.kind: statistics}, {"samples": len(images)})
 
 
 ANSWERERS = {EVALUATE: _measured, MOMENTS: _statistics, CLASS_STATISTICS: _statistics}

@@ -24,20 +24,20 @@ class Named:
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def of(given: Any) -> "Named":
+    def of(source: Any) -> "Named":
         """Read arrays (images, labels), an iterator of (image, label), or a torch data set of them.
 
         The data set's attribute `classes` becomes the names. Raises ValueError for anything else.
         """
-        if isinstance(given, tuple) and len(given) == 2 and not isinstance(given[0], tuple):
-            return Named(*given)
-        if not isinstance(given, Iterator) and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-            raise ValueError(f"returned a {type(given).__name__}; takes arrays (images, labels) or a data set of "
+        if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[0], tuple):
+            return Named(*source)
+        if not isinstance(source, Iterator) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise ValueError(f"returned a {type(source).__name__}; takes arrays (images, labels) or a data set of "
                              "(image, label)")  # fmt: skip
-        samples = list(given) if isinstance(given, Iterator) else [given[place] for place in range(len(given))]
+        samples = list(source) if isinstance(source, Iterator) else [source[index] for index in range(len(source))]
         if not samples or not all(isinstance(sample, Sequence) and len(sample) == 2 for sample in samples):
             raise ValueError(f"returned {'samples that are not pairs' if samples else 'no samples'}; takes (image, label)")
-        names = getattr(given, "classes", None)
+        names = getattr(source, "classes", None)
         known = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
         if all(np.ndim(label) == 1 for _, label in samples):  # whole batches
             images: Any = [image for batch, _ in samples for image in batch]
@@ -45,15 +45,15 @@ class Named:
         return Named([image_of(image) for image, _ in samples], np.asarray([label for _, label in samples]), known)
 
 
-def image_of(given: Any) -> Pixels:
+def image_of(image: Any) -> Pixels:
     """Convert a PIL image, a torch tensor [c, h, w] or [h, w], or an array to uint8 [h, w] or [h, w, 3].
 
     Raises ValueError for an image of another form.
     """
-    if hasattr(given, "convert"):
-        return _converted(given)
-    array = np.asarray(given)
-    if isinstance(given, torch.Tensor) and array.ndim == 3 and array.shape[0] in CHANNELS:
+    if hasattr(image, "convert"):
+        return _converted(image)
+    array = np.asarray(image)
+    if isinstance(image, torch.Tensor) and array.ndim == 3 and array.shape[0] in CHANNELS:
         array = np.moveaxis(array, 0, -1)
     stack = as_pixels(array[None], 1)
     return stack[0]
@@ -93,16 +93,16 @@ def _on_white(image: Any) -> Any:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
-def as_pixels(given: Any, count: int) -> Any:
+def as_pixels(images: Any, count: int) -> Any:
     """Convert images to uint8 [n, h, w] or [n, h, w, 3]. Images of different sizes stay a list.
 
     Raises ValueError unless there are `count` images, of a valid shape, with numbers from 0 to 255 or floats from 0 to 1.
     """
-    if len(given) != count:
-        raise ValueError(f"has {len(given)} images and {count} labels")
-    if isinstance(given, list) and len({np.shape(image) for image in given}) > 1:
-        return [image_of(image) for image in given]
-    array = np.asarray(given)
+    if len(images) != count:
+        raise ValueError(f"has {len(images)} images and {count} labels")
+    if isinstance(images, list) and len({np.shape(image) for image in images}) > 1:
+        return [image_of(image) for image in images]
+    array = np.asarray(images)
     if array.ndim == 4 and array.shape[-1] == 1:
         array = array[..., 0]
     if not (array.ndim == 3 or (array.ndim == 4 and array.shape[-1] in CHANNELS)) or 0 in array.shape:
@@ -124,70 +124,63 @@ def _bytes(array: np.ndarray) -> Pixels:
     return np.round(array * 255).astype(np.uint8) if floats else array.astype(np.uint8)
 
 
-def numbered(found: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
-    """Number the classes of all parts from 0.
+def numbered(parts: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
+    """Return class numbers from 0 for each part, the number of classes, and their names (empty: they are numbers).
 
-    Args:
-        found: Images and labels by part (train and test, or all).
-
-    Returns:
-        Class numbers by part, the number of classes, and their names (empty: they are numbers). Text labels, and parts with
-        different names, are numbered by the names of all parts in the order of `in_order`.
-
-    Raises:
-        ValueError: A label is not a class number or has no name, or some parts have names and others numbers.
+    Text labels, and parts with different names, are numbered by the names of all parts in the order of `in_order`. Raises
+    ValueError for a label that is not a class number or has no name, and for names in only some parts.
     """
     labels, own = {}, {}
-    for part, one in found.items():
-        labels[part], own[part] = _numbered(one)
+    for part, images in parts.items():
+        labels[part], own[part] = _numbered(images)
     named = {part: bool(names) for part, names in own.items()}
     if len(set(named.values())) > 1:
-        told = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
-        raise ValueError(f"has classes that are {told}; use names in all parts, or numbers in all")
+        fault = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
+        raise ValueError(f"has classes that are {fault}; use names in all parts, or numbers in all")
     if not any(named.values()):
         return labels, max(int(array.max()) for array in labels.values()) + 1, ()
     if len(set(own.values())) == 1:
         names = next(iter(own.values()))
         return labels, len(names), names
     names = in_order({name for names in own.values() for name in names})
-    place = {name: number for number, name in enumerate(names)}
-    moved = {part: np.asarray([place[name] for name in own[part]], np.int64)[array] for part, array in labels.items()}
+    number_of = {name: number for number, name in enumerate(names)}
+    moved = {part: np.asarray([number_of[name] for name in own[part]], np.int64)[array] for part, array in labels.items()}
     return moved, len(names), names
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Sort names of classes: by value if all are non-negative whole numbers (2 before 10), else as texts."""
-    found = sorted(set(names))
-    if all(name.isascii() and name.isdigit() for name in found):
-        found.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
-    return tuple(found)
+    ordered = sorted(set(names))
+    if all(name.isascii() and name.isdigit() for name in ordered):
+        ordered.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
+    return tuple(ordered)
 
 
-def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
+def _numbered(named: Named) -> tuple[Labels, tuple[str, ...]]:
     """Return a part's class numbers and its names for them."""
-    array = _of_one_kind(_flat(np.asarray(one.labels)))
-    if not one.names:
+    array = _of_one_kind(_flat(np.asarray(named.labels)))
+    if not named.names:
         _check_classes(array)
     if array.dtype.kind in "US":
         texts, numbers = np.unique(array.astype(str), return_inverse=True)
         names = in_order(map(str, texts))
-        place = {name: number for number, name in enumerate(names)}
-        return np.asarray([place[str(text)] for text in texts], np.int64)[numbers], names
-    whole = _whole(array)
-    low, high, most = int(whole.min()), int(whole.max()), (len(one.names) or MOST_CLASSES) - 1
+        number_of = {name: number for number, name in enumerate(names)}
+        return np.asarray([number_of[str(text)] for text in texts], np.int64)[numbers], names
+    class_numbers = _whole(array)
+    low, high, most = int(class_numbers.min()), int(class_numbers.max()), (len(named.names) or MOST_CLASSES) - 1
     if low < 0 or high > most:
         raise ValueError(f"has labels from {low} to {high}, takes class numbers from 0 to {most}")
-    return whole, one.names
+    return class_numbers, named.names
 
 
 def _of_one_kind(array: np.ndarray) -> np.ndarray:
     """Convert an array of Python objects to texts or whole numbers. Raises ValueError for mixed or other types."""
     if array.dtype != object:
         return array
-    kinds = {type(one).__name__ for one in array}
-    if all(isinstance(one, str) for one in array):
+    kinds = {type(item).__name__ for item in array}
+    if all(isinstance(item, str) for item in array):
         return array.astype(str)
-    if all(isinstance(one, int | np.integer) for one in array):
+    if all(isinstance(item, int | np.integer) for item in array):
         return array.astype(np.int64)
     raise ValueError(f"has labels of the types {', '.join(sorted(kinds))}; takes only texts, or only whole numbers")
 
@@ -195,8 +188,8 @@ def _of_one_kind(array: np.ndarray) -> np.ndarray:
 def _check_classes(array: np.ndarray) -> None:
     """Raise ValueError if nearly every image has its own label, as with measurements or file names."""
     values = np.unique(array)
-    whole = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
-    classes = int(values[-1]) + 1 if whole and values[-1] < MOST_CLASSES else len(values)
+    are_numbers = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
+    classes = int(values[-1]) + 1 if are_numbers and values[-1] < MOST_CLASSES else len(values)
     if len(values) >= MANY and len(array) < FEWEST_EACH * classes:
         raise ValueError(f"has {len(values)} different labels for {len(array)} images, nearly one per image; takes classes "
                          "that many images share (divide measurements into a few ranges)")  # fmt: skip

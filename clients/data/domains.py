@@ -31,14 +31,10 @@ from fedloom.conf.schema import DataConfig
 
 @dataclass(frozen=True)
 class Domain:
-    """A data set of labelled images.
+    """A data set with labels 0 to `classes` - 1. The first source that has it is read.
 
-    Attributes:
-        classes: Number of classes; labels are 0 to classes - 1.
-        sources: The first source that has the domain is read.
-        names: Names of the classes, in order; empty if they are numbers.
-        things: What the numbers stand for, if known. Tasks on one output layer may differ in it; labels for one network
-            may not.
+    `names`: of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one output
+    layer may differ in it; labels for one network may not.
     """
 
     classes: int
@@ -136,11 +132,11 @@ def find(name: str) -> Domain:
 
 @lru_cache(maxsize=64)
 def _outside(name: str, state: str) -> Domain:
-    if not known(name) and isinstance(found := lookup(name, DOMAINS), Domain):
-        return found
-    there = contents(name)
-    source = OwnSplit(name) if "train" in there.labels else Own(name)
-    return Domain(there.classes, (source,), there.names)
+    if not known(name) and isinstance(domain := lookup(name, DOMAINS), Domain):
+        return domain
+    content = contents(name)
+    source = OwnSplit(name) if "train" in content.labels else Own(name)
+    return Domain(content.classes, (source,), content.names)
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -194,8 +190,8 @@ def _fetched(name: str, folder: Path, download: bool) -> Place:
 
 def _present(name: str, folder: Path) -> Place | None:
     domain = find(name)
-    there = next((source for source in domain.sources if source.found(folder)), None)
-    return Place(short(name), there, folder, domain.classes, there.state(folder)) if there else None
+    present = next((source for source in domain.sources if source.found(folder)), None)
+    return Place(short(name), present, folder, domain.classes, present.state(folder)) if present else None
 
 
 def _absent(name: str, folder: Path) -> str:

@@ -48,9 +48,9 @@ def _of_ending(number: int, ending: str) -> str:
     return f"{count(number, 'file')} {f'ending in {plain(ending)[:MOST_ENDING]}' if ending else 'without an ending'}"
 
 
-def _shown(words: list[str], more: str) -> list[str]:
-    rest = len(words) - MOST_SHOWN
-    return [*words[:MOST_SHOWN], *([f"{rest} {more}"] if rest > 0 else [])]
+def _shown(items: list[str], rest_name: str) -> list[str]:
+    rest = len(items) - MOST_SHOWN
+    return [*items[:MOST_SHOWN], *([f"{rest} {rest_name}"] if rest > 0 else [])]
 
 
 def read_folder(path: Path, domain: str) -> Contents:
@@ -65,29 +65,29 @@ def read_folder(path: Path, domain: str) -> Contents:
         raise wrong(domain, f"has a folder train but no folder test. Add it, or use only images:{path / 'train'}.")
     roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
     if split:
-        search.beside = [one.name for one in _folders(path) if one.name not in OFFICIAL]
-        search.astray += sum(_is_image(one) for one in path.iterdir())
-    found = {part: _classes(root, search) for part, root in roots.items()}
-    names = in_order(name for classes in found.values() for name in classes)
+        search.beside = [folder.name for folder in _folders(path) if folder.name not in OFFICIAL]
+        search.astray += sum(_is_image(folder) for folder in path.iterdir())
+    class_files = {part: _classes(root, search) for part, root in roots.items()}
+    names = in_order(name for classes in class_files.values() for name in classes)
     search.empty = [name for name in dict.fromkeys(search.empty) if name not in names]
     if not names:
         left = f"; left out: {', '.join(search.words())}" if search.words() else ""
         raise wrong(domain, f"has no images in class folders (such as cats/1.png){left}")
-    files = {part: [file for name in names for file in classes.get(name, [])] for part, classes in found.items()}
+    files = {part: [file for name in names for file in classes.get(name, [])] for part, classes in class_files.items()}
     labels = {
         part: np.repeat(np.arange(len(names)), [len(classes.get(name, [])) for name in names])
-        for part, classes in found.items()
+        for part, classes in class_files.items()
     }
 
     def reader(part: str) -> Select:
-        return lambda index: (_decoded(files[part][place], domain) for place in index)
+        return lambda index: (_decoded(files[part][position], domain) for position in index)
 
     images = {part: reader(part) for part in files}
     return Contents(labels, images, len(names), names, tuple(chain(*files.values())), search.words())
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
 def _is_image(path: Path) -> bool:
@@ -95,20 +95,20 @@ def _is_image(path: Path) -> bool:
 
 
 def _has_images(folder: Path) -> bool:
-    return any(_is_image(one) for one in folder.iterdir())
+    return any(_is_image(path) for path in folder.iterdir())
 
 
 def _classes(root: Path, search: _Search) -> dict[str, list[Path]]:
     _enter(root, search)
     folders = _folders(root)
-    for one in set(root.iterdir()) - set(folders):
-        if _is_image(one):
+    for path in set(root.iterdir()) - set(folders):
+        if _is_image(path):
             search.astray += 1
-        elif not one.name.startswith(".") and not one.is_dir():
-            search.endings[one.suffix.lower()] += 1
-    found = {folder.name: sorted(_images(folder, search)) for folder in folders}
-    search.empty += [name for name, files in found.items() if not files]
-    return {name: files for name, files in found.items() if files}
+        elif not path.name.startswith(".") and not path.is_dir():
+            search.endings[path.suffix.lower()] += 1
+    images = {folder.name: sorted(_images(folder, search)) for folder in folders}
+    search.empty += [name for name, files in images.items() if not files]
+    return {name: files for name, files in images.items() if files}
 
 
 def _images(folder: Path, search: _Search) -> Iterator[Path]:

@@ -18,15 +18,10 @@ Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The contents of a user's domain.
+    """A user's domain by part (train and test, or all): int64 labels, and a function from positions to images.
 
-    Attributes:
-        labels: int64 [n] by part (train and test, or all).
-        images: By part, a function from positions to images.
-        classes: Number of classes.
-        names: Names of the classes, in order; empty if they are numbers.
-        files: Image files that are opened one by one.
-        left_out: Descriptions of what is not read.
+    `names`: of the classes; empty if they are numbers. `files`: image files that are opened one by one. `left_out`:
+    descriptions of what is not read.
     """
 
     labels: Mapping[str, Labels]

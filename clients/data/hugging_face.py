@@ -39,11 +39,11 @@ def read_dataset(path: Path, domain: str) -> Contents:
     def reader(part: str) -> Select:
         rows = parts[part].select_columns([image])
 
-        def decoded(place: int) -> Pixels:
-            with legible(domain, f"{path}, row {place} of {part},"):
-                return image_of(rows[place][image])
+        def decoded(row: int) -> Pixels:
+            with legible(domain, f"{path}, row {row} of {part},"):
+                return image_of(rows[row][image])
 
-        return lambda index: (decoded(int(place)) for place in index)
+        return lambda index: (decoded(int(row)) for row in index)
 
     unread = [name for name in splits if name not in OFFICIAL] if len(splits) > 1 else []
     left = tuple(f"the split '{plain(name)}' of {count(len(splits[name]), 'row')}" for name in unread)
@@ -59,12 +59,12 @@ def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
         return asked
     fit = {name: kind for name, kind in features.items() if (_may_be_images if use == "image" else _may_be_labels)(kind)}
     named = [name for name in fit if name.lower() in NAMES[use]]
-    found = named or (_typed_images(fit) if use == "image" else _typed_labels(fit, parts))
-    if len(found) == 1:
-        return found[0]
+    candidates = named or (_typed_images(fit) if use == "image" else _typed_labels(fit, parts))
+    if len(candidates) == 1:
+        return candidates[0]
     choose = f"Choose with 'dataset:PATH?{use}=COLUMN'."
-    if found:
-        raise wrong(domain, f"has several columns that may be the {use}s: {', '.join(found)}. {choose}")
+    if candidates:
+        raise wrong(domain, f"has several columns that may be the {use}s: {', '.join(candidates)}. {choose}")
     kinds = "one column of images and one of class labels"
     raise wrong(domain, f"has the columns {', '.join(features)}; takes {kinds}. {choose}")
 
@@ -81,9 +81,9 @@ def _typed_labels(fit: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]
 
     typed = [name for name, kind in fit.items() if isinstance(kind, ClassLabel)]
     rows = next(iter(parts.values()))
-    whole = [name for name, kind in fit.items() if name not in typed and str(kind.dtype).startswith(("int", "uint"))]
-    again = [name for name in whole if len(np.unique(np.asarray(rows[name][:], float))) * 2 <= len(rows)]
-    return [*typed, *again] if typed else []
+    numeric = [name for name, kind in fit.items() if name not in typed and str(kind.dtype).startswith(("int", "uint"))]
+    repeating = [name for name in numeric if len(np.unique(np.asarray(rows[name][:], float))) * 2 <= len(rows)]
+    return [*typed, *repeating] if typed else []
 
 
 def _may_be_labels(kind: Any) -> bool:

@@ -81,7 +81,7 @@ def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
 
 def fresh(path: Path, counts: Counts = lambda name: True) -> str:
     """Return the digest of `state`, read now without any cache."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name, entry in _entries(path, str(path), frozenset()):
         if isinstance(entry, os.DirEntry) and not counts(entry.name):
             continue
@@ -90,22 +90,22 @@ def fresh(path: Path, counts: Counts = lambda name: True) -> str:
             stamp = f"{seen.st_size}:{seen.st_mtime_ns}:{seen.st_ctime_ns}"
         except OSError:  # gone, or a link to nothing
             stamp = "-"
-        found.update(f"{name}\0{stamp}\0".encode(errors="surrogateescape"))
-    return found.hexdigest()
+        digest.update(f"{name}\0{stamp}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def _entries(path: Path, name: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Path | os.DirEntry[str]]]:
     """Yield a file, or all files below a folder, in the order of names. Follows links, except to a folder above."""
     try:
-        here = os.stat(path)
+        status = os.stat(path)
         listed = sorted(os.scandir(path), key=lambda entry: entry.name)
     except OSError:  # a file, or an unreadable folder: reading it raises later
         yield name, path
         return
-    if (one := (here.st_dev, here.st_ino)) in above:
+    if (identity := (status.st_dev, status.st_ino)) in above:
         return
     for entry in listed:
         if entry.is_dir():
-            yield from _entries(Path(entry.path), f"{name}/{entry.name}", above | {one})
+            yield from _entries(Path(entry.path), f"{name}/{entry.name}", above | {identity})
         else:
             yield f"{name}/{entry.name}", entry

@@ -32,7 +32,7 @@ def _looks(place: Place, part: str) -> str:
     if count < FEWEST:
         return ""
     sample = place.images(part, np.unique(np.linspace(0, count - 1, SAMPLE).astype(np.int64)))
-    seen = [(one.min((0, 1)), one.max((0, 1))) for one in sample]  # lowest and highest level of each channel
+    seen = [(image.min((0, 1)), image.max((0, 1))) for image in sample]  # lowest and highest level of each channel
     low, high = min(int(low.min()) for low, _ in seen), max(int(high.max()) for _, high in seen)
     flat = Counter(low.tobytes() for low, high in seen if (low == high).all())
     where, of = f"domain '{place.name}': {place.source.origin(place.folder)}", f"of {len(seen)} images checked"

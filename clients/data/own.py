@@ -76,15 +76,15 @@ def contents(domain: str) -> Contents:
     state, run, before = state_of(domain), listing.run_now(), _CONTENTS.get(domain)
     if before and before[0] == state:
         return before[2]
-    found = _read(domain)
+    content = _read(domain)
     if has_path(domain) and listing.fresh(path_of(domain), _counts(domain)) != state:
         raise wrong(domain, "changed while it was read. Once it is complete, resume the run or start again.")
-    if before and run and before[1] == run and (before[2].classes, before[2].names) != (found.classes, found.names):
+    if before and run and before[1] == run and (before[2].classes, before[2].names) != (content.classes, content.names):
         raise wrong(domain, "has other classes than when the run began. Restore them, or start a new run.")
-    _CONTENTS[domain] = state, run, found
+    _CONTENTS[domain] = state, run, content
     while len(_CONTENTS) > MOST_HELD:
         _CONTENTS.popitem(last=False)
-    return found
+    return content
 
 
 _CONTENTS: OrderedDict[str, tuple[str, str, Contents]] = (
@@ -119,8 +119,8 @@ def _check_files(domain: str, state: str) -> None:
 
 def left_out(domain: str) -> str:
     """Describe in a line what is at the domain's path and is not read; empty if everything is read."""
-    words = contents(domain).left_out if has_path(domain) else ()
-    return f"domain '{short(domain)}': left out: {', '.join(words)}" if words else ""
+    descriptions = contents(domain).left_out if has_path(domain) else ()
+    return f"domain '{short(domain)}': left out: {', '.join(descriptions)}" if descriptions else ""
 
 
 def _npz(path: Path, domain: str) -> Contents:
@@ -158,40 +158,42 @@ def _member(archive: Any, name: str, domain: str) -> Any:
     except ValueError as error:
         if "pickle" not in str(error):
             raise
-        told = f"has Python objects in '{name}', which are not read. Save numbers or texts, such as {name}.astype(str)."
-        raise wrong(domain, told) from None
+        fault = f"has Python objects in '{name}', which are not read. Save numbers or texts, such as {name}.astype(str)."
+        raise wrong(domain, fault) from None
 
 
-def _of_arrays(found: Mapping[str, Named], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
+def _of_arrays(parts: Mapping[str, Named], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
     """Check arrays of images and labels, and return them as contents."""
     with fitting(domain):
-        labels, classes, names = numbered(found)
-        pixels = {part: as_pixels(one.images, len(labels[part])) for part, one in found.items()}
+        labels, classes, names = numbered(parts)
+        pixels = {part: as_pixels(named.images, len(labels[part])) for part, named in parts.items()}
 
     def reader(part: str) -> Select:
         held = pixels[part]
-        return lambda index: held[index] if isinstance(held, np.ndarray) else [held[place] for place in index]
+        return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
 
     return Contents(labels, {part: reader(part) for part in pixels}, classes, names, left_out=left_out)
 
 
 def _function(domain: str) -> Contents:
     """Call a user's function or class. One that takes `split` or `train` is called twice, for train and for test."""
-    found = lookup(domain)
-    if not callable(found):
-        raise UserError(f"domain '{domain}': has the type {type(found).__name__}; it must be a function that returns images")
-    taken = {one.name for one in parameters(found)[0]}
+    function = lookup(domain)
+    if not callable(function):
+        raise UserError(
+            f"domain '{domain}': has the type {type(function).__name__}; it must be a function that returns images"
+        )
+    taken = {parameter.name for parameter in parameters(function)[0]}
     if "split" in taken:
-        made: Any = {part: call(found, {}, {"split": part}, domain, "domain") for part in OFFICIAL}
+        made: Any = {part: call(function, {}, {"split": part}, domain, "domain") for part in OFFICIAL}
     elif "train" in taken:
-        made = {part: call(found, {}, {"train": part == "train"}, domain, "domain") for part in OFFICIAL}
+        made = {part: call(function, {}, {"train": part == "train"}, domain, "domain") for part in OFFICIAL}
     else:
-        made = call(found, {}, {}, domain, "domain")
+        made = call(function, {}, {}, domain, "domain")
     parts = made if isinstance(made, Mapping) else {WHOLE[0]: made}
     if set(parts) not in ({*OFFICIAL}, {*WHOLE}):
         raise wrong(domain, f"returned {', '.join(map(str, parts)) or 'nothing'}; takes train and test")
     with legible(domain), fitting(domain):
-        return _of_arrays({part: Named.of(one) for part, one in parts.items()}, domain)
+        return _of_arrays({part: Named.of(images) for part, images in parts.items()}, domain)
 
 
 def lookup(domain: str, known: Iterable[str] = ()) -> Any:

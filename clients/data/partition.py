@@ -20,13 +20,9 @@ VERSION = 1  # of the partitioners below; a new version makes cached divisions i
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to divide a domain.
+    """A way to divide a domain. `key`: the option that only this way has. `asked` and `mend` are texts for errors.
 
-    Attributes:
-        partitioner: Makes the partitioner from (flwr_datasets' module, options, number of images, of parts, seed).
-        asked: Its description in an error.
-        mend: The advice in an error.
-        key: The option that only this way has.
+    `partitioner` makes the partitioner from (flwr_datasets' module, options, number of images, number of parts, seed).
     """
 
     partitioner: Callable[[Any, PartitionConfig, int, int, int], Any]
@@ -63,24 +59,13 @@ WAYS = {
 
 
 def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: str) -> tuple[Positions, ...]:
-    """Divide images among sites, at random by (seed, name).
+    """Divide images among sites, at random by (seed, name). Returns disjoint positions in `labels`, int64 [n_k] ascending.
 
     iid, size and dirichlet (arXiv 1905.12022) use every image. classes (arXiv 2102.02079) omits the images of classes that
     no site has drawn. A user's function is called as function(labels=, parts=, **partition.options), with NumPy's
     generator= if it takes one. It returns the positions of each part, and may omit images.
 
-    Args:
-        labels: int64 [n].
-        parts: Number of sites.
-        how: The section `partition`.
-        seed: The run's seed.
-        name: The variant's name.
-
-    Returns:
-        For each site, disjoint positions in `labels`, int64 [n_k], ascending.
-
-    Raises:
-        UserError: A part would have fewer than partition.min_samples, or the division is impossible.
+    Raises UserError if a part would have fewer than partition.min_samples images, or if the division is impossible.
     """
     check_way(how)
     count = len(labels)
@@ -117,9 +102,9 @@ def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.ran
     if not callable(function):
         raise UserError(f"partition.name: '{how.name}' has the type {type(function).__name__}; it must be a function")
     known, others = parameters(function)
-    drawn = {"generator": random} if others or "generator" in [one.name for one in known] else {}
-    given = {"labels": labels.copy(), "parts": parts, **drawn}
-    made = call(function, how.options, given, how.name, "partition.options")
+    drawn = {"generator": random} if others or "generator" in [parameter.name for parameter in known] else {}
+    arguments = {"labels": labels.copy(), "parts": parts, **drawn}
+    made = call(function, how.options, arguments, how.name, "partition.options")
     if not isinstance(made, list | tuple) or len(made) != parts:
         got = f"{len(made)} parts" if isinstance(made, list | tuple) else f"a {type(made).__name__}"
         raise UserError(f"partition.name: '{how.name}' returned {got}, takes a list of positions for each of {parts} sites")
@@ -134,9 +119,9 @@ def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.ran
     return divided
 
 
-def _positions(given: Any, count: int, name: str) -> Positions:
+def _positions(result: Any, count: int, name: str) -> Positions:
     try:
-        part = np.asarray(given)
+        part = np.asarray(result)
     except (ValueError, TypeError):  # lists of different lengths
         part = np.empty((0, 0))
     if part.ndim != 1 or (len(part) and (part.dtype.kind not in "iu" or not 0 <= part.min() <= part.max() < count)):
@@ -162,33 +147,25 @@ def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: s
 
 
 def divide_alike(labels: Labels, parts: Sequence[Labels], random: np.random.Generator) -> tuple[Positions, ...]:
-    """Divide images in the same proportions as other images.
+    """Divide images in the same proportions as other images, whose labels are `parts`. Returns as `divide` does.
 
     Every part gets its share of each class, up to one image. The remaining images are drawn so that a part's total number
     also follows its shares. Images of a class that no part has are omitted.
-
-    Args:
-        labels: int64 [n] of the images to divide.
-        parts: Labels of the other images, by part.
-        random: Source of the random draws.
-
-    Returns:
-        For each part, disjoint positions in `labels`, int64 [n_k], ascending.
     """
     known = np.unique(np.concatenate(parts))
-    there = [np.flatnonzero(labels == name) for name in known]
+    members = [np.flatnonzero(labels == name) for name in known]
     has = np.stack([np.bincount(np.searchsorted(known, part), minlength=len(known)) for part in parts])
-    owed, given = np.zeros(len(parts)), [[] for _ in parts]
-    for place, mine in enumerate(there):
-        shares = len(mine) * has[:, place] / has[:, place].sum()
-        whole = np.floor(shares + 1e-9).astype(np.int64)
-        rest = np.maximum(shares - whole, 0.0)
+    owed, chosen = np.zeros(len(parts)), [[] for _ in parts]
+    for index, mine in enumerate(members):
+        shares = len(mine) * has[:, index] / has[:, index].sum()
+        counts = np.floor(shares + 1e-9).astype(np.int64)
+        rest = np.maximum(shares - counts, 0.0)
         rank = np.lexsort((random.random(len(parts)), -(owed + rest), rest <= 1e-9))
-        whole[rank[: len(mine) - whole.sum()]] += 1
-        owed += shares - whole
-        for part, drawn in zip(given, np.split(random.permutation(mine), np.cumsum(whole)[:-1]), strict=True):
+        counts[rank[: len(mine) - counts.sum()]] += 1
+        owed += shares - counts
+        for part, drawn in zip(chosen, np.split(random.permutation(mine), np.cumsum(counts)[:-1]), strict=True):
             part.append(drawn)
-    return tuple(np.sort(np.concatenate(part)) for part in given)
+    return tuple(np.sort(np.concatenate(part)) for part in chosen)
 
 
 def sizes(count: int, parts: int, growth: float) -> list[int]:
@@ -198,9 +175,9 @@ def sizes(count: int, parts: int, growth: float) -> list[int]:
     """
     weights = (np.arange(1, parts + 1) / parts) ** growth
     shares = (count - parts) * weights / weights.sum()
-    whole = np.floor(shares).astype(int)
-    whole[np.argsort(whole - shares, kind="stable")[: count - parts - whole.sum()]] += 1
-    return (whole + 1).tolist()
+    counts = np.floor(shares).astype(int)
+    counts[np.argsort(counts - shares, kind="stable")[: count - parts - counts.sum()]] += 1
+    return (counts + 1).tolist()
 
 
 def _rows(labels: Labels) -> Any:

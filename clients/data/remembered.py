@@ -17,10 +17,10 @@ def while_same(state: Callable[[Config], object]) -> Callable[[Callable[[Config]
 
         @functools.wraps(function)
         def remembered(config: Config) -> T:
-            kept, now = vars(config), state(config)
-            if key not in kept or kept[key][0] != now:
-                kept[key] = now, function(config)
-            return kept[key][1]
+            cache, now = vars(config), state(config)
+            if key not in cache or cache[key][0] != now:
+                cache[key] = now, function(config)
+            return cache[key][1]
 
         return remembered
 

@@ -94,8 +94,8 @@ def site_sizes(config: Config) -> list[int]:
 @held()
 def remarks(config: Config) -> list[str]:
     """Return lines about files of the domains that are not read, and about odd images."""
-    found = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
-    return [line for lines in found for line in lines if line]
+    pairs = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
+    return [line for pair in pairs for line in pair if line]
 
 
 @held()
@@ -111,16 +111,16 @@ def validation_images(config: Config, spec: SiteConfig) -> Images:
     n is 0 if data.validation is 0, or if a small validation part has none of the variant's classes.
     """
     place = locate(spec.domain, config.data)
-    whole = split(place, config.seed, config.data.validation, config.data.validation_limit).validation
-    return _watched(config, place, spec, "validation", whole, limit=0)
+    selection = split(place, config.seed, config.data.validation, config.data.validation_limit).validation
+    return _watched(config, place, spec, "validation", selection, limit=0)
 
 
 @held()
 def test_images(config: Config, spec: SiteConfig) -> Images:
     """Return the variant's test images, uint8 [n, c, size, size], at most data.test_limit, drawn at random."""
     place = locate(spec.domain, config.data)
-    whole = split(place, config.seed, config.data.validation, config.data.validation_limit).test
-    return _watched(config, place, spec, "test", whole, config.data.test_limit)
+    selection = split(place, config.seed, config.data.validation, config.data.validation_limit).test
+    return _watched(config, place, spec, "test", selection, config.data.test_limit)
 
 
 @held()
@@ -133,31 +133,31 @@ def own_images(config: Config, site: Site, split: str) -> Images:
 
     `split`: validation or test.
     """
-    whole = {"validation": validation_images, "test": test_images}[split](config, site.spec)
-    order = torch.randperm(len(whole), generator=torch_generator(config.seed, label(site.spec), split, "order"))
+    images = {"validation": validation_images, "test": test_images}[split](config, site.spec)
+    order = torch.randperm(len(images), generator=torch_generator(config.seed, label(site.spec), split, "order"))
     if split == "test" and site.parts > 1 and site.spec.partition.name != "iid":
         pool, _, _ = _share(config, site)
-        mine = order[torch.isin(order, torch.from_numpy(_test_parts(pool, config.data.test_limit)[site.part]))]
+        own = order[torch.isin(order, torch.from_numpy(_test_parts(pool, config.data.test_limit)[site.part]))]
     else:
-        mine = order[site.part :: site.parts]
-    return Images(whole.x[mine], whole.y[mine])
+        own = order[site.part :: site.parts]
+    return Images(images.x[own], images.y[own])
 
 
 test_images.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest
 
 
-def _watched(config: Config, place: Place, spec: SiteConfig, use: str, whole: Selection, limit: int) -> Images:
+def _watched(config: Config, place: Place, spec: SiteConfig, use: str, selection: Selection, limit: int) -> Images:
     key = (use, place, variant(spec), config.data, config.seed)
 
     def make() -> Images:
-        chosen = _chosen(place, whole, variant(spec), limit, config.seed)
+        chosen = _chosen(place, selection, variant(spec), limit, config.seed)
         return _images(place, chosen, variant(spec), config.data)
 
     return CACHE.get(key, make)
 
 
-def _chosen(place: Place, whole: Selection, change: Variant, limit: int, seed: int) -> Selection:
-    return at_most(place, of_classes(place, whole, change.classes), limit, seed)
+def _chosen(place: Place, selection: Selection, change: Variant, limit: int, seed: int) -> Selection:
+    return at_most(place, of_classes(place, selection, change.classes), limit, seed)
 
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
@@ -191,10 +191,12 @@ def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
         raise UserError(f"{site.name} ({label(spec)}): {error}") from error
 
 
-def _size(spec: SiteConfig, there: int) -> int:
-    if spec.samples > there:
-        raise UserError(f"samples={spec.samples}, but there are {there} training images; set samples to at most {there}")
-    size = spec.samples or there
+def _size(spec: SiteConfig, available: int) -> int:
+    if spec.samples > available:
+        raise UserError(
+            f"samples={spec.samples}, but there are {available} training images; set samples to at most {available}"
+        )
+    size = spec.samples or available
     if size < spec.partition.min_samples:
         short = f"{size} training images are fewer than partition.min_samples={spec.partition.min_samples}"
         raise UserError(f"{short}; use fewer sites, more samples or a smaller min_samples")

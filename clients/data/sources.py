@@ -125,11 +125,11 @@ class Sheets:
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
         images = np.empty((len(index), self.size, self.size, 3), np.uint8)
-        (sheets, places), state = np.divmod(index, 1000), self.state(folder)
+        (sheets, tile_numbers), state = np.divmod(index, 1000), self.state(folder)
         for number in np.unique(sheets):
-            here = sheets == number
+            in_sheet = sheets == number
             tiles = _sheet(folder / self.file, f"{part}_{number:02d}", state)
-            images[here] = tiles[places[here], : self.size, : self.size]
+            images[in_sheet] = tiles[tile_numbers[in_sheet], : self.size, : self.size]
         return images
 
 

@@ -76,10 +76,10 @@ def _train_test(place: Place, seed: int) -> tuple[Selection, Selection]:
     if place.source.parts == OFFICIAL:
         train, test = (Selection(part, np.arange(len(_labels(place, part)))) for part in OFFICIAL)
         return train, test
-    whole = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))
-    count = round(TEST_SHARE * len(whole))
-    test, train = _draw(labels(place, whole), count, generator(seed, place.name, "test"))
-    return whole.at(train), whole.at(test)
+    selection = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))
+    count = round(TEST_SHARE * len(selection))
+    test, train = _draw(labels(place, selection), count, generator(seed, place.name, "test"))
+    return selection.at(train), selection.at(test)
 
 
 def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Positions, Positions]:
@@ -96,8 +96,8 @@ def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Posi
 
 @lru_cache(maxsize=64)
 def _labels(place: Place, part: str) -> Labels:
-    found = place.labels(part)
-    if len(found) == 0 or not 0 <= found.min() <= found.max() < place.classes:
+    values = place.labels(part)
+    if len(values) == 0 or not 0 <= values.min() <= values.max() < place.classes:
         origin = place.source.origin(place.folder)
         raise UserError(f"domain '{place.name}': {origin} has no labels, or labels outside 0 to {place.classes - 1}")
-    return found
+    return values

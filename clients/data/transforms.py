@@ -17,20 +17,10 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 def render(pixels: Pixels | Iterable[Pixels], size: int, grey: bool, rotation: float = 0.0, invert: bool = False) -> Tensor:
-    """Convert images to the shape and variant that sites train on.
+    """Convert uint8 [n, h, w] or [n, h, w, 3], or images of different sizes, to uint8 [n, c, size, size].
 
     The order is: channels (luma by ITU-R BT.601, or grey repeated three times), bilinear resizing with antialiasing,
-    rotation, one rounding, and inversion (255 - x).
-
-    Args:
-        pixels: uint8 [n, h, w] or [n, h, w, 3], or images of different sizes.
-        size: Height and width of the result.
-        grey: Whether the result has one channel, not three.
-        rotation: Degrees, counter-clockwise.
-        invert: Whether to invert the levels.
-
-    Returns:
-        uint8 [n, c, size, size].
+    rotation (degrees, counter-clockwise), one rounding, and inversion (255 - x).
     """
     if not isinstance(pixels, np.ndarray):
         parts = [render(stack, size, grey, rotation, invert) for stack in _stacked(pixels)]

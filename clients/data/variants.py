@@ -69,8 +69,8 @@ def class_count(spec: SiteConfig) -> int:
 
     A subset of classes retains its domain's numbers unless `relabel` is true. Raises UserError for an unknown domain.
     """
-    kept = variant(spec).classes
-    return len(kept) if kept and spec.relabel else find(spec.domain).classes
+    classes = variant(spec).classes
+    return len(classes) if classes and spec.relabel else find(spec.domain).classes
 
 
 def class_names(spec: SiteConfig) -> tuple[str, ...]:
@@ -85,13 +85,13 @@ def class_things(spec: SiteConfig) -> tuple[str, ...]:
 
 
 def _of_kept(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
-    kept = variant(spec).classes
-    return tuple(names[number] for number in kept if number < len(names)) if kept and spec.relabel else names
+    classes = variant(spec).classes
+    return tuple(names[number] for number in classes if number < len(names)) if classes and spec.relabel else names
 
 
 def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
     """Return the first class number for which both have different names, or None."""
-    return next((k for k, (one, other) in enumerate(zip(names, others, strict=False)) if one != other), None)
+    return next((k for k, (name, other_name) in enumerate(zip(names, others, strict=False)) if name != other_name), None)
 
 
 @held()
@@ -102,24 +102,24 @@ def check_shared(config: Config) -> None:
     specs = domain_specs(config)
     for name, spec in specs.items():
         if (needed := _highest(spec) + 1) > config.data.classes:
-            told = f"got {config.data.classes}, but {name} has {needed} classes"
-            raise UserError(f"data.classes: {told}. Set at least {needed}, or 0 for as many as the domains have.")
+            fault = f"got {config.data.classes}, but {name} has {needed} classes"
+            raise UserError(f"data.classes: {fault}. Set at least {needed}, or 0 for as many as the domains have.")
     _check_names(specs)
 
 
 def _highest(spec: SiteConfig) -> int:
     """Return the highest class number of a site's images."""
-    kept = variant(spec).classes
-    return max(kept) if kept and not spec.relabel else class_count(spec) - 1
+    classes = variant(spec).classes
+    return max(classes) if classes and not spec.relabel else class_count(spec) - 1
 
 
 def _check_names(specs: Mapping[str, SiteConfig]) -> None:
     """Raise UserError if domains that share their outputs have different names for one of them."""
     names = {name: class_names(spec) for name, spec in specs.items()}
-    for one, other in combinations(names, 2):
-        if (k := differing(names[one], names[other])) is not None:
-            told = f"class {k} is '{names[one][k]}' in {one} and '{names[other][k]}' in {other}"
-            raise UserError(f"data.heads: {told}. Use the same classes in both, or set data.heads=task or own.")
+    for first, second in combinations(names, 2):
+        if (k := differing(names[first], names[second])) is not None:
+            fault = f"class {k} is '{names[first][k]}' in {first} and '{names[second][k]}' in {second}"
+            raise UserError(f"data.heads: {fault}. Use the same classes in both, or set data.heads=task or own.")
 
 
 def num_classes(config: Config) -> int:

@@ -24,15 +24,20 @@ def pieces(number: int, most: int) -> int:
     return max(1, -(-number // most))
 
 
+def image_batches(images: Images, most: int) -> list[tuple[Tensor, Tensor]]:
+    """Divide images into batches of about equal size, at most `most` each: pixels and labels."""
+    parts = pieces(len(images), most)
+    return list(zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True))
+
+
 def hits(network: nn.Module, images: Images, batch: int, device: torch.device) -> Tensor:
     """Return whether the network, in evaluation mode, is right on each image: bool [n], on the device."""
-    parts = pieces(len(images), batch)
     with torch.inference_mode():
-        found = [
+        right = [
             network(to_float(pixels.to(device))).argmax(dim=1) == labels.to(device)
-            for pixels, labels in zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True)
+            for pixels, labels in image_batches(images, batch)
         ]
-    return torch.cat(found)
+    return torch.cat(right)
 
 
 def count_right(network: nn.Module, images: Images, batch: int, device: torch.device) -> int:
@@ -57,10 +62,10 @@ def by_class(labels: Tensor, right: Tensor, classes: int = 0) -> tuple[Tensor, T
 
 def score_numbers(scores: Mapping[str, Score], images: int, classes: bool) -> dict[str, int | float | list[int]]:
     """Convert scores on the same images to the numbers of a reply; `classes`: with those of each class."""
-    found: dict[str, int | float | list[int]] = {**{name: one.right for name, one in scores.items()}, TOTAL: images}
+    numbers: dict[str, int | float | list[int]] = {**{name: score.right for name, score in scores.items()}, TOTAL: images}
     if classes and images:
-        size = 1 + max(name for one in scores.values() for name in one.classes)
-        for name, one in scores.items():
-            found[BY_CLASS + name] = [one.classes.get(place, (0, 0))[0] for place in range(size)]
-            found[BY_CLASS + TOTAL] = [one.classes.get(place, (0, 0))[1] for place in range(size)]
-    return found
+        size = 1 + max(name for score in scores.values() for name in score.classes)
+        for name, score in scores.items():
+            numbers[BY_CLASS + name] = [score.classes.get(number, (0, 0))[0] for number in range(size)]
+            numbers[BY_CLASS + TOTAL] = [score.classes.get(number, (0, 0))[1] for number in range(size)]
+    return numbers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.evaluation.accuracy import pieces
+from fedloom.clients.evaluation.accuracy import image_batches
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import BATCH_NORM, State
@@ -39,30 +39,19 @@ def running_norms(network: nn.Module) -> dict[str, Any]:
 def class_statistics(network: nn.Module, images: Images, first: int, batch: int, device: torch.device) -> State:
     """Return class statistics of the head's inputs x [d], for a network in evaluation mode.
 
-    Args:
-        network: Its head is one linear layer with a bias.
-        images: The site's images.
-        first: The output of the site's class 0.
-        batch: The largest batch.
-        device: The network's device.
-
-    Returns:
-        float64 means over all images. `count` [classes]: share of images by class; `sum` [classes, d]: x of the class, 0
-        for images of others; `square` [d, d]: x x^T.
-
-    Raises:
-        UserError: The head is not one linear layer with a bias.
+    They are float64 means over all images. `count` [classes]: share of images by class. `sum` [classes, d]: x of the class,
+    0 for images of others. `square` [d, d]: x x^T. `first`: the output of the site's class 0.
     """
     if (head := linear_head(network)) is None:
         raise UserError("class statistics: the network's head must be one linear layer with a bias")
     count = torch.zeros(head.out_features, dtype=torch.float64)
     total = torch.zeros(head.out_features, head.in_features, dtype=torch.float64)
     square = torch.zeros(head.in_features, head.in_features, dtype=torch.float64)
-    for pixels, labels in _batches(images, batch):
+    for pixels, labels in image_batches(images, batch):
         x = network.get_submodule("extractor")(to_float(pixels.to(device))).double().cpu()
-        places = labels.cpu() + first
-        count.index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
-        total.index_add_(0, places, x)
+        classes = labels.cpu() + first
+        count.index_add_(0, classes, torch.ones(len(classes), dtype=torch.float64))
+        total.index_add_(0, classes, x)
         square += x.T @ x
     return {COUNT: count / len(images), SUM: total / len(images), SQUARE: square / len(images)}
 
@@ -79,7 +68,7 @@ def moments(network: nn.Module, images: Images, batch: int, device: torch.device
     for norm in norms.values():
         norm.training, norm.track_running_stats = True, False
     try:
-        for pixels, _ in _batches(images, batch):
+        for pixels, _ in image_batches(images, batch):
             network(to_float(pixels.to(device)))
     finally:
         for norm, hook in zip(norms.values(), hooks, strict=True):
@@ -88,9 +77,9 @@ def moments(network: nn.Module, images: Images, batch: int, device: torch.device
     return {name: tensor / len(images) for name, tensor in sums.items()}
 
 
-def check_classes(given: State) -> None:
+def check_classes(state: State) -> None:
     """Raise ReplyError for impossible class statistics."""
-    count, total, square = (given[name].double() for name in (COUNT, SUM, SQUARE))
+    count, total, square = (state[name].double() for name in (COUNT, SUM, SQUARE))
     if bool((count < -ROUNDING).any()) or abs(float(count.sum()) - 1.0) > ROUNDING:
         raise ReplyError(f"record '{CLASS_STATISTICS}': '{COUNT}' must be shares of images that add up to 1")
     size = square.diagonal().clamp(min=0.0).sum()
@@ -102,10 +91,10 @@ def check_classes(given: State) -> None:
         raise ReplyError(f"record '{CLASS_STATISTICS}': '{SUM}' is larger than '{COUNT}' and '{SQUARE}' allow")
 
 
-def check_moments(given: State) -> None:
+def check_moments(state: State) -> None:
     """Raise ReplyError for impossible moments."""
-    for name in (name.removeprefix(MEAN_OF) for name in given if name.startswith(MEAN_OF)):
-        mean, square = given[MEAN_OF + name], given[SQUARE_OF + name]
+    for name in (name.removeprefix(MEAN_OF) for name in state if name.startswith(MEAN_OF)):
+        mean, square = state[MEAN_OF + name], state[SQUARE_OF + name]
         if bool((mean.square() > square * (1.0 + ROUNDING) + ROUNDING).any()):
             raise ReplyError(f"record '{MOMENTS}': the mean of '{name}' is larger than its mean square allows")
 
@@ -113,17 +102,12 @@ def check_moments(given: State) -> None:
 CHECKS = {CLASS_STATISTICS: check_classes, MOMENTS: check_moments}
 
 
-def _batches(images: Images, batch: int) -> list[tuple[Tensor, Tensor]]:
-    parts = pieces(len(images), batch)
-    return list(zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True))
-
-
 def _adding(name: str, sums: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         value = args[0].double()
         dims = [dim for dim in range(value.ndim) if dim != 1]
         for key, part in ((MEAN_OF + name, value), (SQUARE_OF + name, value.square())):
-            found = part.mean(dim=dims).cpu() * len(value)
-            sums[key] = sums[key] + found if key in sums else found
+            total = part.mean(dim=dims).cpu() * len(value)
+            sums[key] = sums[key] + total if key in sums else total
 
     return add

@@ -15,14 +15,7 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that builds a network.
-
-    Attributes:
-        network: The section `network` (name and options) as JSON.
-        channels: Channels of the images.
-        size: Height and width of the images.
-        classes: Number of outputs.
-    """
+    """Everything that builds a network: its section as JSON, the images' channels and size, the number of outputs."""
 
     network: str
     channels: int

@@ -58,8 +58,8 @@ class NetworkSpec(ABC):
             built = f"{type(self).__name__}.build returned a {type(network).__name__}"
             raise UserError(f"network: {built}; it must return a fedloom.clients.networks.Network(extractor, head)")
         needed = sum(tensor.nbytes for tensor in network.state_dict().values())
-        if needed > (there := machine.memory()):
-            told_size = f"needs {needed / 2**30:.0f} GiB for its weights, but this machine has {there / 2**30:.0f} GiB"
+        if needed > (available := machine.memory()):
+            told_size = f"needs {needed / 2**30:.0f} GiB for its weights, but this machine has {available / 2**30:.0f} GiB"
             raise UserError(f"network: {told_size}; choose a narrower one, or reduce data.classes or data.size")
         return network._apply(_real)
 

@@ -34,8 +34,8 @@ class Convnet(NetworkSpec):
             raise UserError(
                 f"network.strides: got {len(self.strides)} strides, takes one for each of the {len(self.widths)} widths"
             )
-        if odd := next((block for block in self.pools if block > len(self.widths)), 0):
-            raise UserError(f"network.pools: got {odd}, but there are {len(self.widths)} blocks")
+        if wrong := next((block for block in self.pools if block > len(self.widths)), 0):
+            raise UserError(f"network.pools: got {wrong}, but there are {len(self.widths)} blocks")
         blocks, side = OrderedDict[str, nn.Module](), size
         for number, (out, stride) in enumerate(zip(self.widths, strides, strict=True), start=1):
             convolution = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=self.bias)
@@ -52,7 +52,9 @@ class Convnet(NetworkSpec):
         layers = hidden(channels * side * side, self.hidden, True)
         if self.dropout:
             layers = [
-                each for one in layers for each in ([one, nn.Dropout(self.dropout)] if isinstance(one, nn.ReLU) else [one])
+                expanded
+                for layer in layers
+                for expanded in ([layer, nn.Dropout(self.dropout)] if isinstance(layer, nn.ReLU) else [layer])
             ]
         blocks |= {"flat": nn.Flatten(), "hidden": nn.Sequential(*layers)}
         return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], classes, bias=self.head_bias))

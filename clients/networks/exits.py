@@ -47,14 +47,14 @@ class Exits(NetworkSpec):
         blocks = _blocks(NETWORKS.build(self.of, "network.of").build(channels, size, classes).extractor)
         if not blocks:
             raise UserError(f"network.of: '{self.of['name']}' is not a chain of layers and blocks")
-        places = self.after or list(range(1, len(blocks) + 1))
-        if any(one >= other for one, other in pairwise(places)) or places[-1] > len(blocks):
-            raise UserError(f"network.after: got {places}, takes rising numbers of its blocks, from 1 to {len(blocks)}")
-        if self.depth > len(places):
+        numbers = self.after or list(range(1, len(blocks) + 1))
+        if any(number >= following for number, following in pairwise(numbers)) or numbers[-1] > len(blocks):
+            raise UserError(f"network.after: got {numbers}, takes rising numbers of its blocks, from 1 to {len(blocks)}")
+        if self.depth > len(numbers):
             raise UserError(
-                f"network.depth: got {self.depth}, takes at most {len(places)}, the number of blocks in network.after"
+                f"network.depth: got {self.depth}, takes at most {len(numbers)}, the number of blocks in network.after"
             )
-        ends = places[: self.depth or len(places)]
+        ends = numbers[: self.depth or len(numbers)]
         parts = [
             nn.Sequential(*(layer for block in blocks[begin:end] for layer in block)) for begin, end in pairwise([0, *ends])
         ]
@@ -65,7 +65,7 @@ def _blocks(extractor: nn.Module) -> list[list[nn.Module]]:
     """Return the layers of each block. Layers before the first block belong to it."""
     steps = list(_steps(extractor))
     kind = Residual if any(isinstance(step, Residual) for step in steps) else (nn.Conv2d, nn.Linear)
-    starts = [place for place, step in enumerate(steps) if isinstance(step, kind)]
+    starts = [index for index, step in enumerate(steps) if isinstance(step, kind)]
     return [steps[begin:end] for begin, end in pairwise([0, *starts[1:], len(steps)])] if starts else []
 
 
@@ -80,10 +80,10 @@ def _steps(module: nn.Module) -> Iterator[nn.Module]:
 
 def _classifiers(parts: Sequence[nn.Module], images: Tensor, classes: int) -> list[nn.Module]:
     """Return a classifier for the outputs of each part, whose shapes come from these images."""
-    found: list[nn.Module] = []
+    classifiers: list[nn.Module] = []
     for part in parts:
         images = part.eval()(images)
         part.train()
         linear = nn.Linear(images.shape[1], classes)
-        found.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear) if images.ndim == 4 else linear)
-    return found
+        classifiers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear) if images.ndim == 4 else linear)
+    return classifiers

@@ -92,18 +92,10 @@ def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
 
 
 def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:
-    """Load the network in a file.
+    """Load the network in a file. Returns it in evaluation mode, with its name (None: the one that save_network wrote).
 
-    Args:
-        path: A safetensors file.
-        name: The network's name; None: the one that save_network wrote.
-
-    Returns:
-        The network in evaluation mode, and its name.
-
-    Raises:
-        UserError: The file is missing, unreadable or (without `name`) does not name its network, or a tensor is missing,
-            unknown, of another shape or not finite.
+    Raises UserError for a file that is missing, unreadable or unnamed, and for a tensor that is missing, unknown, of another
+    shape or not finite.
     """
     if not path.is_file():
         raise UserError(f"{path}: the file does not exist. Pass the path of a network's .safetensors file.")
@@ -149,10 +141,13 @@ def _read_name(path: Path) -> NetworkName:
     if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
         raise UserError(f"{path}: its metadata '{KEY}' is not a valid network's name. Add --network NAME[:KEY=VALUE,...]")
     foreign = name.name.startswith(FOREIGN)
-    if odd := next((one for one in _named({"name": name.name, **name.options}) if is_reference(one) and not foreign), ""):
-        told = f"has the network '{plain(odd)}' of another package, which is not imported unless you say so"
+    if untrusted := next(
+        (reference for reference in _named({"name": name.name, **name.options}) if is_reference(reference) and not foreign),
+        "",
+    ):
+        fault = f"has the network '{plain(untrusted)}' of another package, which is not imported unless you say so"
         raise UserError(
-            f"{path}: {told}. If you trust it, add --network {_hint(json.dumps({'name': name.name, **name.options}))}"
+            f"{path}: {fault}. If you trust it, add --network {_hint(json.dumps({'name': name.name, **name.options}))}"
         )
     return name
 
@@ -161,10 +156,10 @@ def _named(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of networks in a section and in its subsections."""
     left: list[Any] = [section]
     while left:
-        one = left.pop()
-        if isinstance(one, Mapping):
-            yield from (str(item) for key, item in one.items() if key == "name")
-        left += one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        part = left.pop()
+        if isinstance(part, Mapping):
+            yield from (str(item) for key, item in part.items() if key == "name")
+        left += part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
 
 
 def _hint(section: str) -> str:
@@ -174,8 +169,8 @@ def _hint(section: str) -> str:
         name = options.pop("name")
     except (KeyError, TypeError, ValueError, RecursionError):
         return "NAME[:KEY=VALUE,...]"
-    given = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
-    return shlex.quote(f"{name}:{given}" if given else str(name))
+    arguments = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
+    return shlex.quote(f"{name}:{arguments}" if arguments else str(name))
 
 
 def _check(path: Path, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:

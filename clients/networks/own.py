@@ -50,8 +50,12 @@ class OwnSpec(NetworkSpec):
         made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
         if not isinstance(made, nn.Module):
             raise self.refused(f"returned a {type(made).__name__}; it must return a torch.nn.Module")
-        if odd := [one.dtype for one in made.parameters() if one.dtype.is_floating_point and one.dtype != torch.float32]:
-            raise self.refused(f"has weights of {odd[0]}, takes torch.float32; convert the module with float()")
+        if wrong := [
+            parameter.dtype
+            for parameter in made.parameters()
+            if parameter.dtype.is_floating_point and parameter.dtype != torch.float32
+        ]:
+            raise self.refused(f"has weights of {wrong[0]}, takes torch.float32; convert the module with float()")
         return made.eval()
 
     def refused(self, why: str) -> UserError:
@@ -61,7 +65,7 @@ class OwnSpec(NetworkSpec):
     def _ours(self, facts: Mapping[str, int]) -> dict[str, int]:
         """Return the facts that the function takes, in its spelling. A function with **kwargs gets num_classes."""
         known, others = parameters(self.make)
-        names = [one.name for one in known]
+        names = [parameter.name for parameter in known]
         ours = {}
         for fact, item in facts.items():
             if any(spelling in self.options for spelling in SPELLINGS[fact]):
@@ -99,12 +103,12 @@ class OwnNetwork(Network, SelfStarting):
 
 
 @NETWORKS.adapter
-def own_network(name: str, found: Any, options: Mapping[str, Any], where: str) -> NetworkSpec:
+def own_network(name: str, made: Any, options: Mapping[str, Any], where: str) -> NetworkSpec:
     """Return the options of a user's network: a module class, or a function that makes a module."""
-    if isinstance(found, nn.Module) or not callable(found):
-        got = "is a module" if isinstance(found, nn.Module) else f"has the type {type(found).__name__}"
+    if isinstance(made, nn.Module) or not callable(made):
+        got = "is a module" if isinstance(made, nn.Module) else f"has the type {type(made).__name__}"
         raise UserError(f"{where}.name: '{name}' {got}; it must be a class derived from torch.nn.Module or a function")
-    return OwnSpec(name, found, options, where)
+    return OwnSpec(name, made, options, where)
 
 
 def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Linear]:
@@ -113,16 +117,16 @@ def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.M
     passed: list[tuple[nn.Linear, Tensor]] = []
     outputs = _forward(spec, module, images, passed)
     if not isinstance(outputs, Tensor) or outputs.shape != (2, classes):
-        told = f"returns {_named(outputs)} for 2 images of {channels} x {size} x {size}, must return [2, {classes}]"
-        raise spec.refused(f"{told}; add a parameter `classes` (or num_classes)")
+        fault = f"returns {_named(outputs)} for 2 images of {channels} x {size} x {size}, must return [2, {classes}]"
+        raise spec.refused(f"{fault}; add a parameter `classes` (or num_classes)")
     head = passed[-1][0] if passed else None
-    if head is None or [one for one, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
+    if head is None or [layer for layer, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
         raise spec.refused(
             "does not end with a linear layer (torch.nn.Linear), which becomes the head; no layer may follow it"
         )
-    names = [name for name, one in module.named_modules(remove_duplicate=False) if one is head]
-    shared = [one for _, one in module.named_parameters(remove_duplicate=False)]
-    if len(names) > 1 or len({id(one) for one in shared}) < len(shared):
+    names = [name for name, part in module.named_modules(remove_duplicate=False) if part is head]
+    shared = [weight for _, weight in module.named_parameters(remove_duplicate=False)]
+    if len(names) > 1 or len({id(weight) for weight in shared}) < len(shared):
         raise spec.refused("uses the same weights under two names; each weight must have one name")
     if names == [""]:
         return nn.Identity(), head
@@ -134,12 +138,12 @@ def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.M
 
 def _check_training(spec: OwnSpec, extractor: nn.Module, images: Tensor) -> None:
     """Raise UserError if outputs differ in form in training mode, as with auxiliary outputs. Changes nothing."""
-    buffers = [(one, one.clone()) for one in extractor.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in extractor.buffers()]
     with undisturbed(extractor):
         usual = _named(_forward(spec, extractor, images, []))
         got = _named(_forward(spec, extractor.train(), images, [], " in training mode"))
-    for one, before in buffers:
-        one.copy_(before)
+    for buffer, before in buffers:
+        buffer.copy_(before)
     if got == usual:
         return
     auxiliary = any(getattr(module, "aux_logits", False) for module in extractor.modules())
@@ -160,7 +164,7 @@ def _check_state(spec: OwnSpec, network: Network) -> None:
             raise spec.refused(
                 f"has '{name}' of the type {item.dtype}, which cannot be summed; register it with persistent=False"
             )
-    if not any(one.requires_grad for one in network.parameters()):
+    if not any(parameter.requires_grad for parameter in network.parameters()):
         raise spec.refused("has no trainable weights: requires_grad is False everywhere")
 
 

@@ -20,12 +20,12 @@ from fedloom.conf.typed import option
 VECTOR = 16  # most channels that an x86 processor multiplies at once
 
 
-def _channels_first(layer: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _channels_first(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Convert the inputs to torch's standard memory layout.
 
     With few channels in channels-last layout, the gradient of such a layer corrupts the heap (oneDNN's issue 6035).
     """
-    return tuple(images.contiguous() for images in given)
+    return tuple(images.contiguous() for images in inputs)
 
 
 class Residual(nn.Module, Starting):
@@ -113,8 +113,8 @@ class ResidualSpec(NetworkSpec):
         stages: OrderedDict[str, nn.Module] = OrderedDict()
         for number, (out, count) in enumerate(zip(widths, blocks, strict=True), start=1):
             layers = []
-            for place in range(count):
-                layers.append(block(self, inputs, out, 2 if place == 0 and number > 1 else 1))
+            for index in range(count):
+                layers.append(block(self, inputs, out, 2 if index == 0 and number > 1 else 1))
                 inputs = out
             stages[f"stage{number}"] = nn.Sequential(*layers)
         return stages

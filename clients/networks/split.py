@@ -105,10 +105,10 @@ class Split(_Cutting):
             wholes.append(NETWORKS.build(self.head, "network.head").build(shape[0], shape[1], classes))
             head = wholes[-1]
         elif plain != shape and not self._fits_rest(head, shape):
-            told = f"the features are {_named(shape)}, but the rest of '{self.of['name']}' behind '{self.at}' takes"
-            raise UserError(f"network: {told} {_named(plain)}; set network.channels={plain[0]}, or a network.head")
+            fault = f"the features are {_named(shape)}, but the rest of '{self.of['name']}' behind '{self.at}' takes"
+            raise UserError(f"network: {fault} {_named(plain)}; set network.channels={plain[0]}, or a network.head")
         extractor = before if isinstance(fitted, nn.Identity) else nn.Sequential(OrderedDict(body=before, fit=fitted))
-        own = [one for one in wholes if isinstance(one, SelfStarting)]
+        own = [network for network in wholes if isinstance(network, SelfStarting)]
         return SelfStartingSplit(extractor, head, own) if own else Network(extractor, head)
 
     def _fitted(self, shape: tuple[int, ...]) -> nn.Module:
@@ -150,8 +150,8 @@ class Rest(_Cutting):
         try:
             _shape(behind, torch.zeros(1, channels, size, size), "network.head")
         except UserError:
-            told = f"the rest of '{self.of['name']}' behind '{self.at}' takes features of {_named(takes)}"
-            raise UserError(f"network.head: {told}, but they are {_named((channels, size, size))}") from None
+            fault = f"the rest of '{self.of['name']}' behind '{self.at}' takes features of {_named(takes)}"
+            raise UserError(f"network.head: {fault}, but they are {_named((channels, size, size))}") from None
         parts = nn.Sequential(), behind
         return SelfStartingSplit(*parts, [whole]) if isinstance(whole, SelfStarting) else Network(*parts)
 
@@ -176,27 +176,28 @@ def pieces(network: Network, groups: Sequence[Sequence[str]]) -> list[nn.Module]
     """
     graph = _traced(network)
     nodes = list(graph.graph.nodes)
-    inside = [{id(one) for one in graph.get_submodule(str(node.target)).modules()} if node.op == "call_module" else set()
-              for node in nodes]  # fmt: skip
-    ends, places = [], {*_places(graph).values()}
+    inside = [
+        {*map(id, graph.get_submodule(str(node.target)).modules())} if node.op == "call_module" else set() for node in nodes
+    ]
+    ends, points = [], {*_places(graph).values()}
     firsts, lasts = zip(
         *(_reach(inside, {id(network.get_submodule(name)) for name in group}) for group in groups), strict=True
     )
-    head = _reach(inside, {id(one) for one in network.head.modules()})[0]
-    for place, (last, first) in enumerate(zip(lasts, (*firsts[1:], head), strict=True)):
-        between = [node for node in nodes[last:first] if node in places]
+    head = _reach(inside, {*map(id, network.head.modules())})[0]
+    for number, (last, first) in enumerate(zip(lasts, (*firsts[1:], head), strict=True)):
+        between = [node for node in nodes[last:first] if node in points]
         if not between:
-            following = groups[place + 1][0] if place + 1 < len(groups) else "the head"
-            told = f"cannot be cut between {groups[place][-1]} and {following}: several tensors pass"
-            raise UserError(f"network: {told}; put these layers into one group")
+            following = groups[number + 1][0] if number + 1 < len(groups) else "the head"
+            fault = f"cannot be cut between {groups[number][-1]} and {following}: several tensors pass"
+            raise UserError(f"network: {fault}; put these layers into one group")
         ends.append(between[-1])
     return [_between(graph, start, end) for start, end in zip([None, *ends], [*ends, None], strict=True)]
 
 
 def _reach(inside: Sequence[set[int]], wanted: set[int]) -> tuple[int, int]:
     """Return the indices of the first and the last node with one of these modules."""
-    found = [place for place, modules in enumerate(inside) if modules & wanted]
-    return (found[0], found[-1]) if found else (0, 0)
+    positions = [position for position, modules in enumerate(inside) if modules & wanted]
+    return (positions[0], positions[-1]) if positions else (0, 0)
 
 
 def _traced(network: Network) -> fx.GraphModule:
@@ -232,16 +233,16 @@ def _places(graph: fx.GraphModule) -> dict[str, fx.Node]:
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     last = {node: max((order[user] for user in node.users), default=order[node]) for node in graph.graph.nodes}
-    found: dict[str, fx.Node] = {}
-    for place, node in enumerate(nodes[:-1]):
-        alive = [one for one in order if order[one] <= order[node] < last[one] and one.op != "get_attr"]
+    points: dict[str, fx.Node] = {}
+    for index, node in enumerate(nodes[:-1]):
+        alive = [other for other in order if order[other] <= order[node] < last[other] and other.op != "get_attr"]
         if alive != [node] or node.op != "call_module":
             continue
-        words, after = str(node.target).split("."), str(nodes[place + 1].target).split(".")
-        for depth in range(1, len(words) + 1):
-            if words[:depth] != after[:depth]:
-                found[".".join(words[:depth]).removeprefix("body.")] = node
-    return {name: node for name, node in found.items() if name != "body"}
+        path, after = str(node.target).split("."), str(nodes[index + 1].target).split(".")
+        for depth in range(1, len(path) + 1):
+            if path[:depth] != after[:depth]:
+                points[".".join(path[:depth]).removeprefix("body.")] = node
+    return {name: node for name, node in points.items() if name != "body"}
 
 
 def _halves(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -255,10 +256,10 @@ def _between(graph: fx.GraphModule, start: fx.Node | None, end: fx.Node | None) 
     first, last = order[start] if start else -1, order[end] if end else len(order)
     part = fx.Graph()
     known = {start: part.placeholder("features")} if start else {}
-    for one, number in order.items():
-        places = [order[user] for user in one.users] if one.op == "get_attr" else [number]
-        if any(first < place <= last for place in places):
-            known[one] = part.node_copy(one, known.__getitem__)
+    for node, number in order.items():
+        positions = [order[user] for user in node.users] if node.op == "get_attr" else [number]
+        if any(first < position <= last for position in positions):
+            known[node] = part.node_copy(node, known.__getitem__)
     if end:
         part.output(known[end])
     return fx.GraphModule(graph, part)

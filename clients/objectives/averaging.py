@@ -53,12 +53,12 @@ class Averaged(Objective):
     def kept(self, task: Task) -> State:
         """Return the tensors of the site's own BatchNorm; empty if it has none."""
         names = norms(task.network) if self.batchnorm == OWN else frozenset()
-        return {name: one for name, one in (task.own or {}).items() if name in names} if names else {}
+        return {name: tensor for name, tensor in (task.own or {}).items() if name in names} if names else {}
 
     def shared(self, network: nn.Module, state: State) -> State:
         """Return the part of a network's state that the server averages."""
         own = norms(network) if self.batchnorm == OWN else frozenset()
-        return {name: one for name, one in state.items() if one.dtype.is_floating_point and name not in own}
+        return {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and name not in own}
 
 
 class AveragedSession(PlainSession):
@@ -108,7 +108,7 @@ class AveragedSession(PlainSession):
         if self.objective.batchnorm != OWN:
             return None
         names = norms(self.network)
-        return {name: one for name, one in state_of(self.network).items() if name in names}
+        return {name: tensor for name, tensor in state_of(self.network).items() if name in names}
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: State) -> Tensor:
@@ -118,5 +118,5 @@ def squared_distance(weights: Mapping[str, Tensor], others: State) -> Tensor:
 
 def norms(network: nn.Module) -> frozenset[str]:
     """Return the names of all tensors of a network's BatchNorm layers, including batch counters."""
-    layers = {place: module for place, module in network.named_modules() if isinstance(module, BATCH_NORM)}
-    return frozenset(f"{place}.{name}" for place, module in layers.items() for name in module.state_dict())
+    layers = {path: module for path, module in network.named_modules() if isinstance(module, BATCH_NORM)}
+    return frozenset(f"{path}.{name}" for path, module in layers.items() for name in module.state_dict())

@@ -39,5 +39,5 @@ class DepthFLSession(LocalSession):
         loss = torch.stack([self.task.loss(scores, labels) for scores in each]).sum()
         answers = each.log_softmax(-1)  # kl_div is slow where several sites are trained as one
         pairs = permutations(zip(answers, answers.detach(), strict=True), 2)
-        apart = [(other.exp() * (other - one)).sum(-1).mean() for (one, _), (_, other) in pairs]
+        apart = [(other.exp() * (other - answer)).sum(-1).mean() for (answer, _), (_, other) in pairs]
         return loss + self.weight / (len(each) - 1) * torch.stack(apart).sum() if apart else loss

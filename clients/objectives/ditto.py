@@ -14,6 +14,7 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
 from fedloom.clients.objectives.base import OBJECTIVES, Task
 from fedloom.clients.objectives.fedavg import FedAvg
+from fedloom.clients.objectives.plain import below
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
@@ -43,12 +44,12 @@ class DittoSession(AveragedSession):
     def __init__(self, objective: Ditto, task: Task) -> None:
         super().__init__(objective, task)
         first = personal(task.own or {}) or initial_state(task.config)
-        moving = {name: one.to(task.device, copy=True) for name, one in first.items()}
-        self.personal = {name: nn.Parameter(moving.pop(name), one.requires_grad) for name, one in self.parts.items()}
+        moving = {name: tensor.to(task.device, copy=True) for name, tensor in first.items()}
+        self.personal = {name: nn.Parameter(moving.pop(name), tensor.requires_grad) for name, tensor in self.parts.items()}
         self.statistics = moving
 
     def weights(self) -> dict[str, nn.Parameter]:
-        return {**super().weights(), **{PERSONAL + name: one for name, one in self.personal.items()}}
+        return {**super().weights(), **{PERSONAL + name: weight for name, weight in self.personal.items()}}
 
     def constants(self) -> tuple[State, ...]:
         return self.sent, self.statistics
@@ -60,11 +61,11 @@ class DittoSession(AveragedSession):
         return loss + self.objective.strength / 2 * squared_distance(v, w_t)
 
     def local_state(self) -> State | None:
-        mine = {**self.statistics, **self.personal}
-        kept = {PERSONAL + name: one.detach().to("cpu", copy=True) for name, one in mine.items()}
-        return {**(super().local_state() or {}), **kept}
+        state = {**self.statistics, **self.personal}
+        stored = {PERSONAL + name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        return {**(super().local_state() or {}), **stored}
 
 
 def personal(own: Mapping[str, Tensor]) -> State:
     """Return the site's own network from its stored state; empty if it has none yet."""
-    return {name.removeprefix(PERSONAL): one for name, one in own.items() if name.startswith(PERSONAL)}
+    return below(own, PERSONAL)

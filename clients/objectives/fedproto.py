@@ -10,8 +10,10 @@ from torch.func import functional_call
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.evaluation.accuracy import pieces
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
+from fedloom.clients.objectives.plain import below
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -41,14 +43,14 @@ class FedProto(Heterogeneous):
         classes = F.one_hot(images.y, len(task.network.state_dict()["head.weight"])).float()
         parts = pieces(len(images), task.config.evaluation.batch)
         with torch.no_grad():
-            for pixels, one in zip(images.x.tensor_split(parts), classes.tensor_split(parts), strict=True):
-                total = total + one.T @ session.network.extractor(to_float(pixels.to(task.device))).cpu()
+            for pixels, members in zip(images.x.tensor_split(parts), classes.tensor_split(parts), strict=True):
+                total = total + members.T @ session.network.extractor(to_float(pixels.to(task.device))).cpu()
         return Answer({PROTOTYPES: {SUMS: total / len(images), COUNTS: classes.mean(0)}})
 
 
-def check_prototypes(given: State, samples: int, largest: float) -> None:
+def check_prototypes(state: State, samples: int, largest: float) -> None:
     """Raise ReplyError for sums impossible with `samples` images, or features larger than `largest` (0: no bound)."""
-    sums, counts = given[SUMS].double(), given[COUNTS].double()
+    sums, counts = state[SUMS].double(), state[COUNTS].double()
     least = counts[counts != 0].min() if counts.any() else 0.0
     if abs(float(counts.sum()) - 1.0) > ROUNDING or least < (1.0 - ROUNDING) / samples:
         raise ReplyError(f"record '{PROTOTYPES}': '{COUNTS}' must be shares of {samples} images that add up to 1")
@@ -56,8 +58,8 @@ def check_prototypes(given: State, samples: int, largest: float) -> None:
     if bool((size[counts == 0] > 0).any()):
         raise ReplyError(f"record '{PROTOTYPES}': '{SUMS}' has features of a class without images")
     if largest and bool((size > largest * counts).any()):
-        told = f"'{SUMS}' and '{COUNTS}' make a feature larger than federation.largest_weight={largest:g}"
-        raise ReplyError(f"record '{PROTOTYPES}': {told}")
+        fault = f"'{SUMS}' and '{COUNTS}' make a feature larger than federation.largest_weight={largest:g}"
+        raise ReplyError(f"record '{PROTOTYPES}': {fault}")
 
 
 class ProtoSession(AloneSession):
@@ -72,18 +74,14 @@ class ProtoSession(AloneSession):
         return (self.given,) if self.given else ()
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        features = functional_call(self.network.extractor, _of(weights, "extractor."), (images,))
-        scores = functional_call(self.network.head, _of(weights, "head."), (features,))
+        features = functional_call(self.network.extractor, below(weights, EXTRACTOR), (images,))
+        scores = functional_call(self.network.head, below(weights, HEAD), (features,))
         loss = self.task.loss(scores[:, self.outputs], labels)
-        for given in drawn:
+        for prototypes in drawn:
             classes = labels + self.outputs.start
-            apart = (features - given[MEANS][classes]) * given[KNOWN][classes, None]
+            apart = (features - prototypes[MEANS][classes]) * prototypes[KNOWN][classes, None]
             loss = loss + self.weight * apart.square().mean()
         return loss
 
     def contribution(self) -> dict[str, State]:
         return {}
-
-
-def _of(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: weight for name, weight in weights.items() if name.startswith(prefix)}

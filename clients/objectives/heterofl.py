@@ -39,9 +39,9 @@ class HeteroFL(Heterogeneous):
         return Answer({LABELS: {HELD: held}})
 
 
-def check_labels(given: State) -> None:
+def check_labels(state: State) -> None:
     """Raise ReplyError unless every entry is 1 or 0, and at least one is 1."""
-    held = given[HELD]
+    held = state[HELD]
     if not bool(((held == 0) | (held == 1)).all() and held.any()):
         raise ReplyError(
             f"record '{LABELS}': '{HELD}' must be 1 for labels that a site has and 0 for others, with at least one 1"

@@ -14,23 +14,14 @@ AGGREGATE = "aggregate"  # an initialisation: from the aggregate of the sites th
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode of sum aggregation.
+    """A mode of sum aggregation."""
 
-    Attributes:
-        sums: The server stores the sites' extractors and sums them exactly.
-        convolutions_only: Only convolution weights are summed.
-        star: There is an additional free network N*, averaged over each round's replies (as in the paper).
-        own_head: Each site has its own head.
-        subsets: Sites also train on leave-one-out sums.
-        display_name: The aggregate's name in tables.
-    """
-
-    sums: bool
-    convolutions_only: bool
-    star: bool
-    own_head: bool
-    subsets: bool
-    display_name: str
+    sums: bool  # the server stores the sites' extractors and sums them exactly
+    convolutions_only: bool  # only convolution weights are summed
+    star: bool  # an additional free network N* is averaged over each round's replies (as in the paper)
+    own_head: bool  # each site has its own head
+    subsets: bool  # sites also train on leave-one-out sums
+    display_name: str  # the aggregate's name in tables
 
     def summed(self, name: str, tensor: Tensor) -> bool:
         """Return whether a site's tensor enters the exact sum."""

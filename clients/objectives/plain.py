@@ -70,6 +70,11 @@ class PlainSession(Session):
         return scores[:, self.outputs]
 
 
+def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names start with a prefix, without it."""
+    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
 def state_of(module: nn.Module) -> State:
     """Return a copy of the module's parameters and buffers, on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}

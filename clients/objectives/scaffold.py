@@ -44,14 +44,14 @@ class ScaffoldSession(AveragedSession):
 
     def extra_loss(self, y: Mapping[str, Tensor], constants: tuple[State, ...], /) -> Tensor:
         x, shift = constants
-        return torch.stack([((y[name] - x[name]) * one).sum() for name, one in shift.items()]).sum()
+        return torch.stack([((y[name] - x[name]) * tensor).sum() for name, tensor in shift.items()]).sum()
 
     def controls(self) -> State:
         """Return c_i after the steps so far, under its names in records."""
         c_i = self.c_i
         if work := self.effective_steps():  # K rate
             c_i = {name: (x - self.parts[name].detach()) / work - self.shift[name] for name, x in self.sent.items()}
-        return {CONTROL + name: one.detach().cpu() for name, one in c_i.items()}
+        return {CONTROL + name: tensor.detach().cpu() for name, tensor in c_i.items()}
 
     def contribution(self) -> dict[str, State]:
         return {SITE: {**super().contribution()[SITE], **self.controls()}}

@@ -19,10 +19,10 @@ def gradient_weight(training: Recipe, rounds: int, round: int, steps: int) -> fl
 
 def momentum_of(training: Recipe) -> float | None:
     """Return the momentum of the sites' SGD; None for other optimisers and variants of SGD with another sum."""
-    found = training.optimizer
-    if not isinstance(found, SGD) or found.dampening or found.nesterov or found.maximize:
+    optimizer = training.optimizer
+    if not isinstance(optimizer, SGD) or optimizer.dampening or optimizer.nesterov or optimizer.maximize:
         return None
-    return training.momentum if found.momentum is None else found.momentum
+    return training.momentum if optimizer.momentum is None else optimizer.momentum
 
 
 def _geometric(momentum: float, terms: int) -> float:

@@ -19,7 +19,7 @@ from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from fedloom.clients.objectives.modes import AGGREGATE, MODES
-from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.clients.objectives.plain import PlainSession, below, state_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -98,9 +98,9 @@ class ExactSession(OwnSession):
         super().__init__(objective, task)
         self.phi = dict(self.network.extractor.named_parameters())
         begin = {name: tensor.detach().clone() for name, tensor in self.phi.items()}
-        mine = SUBSET + task.site.name
+        own = SUBSET + task.site.name
         records = [task.incoming[MEAN]]
-        records += [record for name, record in task.incoming.items() if name.startswith(SUBSET) and name != mine]
+        records += [record for name, record in task.incoming.items() if name.startswith(SUBSET) and name != own]
         self.offsets = [
             {name: record[EXTRACTOR + name].to(task.device) - begin[name] for name in begin} for record in records
         ]
@@ -145,7 +145,7 @@ class RegularisedSession(OwnSession):
     def __init__(self, objective: SumAggregation, task: Task) -> None:
         super().__init__(objective, task)
         star = task.incoming[STAR]
-        self.star = _like(self.network.extractor, {name[len(EXTRACTOR) :]: tensor for name, tensor in star.items()})
+        self.star = _like(self.network.extractor, below(star, EXTRACTOR))
         mean, own = task.incoming[MEAN], dict(self.network.extractor.named_parameters())
         tied = [name for name, weight in self.star.named_parameters() if weight.ndim == 4]
         self.mean = {name: mean[EXTRACTOR + name].to(task.device) for name in tied}
@@ -162,7 +162,7 @@ class RegularisedSession(OwnSession):
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         own = {name: weight for name, weight in weights.items() if not name.startswith(STAR_)}
-        star = {EXTRACTOR + name[len(STAR_) :]: weight for name, weight in weights.items() if name.startswith(STAR_)}
+        star = {EXTRACTOR + name: weight for name, weight in below(weights, STAR_).items()}
         entropy = self.objective.own_weight * self.cross_entropy(own, images, labels)
         entropy = entropy + self.cross_entropy({**own, **star}, images, labels)
         return entropy + self.objective.strength * self.penalty_of(weights, *drawn)

@@ -26,16 +26,9 @@ def parsed(text: str, run: str = "") -> Config:
 
 
 def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
-    """Return a configuration's JSON, from the message or from the cache.
+    """Return a configuration's JSON, from the message or from the cache. `store`: the site's folder, or None: memory only.
 
-    Args:
-        digest: sha256 of the JSON.
-        content: The message's content.
-        store: Folder of the site's store; None caches in memory only.
-
-    Raises:
-        UnknownConfigurationError: Neither the message nor the cache has it.
-        UserError: The message's configuration is too large, invalid, or does not match the digest.
+    Raises UnknownConfigurationError if neither has it, and UserError for one that is invalid or has another digest.
     """
     if digest in _TEXTS:
         _TEXTS.move_to_end(digest)
@@ -48,8 +41,8 @@ def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
         if path is not None:
             write_bytes(path, text.encode(), private=True)
             _prune(path.parent)
-    elif path is not None and path.is_file() and config_digest(there := path.read_text(encoding="utf-8")) == digest:
-        text = there
+    elif path is not None and path.is_file() and config_digest(stored := path.read_text(encoding="utf-8")) == digest:
+        text = stored
     else:
         raise UnknownConfigurationError(digest)
     _TEXTS[digest] = text

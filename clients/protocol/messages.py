@@ -72,48 +72,29 @@ ROUND = "round"  # up: averaged over this round's replies, and stored for no sit
 
 @dataclass(frozen=True)
 class TaskInstructions:
-    """An order to a site.
+    """An order to a site: train, or answer a question.
 
-    Attributes:
-        config: sha256 of the configuration's JSON (CONFIG).
-        run: Name of the run; the site's store is keyed by it.
-        site: The site's index in the roster.
-        round: The round, from 1.
-        rounds: Number of rounds in the learning rate's schedule.
-        base: The site starts from its own state after this round; 0: from none.
-        members: Number of sites in the aggregate.
-        kind: TRAIN, or the kind of question.
-        split: The images that EVALUATE looks at: validation or test.
-        sums: Records that a worker adds up, and how often each counts (once, samples).
-        holder: The node that has the blob `before`, where nodes store contributions.
-        slot: The record in `sums` that is the site's contribution.
-        ledger: Folder where the worker writes each contribution.
-        before: File of the contribution that is now in the sum. Where nodes store contributions, a blob's digest; the
-            node `holder` has it, or the message does (BEFORE).
-        weight: How often `before` counts in the sum.
-        secure: The attempt at a round of secure aggregation. The records in `sums` are then masked.
-        again: Number of the redraw of the round's batches; 0: the first draw; IDLE: the site does not train.
-        request: With ERASE, the id of the request.
+    Where nodes store contributions, `before` is a blob's digest. The node `holder` has the blob, or the message (BEFORE).
     """
 
-    config: str
-    run: str
-    site: int
+    config: str  # sha256 of the configuration's JSON (CONFIG)
+    run: str  # name of the run; the site's store is keyed by it
+    site: int  # the site's index in the roster
     round: int
-    rounds: int
-    base: int
-    members: int
-    kind: str = TRAIN
-    split: str = ""
-    sums: dict[str, str] = field(default_factory=dict)
+    rounds: int  # length of the learning rate's schedule
+    base: int  # the site starts from its own state after this round; 0: from none
+    members: int  # number of sites in the aggregate
+    kind: str = TRAIN  # or the kind of question
+    split: str = ""  # the images that EVALUATE looks at: validation or test
+    sums: dict[str, str] = field(default_factory=dict)  # records that a worker adds up, and how often: once or samples
     holder: str = ""
-    slot: str = ""
-    ledger: str = ""
-    before: str = ""
-    weight: int = 0
-    secure: str = ""
-    again: int = 0
-    request: str = ""
+    slot: str = ""  # the record, of those in `sums`, that is the site's contribution
+    ledger: str = ""  # folder where the worker writes each contribution
+    before: str = ""  # file of the contribution that is now in the sum
+    weight: int = 0  # how often `before` counts in the sum
+    secure: str = ""  # the attempt at a round of secure aggregation; the records in `sums` are then masked
+    again: int = 0  # number of the redraw of the round's batches; 0: the first draw; IDLE: the site does not train
+    request: str = ""  # with ERASE, the id of the request
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ class Packing:
 
 def _to_int16(tensor: Tensor) -> bytes:
     scale = float(tensor.abs().max()) / STEPS if tensor.numel() else 0.0
-    whole = (tensor.double() / scale).round().clamp(-STEPS, STEPS) if scale else torch.zeros_like(tensor)
-    return SCALE.pack(scale) + whole.to(torch.int16).numpy().tobytes()
+    integers = (tensor.double() / scale).round().clamp(-STEPS, STEPS) if scale else torch.zeros_like(tensor)
+    return SCALE.pack(scale) + integers.to(torch.int16).numpy().tobytes()
 
 
 def _from_int16(data: bytes) -> Tensor:
@@ -72,18 +72,18 @@ def unpacked(record: ArrayRecord) -> State:
     return {key: _unpacked(array) for key, array in record.items()}
 
 
-def as_sent(own: State, given: Mapping[str, State], sent: Mapping[str, ArrayRecord]) -> State:
+def as_sent(own: State, contribution: Mapping[str, State], sent: Mapping[str, ArrayRecord]) -> State:
     """Return a site's state `own`, with the tensors that the server received replaced by their unpacked values.
 
-    `given`: the contribution, by record. `sent`: the same, packed.
+    `sent`: the contribution, packed.
     """
-    alike = {
+    record_of = {
         name: record
-        for record, state in given.items()
+        for record, state in contribution.items()
         for name, tensor in state.items()
         if name in own and torch.equal(own[name], tensor)
     }
-    return {**own, **{name: _unpacked(sent[record][name]) for name, record in alike.items()}}
+    return {**own, **{name: _unpacked(sent[record][name]) for name, record in record_of.items()}}
 
 
 def _packed(tensor: Tensor, name: str) -> Array:

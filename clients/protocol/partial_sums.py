@@ -50,16 +50,9 @@ ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 class PartialSum:
     """Exact sums over the replies of some sites. Either all of these sites count, or none.
 
-    Attributes:
-        run: Name of the run.
-        round: The round.
-        messages: Ids of the messages that the replies answer.
-        samples: Number of samples by site.
-        addends: Number of addends by record.
-        records: int64 sums by record. For contributions: the change of the sum.
-        node: The node that stores the records; empty: they are in `records`.
-        ticket: The records' name at that node.
-        blobs: Digests of the contributions at that node, by site.
+    `messages`: ids of the answered messages. `samples`: by site. `addends`: their number by record. `records`: int64 sums;
+    for contributions, the change of the sum. If a `node` stores the records, `ticket` is their name there, and `blobs` are
+    the digests of the sites' contributions.
     """
 
     run: str
@@ -98,16 +91,10 @@ def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
 def combine(
     asked: Sequence[Message], replies: Sequence[Message], part: Keeping | None = None
 ) -> tuple[list[Message], list[PartialSum]]:
-    """Sum the records of the replies whose orders allow it (TaskInstructions.sums).
+    """Sum the records of the replies whose orders allow it. Returns the replies, and one sum for each run and round.
 
-    Args:
-        asked: Messages to sites.
-        replies: Their replies, in the same order.
-        part: The node's store of contributions and sums; None: the server's ledger folder.
-
-    Returns:
-        The replies, and one sum for each run and round. A summed reply retains only METRICS. A reply that cannot be added
-        becomes an error of its site.
+    A summed reply retains only METRICS. A reply that cannot be added becomes an error of its site. `part`: the node's store
+    of contributions and sums; None: the server's ledger folder.
     """
     sums: dict[tuple[str, int, str], _Sums] = {}
     answers = []
@@ -125,8 +112,8 @@ def combine(
             continue
         reply.content = RecordDict({METRICS: reply.content[METRICS]})
         answers.append(reply)
-    found = [one.sum() for one in sums.values() if one.samples]
-    return answers, found if part is None else [part.leave(one) for one in found]
+    totals = [total.sum() for total in sums.values() if total.samples]
+    return answers, totals if part is None else [part.leave(total) for total in totals]
 
 
 class _Sums:
@@ -150,20 +137,20 @@ class _Sums:
         with at_round(order.run, order.round):
             bounds = Bounds.of(self.config.federation, site_size(self.config, site))
         samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])
-        given, sent = _read(content), _read(message.content)
+        records, sent = _read(content), _read(message.content)
         start = {**sent[MEAN], **sent.get(STAR, {})}
         changed = {}
         for record, counted in order.sums.items():
             before = self._before(order, record, sent)
-            check_record(record, given.get(record), before or self.likes[record], integers=False)
-            bounds.check(record, given[record], dequantise(before, self.bits) if before else start)
-            mine, times = quantise(given[record], self.bits), samples if counted == SAMPLES else 1
+            check_record(record, records.get(record), before or self.likes[record], integers=False)
+            bounds.check(record, records[record], dequantise(before, self.bits) if before else start)
+            integers, times = quantise(records[record], self.bits), samples if counted == SAMPLES else 1
             changed[record] = self.sums[record].copy()
-            changed[record].add(mine, times)
+            changed[record].add(integers, times)
             if before:
                 changed[record].add(before, -order.weight)
         if order.slot:
-            self._keep(order, site.name, given[order.slot])
+            self._keep(order, site.name, records[order.slot])
         self.sums, self.samples[site.name] = changed, samples
         self.messages.add(message.metadata.message_id)
 
@@ -183,8 +170,8 @@ class _Sums:
 
     def sum(self) -> PartialSum:
         """Return the sums so far."""
-        records = {record: to_arrays(one.totals) for record, one in self.sums.items()}
-        addends = {record: one.addends for record, one in self.sums.items()}
+        records = {record: to_arrays(total.totals) for record, total in self.sums.items()}
+        addends = {record: total.addends for record, total in self.sums.items()}
         messages = frozenset(self.messages)
         return PartialSum(self.order.run, self.order.round, messages, self.samples, addends, records, blobs=self.blobs)
 

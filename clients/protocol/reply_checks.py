@@ -40,34 +40,36 @@ class Bounds:
         return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images,
                    federation.clip_change)  # fmt: skip
 
-    def check(self, kind: str, given: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
+    def check(self, kind: str, state: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
         """Raise ReplyError if a record's floating-point weights are too large, or (`change`) too far from `start`."""
-        floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point and tensor.numel()}
+        floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and tensor.numel()}
         if not floats:
             return
-        whole = torch.cat([tensor.flatten() for tensor in floats.values()])
-        if self.largest_weight and self.largest_weight < float(whole.abs().max()) < math.inf:
-            name, largest = max(((name, float(one.abs().max())) for name, one in floats.items()), key=lambda pair: pair[1])
-            told = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
-            raise ReplyError(f"{told}, more than federation.largest_weight={self.largest_weight:g}")
+        weights = torch.cat([tensor.flatten() for tensor in floats.values()])
+        if self.largest_weight and self.largest_weight < float(weights.abs().max()) < math.inf:
+            name, largest = max(
+                ((name, float(tensor.abs().max())) for name, tensor in floats.items()), key=lambda pair: pair[1]
+            )
+            fault = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
+            raise ReplyError(f"{fault}, more than federation.largest_weight={self.largest_weight:g}")
         if self.largest_change and change:
-            moved = float(torch.dist(whole, torch.cat([start[name].flatten() for name in floats])))
+            moved = float(torch.dist(weights, torch.cat([start[name].flatten() for name in floats])))
             if self.largest_change < moved < math.inf:
-                told = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
-                raise ReplyError(f"{told}, more than federation.largest_change={self.largest_change:g}")
+                fault = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
+                raise ReplyError(f"{fault}, more than federation.largest_change={self.largest_change:g}")
 
-    def clipped(self, given: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+    def clipped(self, state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Clip a record's change from `start` to the L2 norm `clip_change`, over its floating-point weights.
 
         Returns the record, and the norm before clipping (0 if nothing was clipped). Values that are not finite stay so.
         """
-        floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point}
+        floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}
         moved = math.hypot(*(float(torch.dist(tensor, start[name])) for name, tensor in floats.items()))
         if not 0 < self.clip_change < moved < math.inf:
-            return dict(given), 0.0
+            return dict(state), 0.0
         share = self.clip_change / moved
         near = {name: torch.lerp(start[name].to(tensor), tensor, share) for name, tensor in floats.items()}
-        return {**given, **near}, moved
+        return {**state, **near}, moved
 
 
 FREE = Bounds()
@@ -112,22 +114,22 @@ def check_samples(samples: object, bounds: Bounds) -> None:
 
 
 def check_record(
-    kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
+    kind: str, state: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
 ) -> None:
     """Check names, shapes and dtypes of a reply's record. Raises ReplyError naming the record and the tensor.
 
     `integers`: True: all tensors are int64; False: all are floating point; None: as in `expected`.
     """
-    if given is None:
+    if state is None:
         raise ReplyError(f"the reply has no record '{kind}'")
-    if missing := expected.keys() - given.keys():
+    if missing := expected.keys() - state.keys():
         raise ReplyError(f"record '{kind}' lacks the tensor '{min(missing)}'")
-    if odd := given.keys() - expected.keys():
+    if odd := state.keys() - expected.keys():
         raise ReplyError(f"record '{kind}' has an unknown tensor '{min(odd)}'")
-    for name, tensor in given.items():
-        whole = expected[name].dtype == torch.int64 if integers is None else integers
-        if tensor.dtype != torch.int64 if whole else not tensor.dtype.is_floating_point:
-            wanted = "int64" if whole else "floating point"
+    for name, tensor in state.items():
+        is_integer = expected[name].dtype == torch.int64 if integers is None else integers
+        if tensor.dtype != torch.int64 if is_integer else not tensor.dtype.is_floating_point:
+            wanted = "int64" if is_integer else "floating point"
             raise ReplyError(f"record '{kind}', tensor '{name}': {tensor.dtype}, expected {wanted}")
         if tensor.shape != expected[name].shape:
             raise ReplyError(
@@ -141,7 +143,7 @@ def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
     `key`: `names`, or `things`, which also say what numbers stand for. Raises ReplyError.
     """
     names = content.config_records.get(CLASSES, ConfigRecord()).get(key, [])
-    if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(name, str) for name in names):
         raise ReplyError(f"the reply's record '{CLASSES}' must be a list of at most {MOST_CLASSES} names")
     return tuple(str(name)[:MOST_NAME] for name in names)
 
@@ -159,24 +161,24 @@ def check_score(content: RecordDict, name: str) -> Score:
     numbers = check_numbers(content, [name, TOTAL])
     if not can_be(numbers[name], numbers[TOTAL]):
         raise ReplyError(f"the reply's number '{name}' of right answers is impossible")
-    metrics, whole = content.metric_records[METRICS], (int(numbers[name]), int(numbers[TOTAL]))
+    metrics, both = content.metric_records[METRICS], (int(numbers[name]), int(numbers[TOTAL]))
     right, total = metrics.get(BY_CLASS + name), metrics.get(BY_CLASS + TOTAL)
     if right is None and total is None:
-        return Score(*whole)
-    told = ReplyError(f"the reply's numbers '{name}' of right answers by class are impossible")
+        return Score(*both)
+    error = ReplyError(f"the reply's numbers '{name}' of right answers by class are impossible")
     if not isinstance(right, list) or not isinstance(total, list) or len(right) != len(total) or len(right) > MOST_CLASSES:
-        raise told
+        raise error
     pairs = list(zip(right, total, strict=True))
-    if not all(can_be(*pair) for pair in pairs) or (sum(right), sum(total)) != whole:
-        raise told
-    return Score(*whole, {place: (int(hit), int(there)) for place, (hit, there) in enumerate(pairs) if there})
+    if not all(can_be(*pair) for pair in pairs) or (sum(right), sum(total)) != both:
+        raise error
+    return Score(*both, {number: (int(hit), int(count)) for number, (hit, count) in enumerate(pairs) if count})
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:
     """Return the finite numbers in a reply. Raises ReplyError if one of `names` is missing."""
     metrics = content.metric_records.get(METRICS) or {}
-    numbers = {str(name): given for name, given in metrics.items() if isinstance(given, int | float)}
-    found: dict[str, float] = {name: given for name, given in numbers.items() if abs(given) < MOST_LOSS}
-    if missing := [name for name in names if name not in found]:
+    numbers = {str(name): value for name, value in metrics.items() if isinstance(value, int | float)}
+    finite: dict[str, float] = {name: value for name, value in numbers.items() if abs(value) < MOST_LOSS}
+    if missing := [name for name in names if name not in finite]:
         raise ReplyError(f"the reply has no finite number '{missing[0]}' in its record '{METRICS}'")
-    return found
+    return finite

@@ -31,16 +31,16 @@ class Sent:
 
     def records(self, round: int) -> dict[str, State]:
         """Return the other records of a round, by name. Raises LostStateError if they are missing."""
-        found: dict[str, State] = {}
+        records: dict[str, State] = {}
         for name, tensor in self._read(OTHERS, round).items():
             record, _, tensor_name = name.partition("/")
-            found.setdefault(record, {})[tensor_name] = tensor
-        return found
+            records.setdefault(record, {})[tensor_name] = tensor
+        return records
 
     def keep_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
         """Save the other records of a round. Retain those of round `base`; delete older ones."""
-        whole = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
-        self._write(OTHERS, round, base, whole)
+        joined = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
+        self._write(OTHERS, round, base, joined)
 
     def _read(self, kind: str, round: int) -> State:
         path = self._path(kind, round)

@@ -67,23 +67,23 @@ def check_augmentation(augmentation: Augmentation | None, channels: int, size: i
     if augmentation:
         generator = torch_generator(0, "augmentation", "trial")
         trial = torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8)
-        least, most = ((float(one) + 1.0) / 2.0 for one in augmentation(trial, generator).aminmax())
+        least, most = ((float(bound) + 1.0) / 2.0 for bound in augmentation(trial, generator).aminmax())
         if not (least >= -SLACK and most <= 1.0 + SLACK):
             raise UserError(f"{WHERE}: returns floats from {least:.3g} to {most:.3g}, takes 0 to 1. Use ToDtype with "
                             "scale: true, and remove Normalize (networks receive 0 to 1 as -1 to 1)")  # fmt: skip
 
 
-def _transforms(given: Any, where: str) -> list[tuple[str, Transform]]:
-    if not isinstance(given, list):
-        raise UserError(f"{where}: got {given!r}, takes a list such as [RandomHorizontalFlip]")
-    return [(f"{where}[{place}]", _transform(one, f"{where}[{place}]")) for place, one in enumerate(given)]
+def _transforms(entries: Any, where: str) -> list[tuple[str, Transform]]:
+    if not isinstance(entries, list):
+        raise UserError(f"{where}: got {entries!r}, takes a list such as [RandomHorizontalFlip]")
+    return [(f"{where}[{index}]", _transform(entry, f"{where}[{index}]")) for index, entry in enumerate(entries)]
 
 
-def _transform(given: Any, where: str) -> Transform:
+def _transform(entry: Any, where: str) -> Transform:
     from torchvision.transforms import v2  # imports torch's compiler
 
-    section = section_of(given, where, "{name: RandomCrop, size: 32, padding: 4}")
-    known = [name for name, one in vars(v2).items() if isinstance(one, type) and issubclass(one, v2.Transform)]
+    section = section_of(entry, where, "{name: RandomCrop, size: 32, padding: 4}")
+    known = [name for name, value in vars(v2).items() if isinstance(value, type) and issubclass(value, v2.Transform)]
     if (name := section.get("name")) not in known:
         raise unknown("augmentation", name, known)
     if name in OF_BATCHES:
@@ -94,21 +94,21 @@ def _transform(given: Any, where: str) -> Transform:
     return call(getattr(v2, name), options, {}, name, where)
 
 
-def _option(key: str, given: Any, where: str) -> Any:
+def _option(key: str, value: Any, where: str) -> Any:
     """Convert an option from the configuration to torchvision's type."""
     from torchvision.transforms import v2
 
     if key == "transforms":
-        return [transform for _, transform in _transforms(given, where)]
+        return [transform for _, transform in _transforms(value, where)]
     kinds: dict[str, Any] = {"interpolation": v2.InterpolationMode, "policy": v2.AutoAugmentPolicy}
-    if key in kinds and isinstance(given, str):
-        known = {one.value: one for one in kinds[key]}
-        if given not in known:
-            raise unknown(where, given, known)
-        return known[given]
-    if key == "dtype" and isinstance(given, str):
-        return getattr(torch, given, given)
-    return given
+    if key in kinds and isinstance(value, str):
+        known = {member.value: member for member in kinds[key]}
+        if value not in known:
+            raise unknown(where, value, known)
+        return known[value]
+    if key == "dtype" and isinstance(value, str):
+        return getattr(torch, value, value)
+    return value
 
 
 def _floats(image: Any) -> bool:

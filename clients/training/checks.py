@@ -24,7 +24,7 @@ def check_training(experiment: Experiment, architectures: Iterable[Architecture]
     else:
         _check_handed_on(training)
         for architecture in architectures:
-            _try(optimizer, architecture, training)
+            _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
     check_augmentation(experiment.training.augmentation, 1 if config.data.grey else 3, config.data.size)
     _check_stacking(config.engine, training, optimizer)
 
@@ -44,16 +44,12 @@ def _check_handed_on(training: TrainingConfig) -> None:
             raise UserError(f"training.{key}: applies to sgd only; set the options of '{name}' in {WHERE}")
 
 
-def _try(optimizer: Optimizer, architecture: Architecture, training: TrainingConfig) -> None:
-    """Raise UserError if the optimiser does not take a network's weights, or fails in a first step."""
-    _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
-
-
 def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConfig) -> None:
+    """Raise UserError if the optimiser does not take these weights, or fails in a first step."""
     step = optimizer.bind(moving, training)
     try:
         with torch.no_grad():
-            step(training.rate, [torch.ones_like(one) for one in moving])
+            step(training.rate, [torch.ones_like(weight) for weight in moving])
     except Exception as error:
         name = optimizer_section(training)["name"]
         raise UserError(f"{WHERE}: '{name}' failed in a step ({told(error)})") from error

@@ -27,13 +27,9 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a site's training in a round.
+    """The result of a site's training in a round: mean loss over the steps, number of images and of steps.
 
-    Attributes:
-        loss: Mean over the steps.
-        samples: Number of training images.
-        steps: Number of steps.
-        drew: Whether the network drew random numbers, as Dropout does.
+    `drew`: whether the network drew random numbers, as Dropout does.
     """
 
     loss: float
@@ -46,20 +42,10 @@ def learn(
     session: Session, images: Images, experiment: Experiment, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Train a session for training.epochs or steps. All randomness comes from (seed, site, words).
+    """Train a session for training.epochs or steps. All randomness comes from (seed, site, words). Raises DivergedError.
 
-    Args:
-        session: The objective's session.
-        images: The site's images.
-        experiment: The resolved configuration.
-        site: The site.
-        round: The round, from 1.
-        device: The device to train on.
-        words: Names of the round's draw (TaskInstructions.words); empty: the first one.
-        least: Fewest images of a batch. A smaller last batch of an epoch is left out.
-
-    Raises:
-        DivergedError: The loss is not finite.
+    `words`: names of the round's draw (TaskInstructions.words); empty: the first one. `least`: fewest images of a batch; a
+    smaller last batch of an epoch is left out.
     """
     images, words = session.training_images(images), words or (str(round),)
     steps, number = (
@@ -100,12 +86,12 @@ def batch_count(images: int, experiment: Experiment, site: Site | None = None, l
 
     A batch of one image is left out where the network's BatchNorm needs two. So is a last batch of fewer than `least`.
     """
-    whole, rest = divmod(images, experiment.training.batch)
-    if whole and rest < least:
-        return whole
+    full, rest = divmod(images, experiment.training.batch)
+    if full and rest < least:
+        return full
     if 1 in (rest, experiment.training.batch) and min_batch_size(experiment.architecture(site)) > 1:
-        return whole if experiment.training.batch > 1 else 0
-    return whole + (rest > 0)
+        return full if experiment.training.batch > 1 else 0
+    return full + (rest > 0)
 
 
 def check_batches(images: int, experiment: Experiment, site: Site) -> None:
@@ -141,8 +127,8 @@ def _batches(
     generator, draws = (torch_generator(experiment.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
     augmentation = training.augmentation
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
-    number, each = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
-    for step, batch in enumerate(islice(_drawn(len(images), training.batch, each, generator), number)):
+    number, per_epoch = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
+    for step, batch in enumerate(islice(_drawn(len(images), training.batch, per_epoch, generator), number)):
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)
@@ -151,10 +137,10 @@ def _batches(
         yield training.rate_at(rounds, round - 1 + step / number), inputs, labels[batch]
 
 
-def _drawn(images: int, batch: int, each: int, generator: torch.Generator) -> Iterator[Tensor]:
+def _drawn(images: int, batch: int, per_epoch: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield batches of image indices without end: `each` batches per epoch, every epoch in a new random order."""
     while True:
-        yield from torch.randperm(images, generator=generator).split(batch)[:each]
+        yield from torch.randperm(images, generator=generator).split(batch)[:per_epoch]
 
 
 def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
@@ -175,7 +161,7 @@ def descend(
     Frozen parameters (requires_grad=False) stay unchanged. Parameters and gradients are float32, also under
     training.precision=bf16.
     """
-    losses, moving = [], [cast("Tensor", one) for one in parameters if one.requires_grad]
+    losses, moving = [], [cast("Tensor", parameter) for parameter in parameters if parameter.requires_grad]
     step = training.optimizer.bind(moving, training)
     for rate, inputs, labels in steps:
         with _precise(training, inputs.device):

@@ -92,16 +92,16 @@ class OfTorch(Optimizer):
     make: ClassVar[type[torch.optim.Optimizer]]
 
     def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
-        options = {one.name: self._given(one.name) for one in dataclasses.fields(self)}
+        options = {field.name: self._given(field.name) for field in dataclasses.fields(self)}
         return _stepping(self.make, options, self.make.__name__.lower(), parameters, training.rate)
 
     def _given(self, name: str) -> Any:
-        given, default = getattr(self, name), inspect.signature(self.make).parameters[name].default
+        value, default = getattr(self, name), inspect.signature(self.make).parameters[name].default
         if not isinstance(default, tuple):
-            return given
-        if len(given) != len(default):
-            raise UserError(f"{WHERE}.{name}: got {given}, takes {len(default)} numbers such as {list(default)}")
-        return tuple(given)
+            return value
+        if len(value) != len(default):
+            raise UserError(f"{WHERE}.{name}: got {value}, takes {len(default)} numbers such as {list(default)}")
+        return tuple(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +117,12 @@ class OwnOptimizer(Optimizer):
 
 
 @OPTIMIZERS.adapter
-def own_optimizer(name: str, found: Any, options: Mapping[str, Any], where: str) -> Optimizer:
+def own_optimizer(name: str, made: Any, options: Mapping[str, Any], where: str) -> Optimizer:
     """Wrap the user's optimiser `name`. Raises UserError if it is not callable."""
-    if not callable(found):
-        raise UserError(f"{where}.name: '{name}' has the type {type(found).__name__}; it must be an optimiser class "
+    if not callable(made):
+        raise UserError(f"{where}.name: '{name}' has the type {type(made).__name__}; it must be an optimiser class "
                         "or a function that returns an optimiser")  # fmt: skip
-    return OwnOptimizer(name, found, options)
+    return OwnOptimizer(name, made, options)
 
 
 def _stepping(
@@ -152,20 +152,20 @@ OURS = {"params", "lr", "differentiable"}  # parameters of torch's constructors 
 
 def _file(make: type[torch.optim.Optimizer]) -> None:
     """Register one of torch's classes under its lower-case name. Its options are its constructor's parameters."""
-    name, told = make.__name__.lower(), f"as in torch.optim.{make.__name__}"
-    listed = [one for one in inspect.signature(make).parameters.values() if one.name not in OURS]
-    fields = [(one.name, *_kind(one, told)) for one in listed]
-    namespace = {"make": make, "elementwise": name in STACKED, "__module__": __name__, "__doc__": f"{told}."}
+    name, help = make.__name__.lower(), f"as in torch.optim.{make.__name__}"
+    listed = [parameter for parameter in inspect.signature(make).parameters.values() if parameter.name not in OURS]
+    fields = [(parameter.name, *_kind(parameter, help)) for parameter in listed]
+    namespace = {"make": make, "elementwise": name in STACKED, "__module__": __name__, "__doc__": f"{help}."}
     made = dataclasses.make_dataclass(make.__name__, fields, bases=(OfTorch,), namespace=namespace, frozen=True)
     OPTIMIZERS.register(name)(made)
 
 
-def _kind(one: inspect.Parameter, help: str) -> tuple[Any, Any]:
+def _kind(parameter: inspect.Parameter, help: str) -> tuple[Any, Any]:
     """Return the type and the field of an option."""
-    if not isinstance(one.default, tuple):
-        return one.annotation, option(one.default, help)
-    numbers = all(isinstance(entry, int | float) for entry in one.default)
-    return list[float] if numbers else list[Any], option([*one.default], help)
+    if not isinstance(parameter.default, tuple):
+        return parameter.annotation, option(parameter.default, help)
+    numbers = all(isinstance(entry, int | float) for entry in parameter.default)
+    return list[float] if numbers else list[Any], option([*parameter.default], help)
 
 
 for _one in [one for one in vars(torch.optim).values() if isinstance(one, type)]:

@@ -74,9 +74,9 @@ class Steps(Schedule):
     gamma: float = option(0.1, "factor of the rate", low=0.0, high=1.0)
 
     def advice(self, rounds: int) -> list[str]:
-        found = super().advice(rounds)
+        warnings = super().advice(rounds)
         never = f"{WHERE}.every: {self.every}, but the run has {rounds} rounds; the rate never falls"
-        return found or ([never] if self.warm_up + self.every >= rounds else [])
+        return warnings or ([never] if self.warm_up + self.every >= rounds else [])
 
     def after(self, rate: float, progress: float, rounds: float) -> float:
         return rate * self.gamma ** (int(progress) // self.every)

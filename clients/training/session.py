@@ -22,8 +22,8 @@ class Session(ABC):
 
     from_server: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
         refuse_renamed(cls, OF_SESSIONS)
 
     @abstractmethod

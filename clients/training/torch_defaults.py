@@ -10,14 +10,14 @@ import torch
 def ordinary() -> Iterator[None]:
     """Enter a context where new tensors are float32 on the CPU and gradients are computed. Restore the rest after it."""
     kind, device = torch.get_default_dtype(), torch.get_default_device()
-    other = device.type != "cpu"
+    elsewhere = device.type != "cpu"
     torch.set_default_dtype(torch.float32)
-    if other:
+    if elsewhere:
         torch.set_default_device("cpu")
     try:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(kind)
-        if other:
+        if elsewhere:
             torch.set_default_device(device)

@@ -45,25 +45,22 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
     Sites of a group share configuration, round, network, outputs and number of images, so all batches have one size.
     """
     groups: dict[Hashable, list[int]] = {}
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         images = _attempt(job.images)
         alone = isinstance(images, Exception)  # training it alone raises this error again
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, job.experiment.architecture(job.site)
-        one = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
-        shape = place if alone or job.config.privacy.noise else (*one, len(images), outs)
-        groups.setdefault(shape, []).append(place)
+        common = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
+        shape = index if alone or job.config.privacy.noise else (*common, len(images), outs)
+        groups.setdefault(shape, []).append(index)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
 
 
 def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
-    """Train the jobs of one group (same_shape) together and save their states.
+    """Train the jobs of one group (same_shape) together. Returns the reply of each job, or its exception if it fails.
 
-    A single job is trained alone. So is a job whose session is not Functional or has several stages. If vmap refuses the
-    network (for example, with Dropout), all are trained alone.
-
-    Returns:
-        The reply of each job, equal to that of clients.work.train up to rounding. For a site that fails, its exception.
+    Replies equal those of clients.work.train up to rounding. A single job is trained alone. So is a job whose session is not
+    Functional or has several stages. If vmap refuses the network (for example, with Dropout), all are trained alone.
     """
     torch.set_num_threads(jobs[0].config.engine.threads)
     if len(jobs) == 1:
@@ -72,16 +69,16 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     starts = [None if isinstance(session, Exception) else started(job, session)
               for job, session in zip(jobs, opened, strict=True)]  # fmt: skip
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
-    found = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
-    if isinstance(found, Exception):  # training each alone raises its error again
+    result = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
+    if isinstance(result, Exception):  # training each alone raises its error again
         return [_attempt(train, job) for job in jobs]
-    losses = iter(found.T)  # one row per stacked site
+    losses = iter(result.T)  # one row per stacked site
     replies: list[RecordDict | Exception] = []
-    for place, (job, session) in enumerate(zip(jobs, opened, strict=True)):
+    for index, (job, session) in enumerate(zip(jobs, opened, strict=True)):
         if isinstance(session, Exception):
             replies.append(session)
         elif _stackable(session):
-            replies.append(_attempt(_close, job, session, next(losses), starts[place]))
+            replies.append(_attempt(_close, job, session, next(losses), starts[index]))
         else:
             replies.append(_attempt(train, job))
     return replies
@@ -102,8 +99,11 @@ def _close(job: Job, session: Session, losses: Tensor, start: Mapping[str, State
 def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
     """Train k sessions in place. Returns their losses, [steps, k]."""
     first = jobs[0]
-    each = [session.weights() for session in sessions]
-    stacked = {name: nn.Parameter(weight, each[0][name].requires_grad) for name, weight in _stack(each).items()}
+    weights_of_each = [session.weights() for session in sessions]
+    stacked = {
+        name: nn.Parameter(weight, weights_of_each[0][name].requires_grad)
+        for name, weight in _stack(weights_of_each).items()
+    }
     of_each = vmap(sessions[0].loss_of)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
 
     losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.experiment.training, clip_each)
     with torch.no_grad():
-        for place, session in enumerate(sessions):
+        for index, session in enumerate(sessions):
             for name, weight in session.weights().items():
-                weight.copy_(stacked[name][place])
+                weight.copy_(stacked[name][index])
     return losses
 
 
@@ -138,9 +138,9 @@ def _stack(states: Sequence[Mapping[str, Tensor]]) -> State:
     return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
 
 
-def _attempt(make: Callable[..., T], *given: object) -> T | Exception:
+def _attempt(make: Callable[..., T], *arguments: object) -> T | Exception:
     try:
-        return make(*given)
+        return make(*arguments)
     except SystemExit as error:  # from the user's code
         return RuntimeError(f"SystemExit: {error}")
     except Exception as error:

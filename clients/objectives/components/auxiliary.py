@@ -106,5 +106,5 @@ class Rotations(Auxiliary):
             labels = torch.arange(4, device=turned.device).repeat_interleave(turned.shape[1])
             return F.cross_entropy(full(head(extract(turned.flatten(0, 1)))), labels)
         labels = drawn["turns"][: turned.shape[1]].to(turned.device)
-        places = labels.view(1, -1, 1, 1, 1).expand(1, *turned.shape[1:])
-        return F.cross_entropy(full(head(extract(turned.gather(0, places)[0]))), labels)
+        index = labels.view(1, -1, 1, 1, 1).expand(1, *turned.shape[1:])
+        return F.cross_entropy(full(head(extract(turned.gather(0, index)[0]))), labels)

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from fedloom.clients.data import Images, outputs, to_float
-from fedloom.clients.evaluation.accuracy import pieces
+from fedloom.clients.evaluation.accuracy import image_batches
 from fedloom.clients.networks import HeadView, Network
 from fedloom.clients.networks.base import HEAD, PARTS
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Objective, Session, Task
 from fedloom.clients.objectives.components.auxiliary import AUXILIARY, Auxiliary
-from fedloom.clients.objectives.components.session import CompatibleSession, SharedParts, head_of, of
+from fedloom.clients.objectives.components.session import CompatibleSession, SharedParts, head_of
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING, Sharing
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
+from fedloom.clients.objectives.plain import below
 from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.registry import section_of
@@ -52,15 +53,15 @@ class Components(Objective):
         """The auxiliary tasks by name, those on common classes first. Raises UserError for an unknown one."""
         if self.mode != COMPATIBLE:
             return {}
-        found: dict[str, Auxiliary] = {}
-        for place, given in enumerate(self.auxiliary):
-            where = f"objective.auxiliary[{place}]"
-            section = section_of(given, where, "{name: rp}")
+        tasks: dict[str, Auxiliary] = {}
+        for index, entry in enumerate(self.auxiliary):
+            where = f"objective.auxiliary[{index}]"
+            section = section_of(entry, where, "{name: rp}")
             name = str(section.get("name")).rpartition(":")[2]
-            if name in found:
+            if name in tasks:
                 raise UserError(f"{where}: '{name}' is named twice")
-            found[name] = AUXILIARY.build(section, where)
-        return dict(sorted(found.items(), key=lambda item: not item[1].supervised))
+            tasks[name] = AUXILIARY.build(section, where)
+        return dict(sorted(tasks.items(), key=lambda item: not item[1].supervised))
 
     @property
     def sharing(self) -> Sharing:
@@ -116,22 +117,22 @@ class Components(Objective):
 
     def _recombined(self, task: Task, images: Images) -> Answer:
         """Count right answers with each head on the site's test images of classes that the head knows."""
-        test, found = task.held_out("test"), dict[str, int | float]()
+        test, metrics = task.held_out("test"), dict[str, int | float]()
         own = task.architecture
         for record in [name for name in task.incoming if name.startswith(f"{MODEL}/")]:
             number = record.removeprefix(f"{MODEL}/")
             kinds = task.incoming[KINDS + number]
             head = head_of(own, len(kinds[OUTPUTS])).to(task.device)
-            head.load_state_dict(of(task.incoming[record], HEAD))
+            head.load_state_dict(below(task.incoming[record], HEAD))
             right, total = _right(task, Network(task.network.extractor, head), kinds, test, images)
-            found |= {right_of(record): right, f"{TOTAL}/{number}": total}
-        return Answer(metrics=found)
+            metrics |= {right_of(record): right, f"{TOTAL}/{number}": total}
+        return Answer(metrics=metrics)
 
     def _prototypes(self, task: Task, images: Images) -> Answer:
         classes, first = task.architecture.classes, outputs(task.config, task.site.spec).start
         total, counts = torch.zeros(()), torch.zeros(classes)
         with torch.no_grad():
-            for pixels, labels in _batches(task, images):
+            for pixels, labels in image_batches(images, task.config.evaluation.batch):
                 members = torch.nn.functional.one_hot(labels + first, classes).float()
                 features = task.network.extractor(to_float(pixels.to(task.device))).cpu()
                 total = total + torch.einsum("nk,n...->k...", members, features)
@@ -141,21 +142,17 @@ class Components(Objective):
 
 def _right(task: Task, network: Network, kinds: State, test: Images, images: Images) -> tuple[int, int]:
     """Return the number of right answers, and of images of classes that the head knows."""
-    wanted = kinds[LABELS][test.y]
-    counts = torch.isin(wanted, kinds[OUTPUTS]) & (wanted >= 0)
+    classes = kinds[LABELS][test.y]
+    counts = torch.isin(classes, kinds[OUTPUTS]) & (classes >= 0)
     if not bool(counts.any()):
         return 0, 0
-    chosen, statistics = Images(test.x[counts], wanted[counts]), task.config.evaluation.statistics
+    evaluation, chosen = task.config.evaluation, Images(test.x[counts], classes[counts])
+    statistics, batch = evaluation.statistics, evaluation.batch
     if statistics == "recomputed":
-        recompute_statistics(network, [to_float(pixels.to(task.device)) for pixels, _ in _batches(task, images)])
+        recompute_statistics(network, [to_float(pixels.to(task.device)) for pixels, _ in image_batches(images, batch)])
     view, right = HeadView(network, slice(0, len(kinds[OUTPUTS])), statistics).eval(), 0
     with torch.inference_mode():
-        for pixels, labels in _batches(task, chosen):
+        for pixels, labels in image_batches(chosen, batch):
             guesses = kinds[OUTPUTS][view(to_float(pixels.to(task.device))).argmax(1).cpu()]
             right += int((guesses == labels).sum())
     return right, len(chosen)
-
-
-def _batches(task: Task, images: Images) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    parts = pieces(len(images), task.config.evaluation.batch)
-    return list(zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True))

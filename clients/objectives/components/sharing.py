@@ -10,21 +10,16 @@ COMPATIBLE, ALONE = "compatible", "alone"
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a method shares a network. All parts are prefixes of tensors' names.
+    """How a method shares a network. Parts are prefixes of tensors' names.
 
-    Attributes:
-        averaged: Parts that sites send and the server averages.
-        common: Parts with the same initial weights at all sites.
-        stages: Parts to train in each stage, with the share of the round's steps at its end. Other parts stay unchanged.
-        fitted: Parts that a site fits to its images before it uses its network.
-        prototypes: The server trains a head on the mean features of classes.
+    `stages`: the share of the round's steps at the end of each stage, and the parts to train in it.
     """
 
-    averaged: tuple[str, ...] = ()
-    common: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()  # parts that sites send and the server averages
+    common: tuple[str, ...] = ()  # parts with the same initial weights at all sites
     stages: tuple[tuple[float, tuple[str, ...]], ...] = ((1.0, (EXTRACTOR, HEAD)),)
-    fitted: tuple[str, ...] = ()
-    prototypes: bool = False
+    fitted: tuple[str, ...] = ()  # parts that a site fits to its images before it uses its network
+    prototypes: bool = False  # the server trains a head on the mean features of classes
 
     def part(self, state: State) -> State:
         """Return the part of a network's state that is averaged."""

@@ -21,7 +21,7 @@ def _top(groups: int, shared: int) -> Configuration:
 STATIC: dict[str, Callable[[int], Configuration]] = {
     "all": lambda groups: _top(groups, groups),
     "none": lambda groups: _top(groups, 0),
-    "alternating": lambda groups: tuple(place % 2 for place in range(groups)),  # {2, 4} of four
+    "alternating": lambda groups: tuple(group % 2 for group in range(groups)),  # {2, 4} of four
 }
 COUNTED: dict[str, Callable[[int, int], Configuration]] = {
     "top": _top,
@@ -39,7 +39,7 @@ def named(text: str, groups: int, where: str) -> Configuration:
         return STATIC[text](groups)
     kind, _, number = text.partition("-")
     if kind == "only" and {*number.split("-")} <= {*map(str, range(1, groups + 1))}:
-        return tuple(int(str(place) in number.split("-")) for place in range(1, groups + 1))
+        return tuple(int(str(group) in number.split("-")) for group in range(1, groups + 1))
     if kind in COUNTED and number.isdecimal() and 0 < int(number) <= groups:
         return COUNTED[kind](groups, int(number))
     if text and not text.strip("01"):

@@ -34,7 +34,7 @@ class Layers:
 
     def group_of(self, name: str) -> int:
         """Return the group of a shared parameter, by its name."""
-        return next(place for place, group in enumerate(self.groups) if name.rpartition(".")[0] in group)
+        return next(number for number, group in enumerate(self.groups) if name.rpartition(".")[0] in group)
 
     def shared(self, config: Config, site: Site) -> State:
         """Return the initial shared parameters, by layer and part, such as `extractor.0.weight`."""
@@ -48,41 +48,33 @@ class Layers:
 
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of shared layers, by their names in the network."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for layer in self.names:
             made = self.learner.weights(_below(shared, layer), _below(own, layer))
-            found |= {f"{layer}.{name}": tensor for name, tensor in made.items()}
-        return found
+            weights |= {f"{layer}.{name}": tensor for name, tensor in made.items()}
+        return weights
 
     def has_statistics(self, config: Config, site: Site) -> bool:
         """Return whether the site's network has BatchNorm with running statistics."""
         return any(name.endswith("running_mean") for name in architecture_of(config, site).build().state_dict())
 
     def _drawn(self, draw: Callable[[State, torch.Generator], State], start: State, seed: int, who: str) -> State:
-        found: State = {}
+        state: State = {}
         for layer in self.names:
             tensors = {name: start[f"{layer}.{name}"] for name in (WEIGHT, BIAS) if f"{layer}.{name}" in start}
             made = draw(tensors, torch_generator(seed, "layer selection", who, layer))
-            found |= {f"{layer}.{name}": tensor for name, tensor in made.items()}
-        return found
+            state |= {f"{layer}.{name}": tensor for name, tensor in made.items()}
+        return state
 
 
 @functools.lru_cache(maxsize=64)
 def grouped(
     architecture: Architecture, names: tuple[str, ...], sizes: tuple[int, ...], learner: BaseLearner, most: int
 ) -> Layers:
-    """Group the layers of a network.
+    """Group layers with these names (empty: all convolutions, or else all linear layers).
 
-    Args:
-        architecture: The network's architecture.
-        names: Layers to share; empty: all convolutions, or else all linear layers.
-        sizes: Sizes of the groups; empty: one layer each.
-        learner: The base learner.
-        most: The largest number of groups.
-
-    Raises:
-        UserError: A layer is unknown, the sizes do not match the layers, there are too many groups, or the network cannot be
-            cut between groups.
+    `sizes`: of the groups; empty: one layer each. Raises UserError for an unknown layer, sizes that do not match the layers,
+    more than `most` groups, and groups that the network cannot be cut between.
     """
     network = architecture.build()
     known, usual = layers_of(network)
@@ -94,23 +86,23 @@ def grouped(
     among = [name for name in known if name in (names or usual)]
     chosen = [name for name in among if not _beside(name)] or among
     if sizes and sum(sizes) != len(chosen):
-        told = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
-        raise UserError(f"objective.groups: {told}, but there are {len(chosen)} layers: {', '.join(chosen)}")
+        fault = f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
+        raise UserError(f"objective.groups: {fault}, but there are {len(chosen)} layers: {', '.join(chosen)}")
     group_of = [group for group, size in enumerate(sizes or [1] * len(chosen)) for _ in range(size)]
     counted = itertools.accumulate(int(name in chosen) for name in among)  # counted layers up to each
     pairs = [(name, group_of[max(0, number - 1)]) for name, number in zip(among, counted, strict=True)]
-    groups = [tuple(name for name, group in pairs if group == one) for one in dict.fromkeys(group_of)]
+    groups = [tuple(name for name, group in pairs if group == number) for number in dict.fromkeys(group_of)]
     if len(groups) > most:
-        told = f"{len(groups)} groups of layers have {2 ** len(groups)} configurations"
-        told = f"{told}, but objective.limit={most} allows {2**most}"
+        fault = f"{len(groups)} groups of layers have {2 ** len(groups)} configurations"
+        fault = f"{fault}, but objective.limit={most} allows {2**most}"
         example = _example(len(chosen), min(most, 4))
-        raise UserError(f"objective.groups: {told}; group the {len(chosen)} layers, as in groups={example}")
+        raise UserError(f"objective.groups: {fault}; group the {len(chosen)} layers, as in groups={example}")
     pieces(network, groups)  # raises if the network cannot be cut between groups
     state = network.state_dict()
     for name in among:
         if f"{name}.{WEIGHT}" not in state:
-            told = f"'{name}' computes its weight from others (a parametrization) and cannot be shared"
-            raise UserError(f"objective.layers: {told}; list only other layers")
+            fault = f"'{name}' computes its weight from others (a parametrization) and cannot be shared"
+            raise UserError(f"objective.layers: {fault}; list only other layers")
         learner.check({part: state[f"{name}.{part}"] for part in (WEIGHT, BIAS) if f"{name}.{part}" in state}, name)
     return Layers(tuple(groups), learner)
 
@@ -122,7 +114,7 @@ def _beside(name: str) -> bool:
 
 def _example(layers: int, groups: int) -> list[int]:
     """Return sizes of `groups` groups of `layers` layers, the largest first."""
-    return [layers // groups + (place < layers % groups) for place in range(groups)]
+    return [layers // groups + (index < layers % groups) for index in range(groups)]
 
 
 def _below(state: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:

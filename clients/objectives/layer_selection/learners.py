@@ -69,13 +69,13 @@ class TensorFactorisation(BaseLearner):
         return {"core": layer[WEIGHT].clone()}
 
     def own(self, layer: State, generator: torch.Generator) -> State:
-        factors = {f"factor{place}": torch.eye(size) for place, size in enumerate(layer[WEIGHT].shape)}
+        factors = {f"factor{dimension}": torch.eye(size) for dimension, size in enumerate(layer[WEIGHT].shape)}
         return {**factors, **_bias(layer)}
 
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = shared["core"]
-        for place in range(weight.ndim):  # each step multiplies the first dimension and moves it to the end
-            weight = torch.einsum("a...,ab->...b", weight, own[f"factor{place}"])
+        for dimension in range(weight.ndim):  # each step multiplies the first dimension and moves it to the end
+            weight = torch.einsum("a...,ab->...b", weight, own[f"factor{dimension}"])
         return {WEIGHT: weight, **({BIAS: own[BIAS]} if BIAS in own else {})}
 
 
@@ -117,8 +117,8 @@ class DeconvolutionalFactorisation(BaseLearner):
         """Raise UserError unless the layer is a convolution with an odd, square kernel in one group."""
         shape = layer[WEIGHT].shape
         if len(shape) != 4 or shape[2] != shape[3] or not shape[2] % 2:
-            told = f"'{name}' has weights {' x '.join(map(str, shape))}"
-            raise UserError(f"objective.learner: df_cnn takes convolutions with odd square kernels; {told}")
+            fault = f"'{name}' has weights {' x '.join(map(str, shape))}"
+            raise UserError(f"objective.learner: df_cnn takes convolutions with odd square kernels; {fault}")
 
 
 def _share(outputs: int, share: float) -> int:

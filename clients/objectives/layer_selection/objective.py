@@ -27,8 +27,8 @@ class LayerSelection(SelectionOptions):
         """Return the network in the message, or the site's own in its configuration."""
         if MODEL in task.incoming:
             return task.incoming[MODEL]
-        found = composed(self, task, task.incoming.get(MEAN, {}))
-        return None if found is None else found[0]
+        result = composed(self, task, task.incoming.get(MEAN, {}))
+        return None if result is None else result[0]
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
         """Answer COMPOSED: right answers on the site's test images with the message's shared parameters."""

@@ -80,6 +80,8 @@ class SelectionOptions(Objective):
         if self.mode == LEARNED and not warms_up:
             return None
         certainty, mode = (1.0, "all") if warms_up else (self.certainty, self.mode)
-        given = named(mode, len(configurations[0]), "objective.mode")
+        fixed = named(mode, len(configurations[0]), "objective.mode")
         others = (1.0 - certainty) / max(1, len(configurations) - 1)
-        return torch.tensor([certainty if one == given else others for one in configurations], dtype=torch.float64)
+        return torch.tensor(
+            [certainty if configuration == fixed else others for configuration in configurations], dtype=torch.float64
+        )

@@ -48,13 +48,8 @@ PRIORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Belief:
     """A site's belief about its transfer configurations. All tensors are [k], in the order of `configurations`.
 
-    Attributes:
-        configurations: The k configurations.
-        counts: n_c of the site's own batches.
-        others: Counts of all other sites, if the prior uses them.
-        update: Adds a posterior to the counts.
-        fixed: Constant probabilities instead of posteriors (Sec. 4.3), or None.
-        smoothing: Initial count of each configuration.
+    `counts`: n_c of the site's own batches. `others`: of all other sites, if the prior uses them. `fixed`: constant
+    probabilities instead of posteriors (Sec. 4.3).
     """
 
     configurations: Sequence[Configuration]
@@ -71,16 +66,16 @@ class Belief:
         smoothed = self.counts + self.others + self.smoothing
         return smoothed / smoothed.sum()
 
-    def posterior(self, log_likelihood: Tensor, places: Tensor) -> Tensor:
+    def posterior(self, log_likelihood: Tensor, indices: Tensor) -> Tensor:
         """Return the posterior (Eq. 2), float64 [k].
 
-        `log_likelihood` belongs to the configurations with the indices `places`. The posterior of all others is 0.
+        `log_likelihood` belongs to the configurations with these indices. The posterior of all others is 0.
         """
         if self.fixed is not None:
             return self.fixed
-        found = torch.zeros_like(self.counts)
-        found[places] = torch.softmax(self.prior()[places].log() + log_likelihood.double().cpu(), 0)
-        return found
+        posterior = torch.zeros_like(self.counts)
+        posterior[indices] = torch.softmax(self.prior()[indices].log() + log_likelihood.double().cpu(), 0)
+        return posterior
 
     def learn(self, posterior: Tensor) -> None:
         """Update the counts with a batch's posterior."""

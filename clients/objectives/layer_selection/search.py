@@ -26,20 +26,10 @@ Likelihood = Callable[[Tensor], Tensor]
 
 @dataclass
 class Step:
-    """The inputs of a step on one batch.
+    """The inputs of a step: a batch of images [n, c, h, w] with labels [n], and the weights of shared layers by name.
 
-    Attributes:
-        tree: The network under many configurations.
-        belief: The site's belief.
-        likelihood: The likelihood of a batch.
-        shared: Weights of shared layers, by name.
-        outputs: The outputs of the site's domain.
-        images: float32 [n, c, h, w].
-        labels: int64 [n].
-        generator: Source of random draws.
-        held: Posterior of an earlier batch that is still valid; None: an E-step is due.
-        evidence: Held-out images and labels for the E-step; None: it uses the batch.
-        smoothing: Label smoothing in the M-step.
+    `held`: posterior of an earlier batch that is still valid; None: an E-step is due. `evidence`: held-out images and labels
+    for the E-step; None: it uses the batch. `smoothing`: of labels in the M-step.
     """
 
     tree: Tree
@@ -54,17 +44,13 @@ class Step:
     evidence: tuple[Tensor, Tensor] | None = None
     smoothing: float = 0.0
 
-    def losses(self, places: Tensor, images: int | None = None, evidence: bool = False) -> tuple[Tensor, Tensor]:
-        """Return losses with label smoothing, and cross-entropies without it, both [k, n].
+    def losses(self, indices: Tensor, images: int | None = None, evidence: bool = False) -> tuple[Tensor, Tensor]:
+        """Return losses with label smoothing, and cross-entropies without it, both [k, n], for k configurations.
 
+        `images`: how many images of the batch to use; None: all. `evidence`: use the held-out images if there are any.
         Without gradients (an E-step), Dropout is off.
-
-        Args:
-            places: Indices of k configurations.
-            images: Number of images of the batch to use; None: all.
-            evidence: Use the held-out images if there are any.
         """
-        chosen = [self.belief.configurations[place] for place in places.tolist()]
+        chosen = [self.belief.configurations[index] for index in indices.tolist()]
         if not torch.is_grad_enabled():  # an E-step
             with without_dropout(self.tree.segments):
                 return self._losses(chosen, images, evidence)
@@ -73,13 +59,13 @@ class Step:
     def _losses(self, chosen: Sequence[Configuration], images: int | None, evidence: bool) -> tuple[Tensor, Tensor]:
         inputs, labels = self.evidence if evidence and self.evidence else (self.images[:images], self.labels[:images])
         scores = self.tree.scores(chosen, self.shared, inputs)[..., self.outputs]
-        flat, wanted = scores.flatten(0, 1), labels.repeat(len(chosen))
-        found = task_loss(flat, wanted, self.smoothing, reduction="none").unflatten(0, scores.shape[:2])
+        flat, targets = scores.flatten(0, 1), labels.repeat(len(chosen))
+        losses = task_loss(flat, targets, self.smoothing, reduction="none").unflatten(0, scores.shape[:2])
         if not self.smoothing:
-            return found, found.detach()
-        return found, task_loss(flat.detach(), wanted, 0.0, reduction="none").unflatten(0, scores.shape[:2])
+            return losses, losses.detach()
+        return losses, task_loss(flat.detach(), targets, 0.0, reduction="none").unflatten(0, scores.shape[:2])
 
-    def expect(self, places: Tensor, entropies: Tensor) -> Tensor:
+    def expect(self, indices: Tensor, entropies: Tensor) -> Tensor:
         """Return the valid posterior: `held`, or else the result of an E-step, which also updates the prior.
 
         The E-step uses the evidence, or else these cross-entropies.
@@ -88,32 +74,32 @@ class Step:
             return self.held
         if self.evidence is not None or any(_dropouts(self.tree.segments)):
             with torch.no_grad():
-                _, entropies = self.losses(places, evidence=True)
-        posterior = self.belief.posterior(self.likelihood(-entropies), places)
+                _, entropies = self.losses(indices, evidence=True)
+        posterior = self.belief.posterior(self.likelihood(-entropies), indices)
         self.belief.learn(posterior)
         return posterior
 
-    def weighted(self, posterior: Tensor, places: Tensor, losses: Tensor) -> Tensor:
-        """Return the sum of the mean losses at `places`, weighted by the posterior. Its gradient is Eq. 3 and 4."""
-        weights = posterior[places].to(losses)
+    def weighted(self, posterior: Tensor, indices: Tensor, losses: Tensor) -> Tensor:
+        """Return the sum of the mean losses of these configurations, weighted by the posterior (gradient: Eq. 3 and 4)."""
+        weights = posterior[indices].to(losses)
         return (weights * losses.mean(1)).sum()
 
 
 def _dropouts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    return (one for module in modules for one in module.modules() if isinstance(one, _DropoutNd))
+    return (layer for module in modules for layer in module.modules() if isinstance(layer, _DropoutNd))
 
 
 @contextlib.contextmanager
 def without_dropout(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Enter a context where Dropout layers are off. Norm layers stay unchanged."""
-    dropping = [one for one in _dropouts(modules) if one.training]
-    for one in dropping:
-        one.eval()
+    dropping = [layer for layer in _dropouts(modules) if layer.training]
+    for layer in dropping:
+        layer.eval()
     try:
         yield
     finally:
-        for one in dropping:
-            one.train()
+        for layer in dropping:
+            layer.train()
 
 
 @dataclass(frozen=True)
@@ -134,10 +120,10 @@ class Exact(Search):
     """Evaluates all configurations in each step, once forward and once backward."""
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
-        places = torch.arange(len(step.belief.configurations))
-        losses, entropies = step.losses(places)
-        posterior = step.expect(places, entropies)
-        return step.weighted(posterior, places, losses), posterior
+        indices = torch.arange(len(step.belief.configurations))
+        losses, entropies = step.losses(indices)
+        posterior = step.expect(indices, entropies)
+        return step.weighted(posterior, indices, losses), posterior
 
 
 @SEARCHES.register("pruned")
@@ -152,12 +138,12 @@ class Pruned(Search):
     left_out: float = option(0.05, "total prior of the configurations that a step may omit", low=0.0, high=0.999)
 
     def step(self, step: Step) -> tuple[Tensor, Tensor]:
-        places = step.belief.watched(self.left_out)
+        indices = step.belief.watched(self.left_out)
         if step.held is not None:
-            places = torch.nonzero(step.held).flatten()
-        losses, entropies = step.losses(places)
-        posterior = step.expect(places, entropies)
-        return step.weighted(posterior, places, losses), posterior
+            indices = torch.nonzero(step.held).flatten()
+        losses, entropies = step.losses(indices)
+        posterior = step.expect(indices, entropies)
+        return step.weighted(posterior, indices, losses), posterior
 
 
 @SEARCHES.register("sampled")
@@ -182,8 +168,8 @@ class Sampled(Search):
         if not bool(torch.isfinite(posterior).all()):  # training has diverged: a loss of NaN reports it
             return step.losses(torch.arange(1))[0].mean() * torch.nan, posterior
         drawn = torch.multinomial(posterior, self.draws, replacement=True, generator=step.generator)
-        places, times = torch.unique(drawn, return_counts=True)
-        losses, _ = step.losses(places)
+        indices, times = torch.unique(drawn, return_counts=True)
+        losses, _ = step.losses(indices)
         return (times.to(losses) / self.draws * losses.mean(1)).sum(), posterior
 
 

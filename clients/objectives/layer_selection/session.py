@@ -13,7 +13,7 @@ from fedloom.clients.objectives.layer_selection.options import SelectionOptions
 from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
 from fedloom.clients.objectives.layer_selection.search import Pace, Step
 from fedloom.clients.objectives.layer_selection.tree import Tree
-from fedloom.clients.objectives.plain import state_of
+from fedloom.clients.objectives.plain import below, state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
@@ -33,14 +33,14 @@ class SelectionSession(Session):
         self.objective, self.task = objective, task
         self.outputs, self.layers = outputs(task.config, task.site.spec), objective.layers_of(task.config, task.site)
         stored = task.own or {}
-        given = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
+        shared = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
         added = below(stored, OWN_PARTS) or self.layers.own(task.config, task.site)
         self.begun = has_begun(stored)
         self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}), task.round)
         network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
         follows = objective.warm_up and not self.begun
-        task.network.load_state_dict({**network, **self.layers.weights(given, added)} if follows else network)
-        self.network, self.shared, self.added = task.network, _parameters(given, task), _parameters(added, task)
+        task.network.load_state_dict({**network, **self.layers.weights(shared, added)} if follows else network)
+        self.network, self.shared, self.added = task.network, _parameters(shared, task), _parameters(added, task)
         self.tree = Tree(self.network, self.layers.groups)
         self.evidence: tuple[Tensor, Tensor] | None = None
         self.pace, self.masses = Pace(objective.m_steps), list[Tensor]()
@@ -81,10 +81,10 @@ class SelectionSession(Session):
     def contribution(self) -> dict[str, State]:
         chosen = torch.tensor(self.belief.best(), dtype=torch.float32)
         mass = torch.stack(self.masses).mean(0).float() if self.masses else chosen
-        found = {MASS: mass, CHOSEN: chosen}
+        selection = {MASS: mass, CHOSEN: chosen}
         if self.objective.prior == TASKS:
-            found[COUNTS] = self.belief.counts.long()
-        return {SITE: _plain(self.shared), SELECTION: found}
+            selection[COUNTS] = self.belief.counts.long()
+        return {SITE: _plain(self.shared), SELECTION: selection}
 
     def local_state(self) -> State | None:
         return {
@@ -105,8 +105,8 @@ def belief_of(objective: SelectionOptions, groups: int, stored: State, others: M
     warms_up = round <= objective.warm_up and not has_begun(stored)
     configurations = objective.configurations(groups, warms_up)
     nothing = torch.zeros(len(configurations), dtype=torch.float64)
-    kept = stored.get(COUNTS, nothing)
-    counts = kept.double() if len(kept) == len(nothing) else nothing
+    stored_counts = stored.get(COUNTS, nothing)
+    counts = stored_counts.double() if len(stored_counts) == len(nothing) else nothing
     return Belief(
         configurations,
         counts,
@@ -122,8 +122,8 @@ def has_begun(stored: State) -> bool:
 
     States of earlier versions have only counts.
     """
-    found = stored.get(BEGUN, stored.get(COUNTS))
-    return found is not None and bool(found.any())
+    flag = stored.get(BEGUN, stored.get(COUNTS))
+    return flag is not None and bool(flag.any())
 
 
 def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
@@ -141,11 +141,6 @@ def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tenso
     return {**network, **used}, best
 
 
-def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names start with a prefix, without it."""
-    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
     """Add a prefix to the names of a state's tensors."""
     return {prefix + name: tensor for name, tensor in state.items()}
@@ -158,4 +153,4 @@ def _parameters(state: Mapping[str, Tensor], task: Task) -> dict[str, nn.Paramet
 
 
 def _plain(parameters: Mapping[str, Tensor]) -> State:
-    return {name: one.detach().to("cpu", copy=True) for name, one in parameters.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
