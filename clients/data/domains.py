@@ -148,7 +148,7 @@ def data_folder(data: DataConfig) -> Path:
         return Path(shipped).absolute()
     folder = Path(os.path.expanduser(data.root or os.environ.get("FEDLOOM_DATA") or "data")).absolute()
     if data.root and not folder.is_dir() and (folder.exists() or not data.download):
-        raise UserError(f"data.root: the folder {folder} does not exist. Correct the path, or leave data.root empty.")
+        raise UserError(f"data.root: {folder} is not an existing folder. Correct the path, or leave data.root empty.")
     return folder
 
 

@@ -15,7 +15,7 @@ from fedloom.conf.plugins import call, outside, parameters
 from fedloom.conf.randomness import generator
 from fedloom.conf.sites import PartitionConfig
 
-VERSION = 1  # of the partitioners below; a new version makes cached divisions invalid
+VERSION = 1  # version of the partitioners below; a new one makes cached divisions invalid
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class DepthFLSession(LocalSession):
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         each = full(functional_call(self.network, dict(weights), (images,), {"each": True})[..., self.outputs])
         loss = torch.stack([self.task.loss(scores, labels) for scores in each]).sum()
-        answers = each.log_softmax(-1)  # kl_div is slow where several sites are trained as one
+        answers = each.log_softmax(-1)  # kl_div is slow with engine.vectorise
         pairs = permutations(zip(answers, answers.detach(), strict=True), 2)
         apart = [(other.exp() * (other - answer)).sum(-1).mean() for (answer, _), (_, other) in pairs]
         return loss + self.weight / (len(each) - 1) * torch.stack(apart).sum() if apart else loss

@@ -36,7 +36,12 @@ WHO = "who"
 PROTOCOL = 3  # version of the messages: server and sites must have the same
 
 MOST_ROUNDS = 999_999
-KEPT_NAMES = ("memory.sqlite", "site.lock", "configurations", "privacy")  # of files and folders in a site's store
+KEPT_NAMES = (
+    "memory.sqlite",
+    "site.lock",
+    "configurations",
+    "privacy",
+)  # files and folders in a site's store; no run has such a name
 MOST_AGAIN = IDLE = 9
 MOST_RECORDS = 16  # records that a worker adds up
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

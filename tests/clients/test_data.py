@@ -242,7 +242,7 @@ def test_num_classes_is_the_largest() -> None:
             {},
             "site-0000 (digits): partition.alpha: belongs to partition.name=dirichlet, but the name is 'iid'. Set",
         ),
-        ({"domain": "digits"}, {"root": "/nowhere"}, "data.root: the folder /nowhere does not exist. Correct the path, or"),
+        ({"domain": "digits"}, {"root": "/nowhere"}, "data.root: /nowhere is not an existing folder. Correct the path, or"),
     ],
 )
 def test_site_sizes_says_what_is_wrong(site: dict[str, Any], settings: dict[str, Any], message: str) -> None:

@@ -214,7 +214,7 @@ BAD = [
     (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
     (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
     (["align", "a", "b", "--probe", "digit"], "unknown domain 'digit'; did you mean 'digits'?"),
-    (["align", "a", "b", "--data", "/nowhere"], "data.root: the folder /nowhere does not exist"),
+    (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not an existing folder"),
     (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere is not there"),
     (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
     (["align", "a", "r18"], "the networks are of different families"),
