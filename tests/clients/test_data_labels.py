@@ -114,7 +114,7 @@ def of(path: Path, y: Any) -> int:
     np.arange(60) * 1000,
 ])  # fmt: skip
 def test_a_target_that_differs_from_image_to_image_is_no_class(tmp_path: Path, y: np.ndarray):
-    with pytest.raises(UserError, match=r"has \d+ different labels for \d+ images, nearly one for each; takes classes"):
+    with pytest.raises(UserError, match=r"has \d+ different labels for \d+ images, nearly one per image; takes classes"):
         of(tmp_path / "a.npz", y)
 
 

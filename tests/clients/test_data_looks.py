@@ -118,5 +118,5 @@ def test_deep_colours_of_sixteen_bits_are_looked_at_as_well(tmp_path: Path):
     """PIL reads them with eight."""
     x = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3)).astype(np.uint8) // 16
     np.savez(tmp_path / "deep.npz", x=x, y=np.arange(40) % 2)
-    with pytest.raises(UserError, match=r"levels 0 to 15 of 0 to 255 alone"):
+    with pytest.raises(UserError, match=r"only the levels 0 to 15 of 0 to 255"):
         data.site_sizes(config({"domain": f"npz:{tmp_path}/deep.npz"}))

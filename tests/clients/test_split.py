@@ -86,7 +86,10 @@ REST = {"name": "rest", "of": RESNET, "at": "stage2"}
             {"of": RESNET, "at": "flat", "head": {"name": "convnet"}},
             r"takes features of channels x side x side",
         ),
-        ({"of": {"name": "convnet", "strides": [2]}}, r"network\.strides: got 1, takes one for each of the 3 widths"),
+        (
+            {"of": {"name": "convnet", "strides": [2]}},
+            r"network\.strides: got 1 strides, takes one for each of the 3 widths",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_both_shapes(section, told):

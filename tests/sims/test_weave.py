@@ -204,10 +204,10 @@ def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
 
 
 BAD = [
-    (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
+    (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: the file does not exist"),
     (["align", "nowhere", "b"], "nowhere: the file does not exist. Pass the path of a network's .safetensors file"),
     (["align", "a", "broken"], "broken.safetensors"),
-    (["align", "a", "nameless"], "nameless.safetensors: does not say what network it holds"),
+    (["align", "a", "nameless"], "nameless.safetensors: does not name its network"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8]"], "tensor 'head.weight' is [10, 6], takes [10, 8]"),
     (["align", "nameless", "b", "--network-a", "mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
