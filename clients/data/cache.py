@@ -22,22 +22,22 @@ class ImageCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._kept: OrderedDict[Hashable, Images] = OrderedDict()
+        self._images: OrderedDict[Hashable, Images] = OrderedDict()
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], Images]) -> Images:
         """Return the cached images for `key`, or call `make` and cache the result."""
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if key in self._images:
+                self._images.move_to_end(key)
+                return self._images[key]
         made = make()
         with self._lock:
-            if key not in self._kept:  # another thread may have been faster
-                self._kept[key] = made
+            if key not in self._images:  # another thread may have been faster
+                self._images[key] = made
                 self.nbytes += made.nbytes
-            while len(self._kept) > 1 and self.nbytes > self.limit:
-                self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+            while len(self._images) > 1 and self.nbytes > self.limit:
+                self.nbytes -= self._images.popitem(last=False)[1].nbytes
         return made
 
 
@@ -46,7 +46,7 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom" / "divisions"
 
 
-def kept(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions, ...]:
+def cached(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions, ...]:
     """Return the result of `make`, from disk if it is cached for `key`, a digest of everything it depends on.
 
     With the cache, a worker does not import flwr_datasets (2 s, half a GiB).

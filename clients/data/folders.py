@@ -28,9 +28,9 @@ class _Search:
     entered: dict[tuple[int, int], Path] = field(default_factory=dict)
     endings: Counter[str] = field(default_factory=Counter)  # of files in class folders
     hidden: int = 0
-    astray: int = 0  # images outside the class folders
+    outside: int = 0  # images outside the class folders
     empty: list[str] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)
+    other_folders: list[str] = field(default_factory=list)
 
     def words(self) -> tuple[str, ...]:
         """Describe what is left out."""
@@ -38,9 +38,9 @@ class _Search:
         return (
             *_shown(endings, "other endings"),
             *([f"{count(self.hidden, 'hidden image')}"] if self.hidden else []),
-            *([f"{count(self.astray, 'image')} outside the class folders"] if self.astray else []),
+            *([f"{count(self.outside, 'image')} outside the class folders"] if self.outside else []),
             *_shown([f"the class '{plain(name)}', whose folder has no images" for name in self.empty], "more such classes"),
-            *_shown([f"the folder '{plain(name)}' next to train and test" for name in self.beside], "more folders"),
+            *_shown([f"the folder '{plain(name)}' next to train and test" for name in self.other_folders], "more folders"),
         )
 
 
@@ -65,8 +65,8 @@ def read_folder(path: Path, domain: str) -> Contents:
         raise wrong(domain, f"has a folder train but no folder test. Add it, or use only images:{path / 'train'}.")
     roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
     if split:
-        search.beside = [folder.name for folder in _folders(path) if folder.name not in OFFICIAL]
-        search.astray += sum(_is_image(folder) for folder in path.iterdir())
+        search.other_folders = [folder.name for folder in _folders(path) if folder.name not in OFFICIAL]
+        search.outside += sum(_is_image(folder) for folder in path.iterdir())
     class_files = {part: _classes(root, search) for part, root in roots.items()}
     names = in_order(name for classes in class_files.values() for name in classes)
     search.empty = [name for name in dict.fromkeys(search.empty) if name not in names]
@@ -103,7 +103,7 @@ def _classes(root: Path, search: _Search) -> dict[str, list[Path]]:
     folders = _folders(root)
     for path in set(root.iterdir()) - set(folders):
         if _is_image(path):
-            search.astray += 1
+            search.outside += 1
         elif not path.name.startswith(".") and not path.is_dir():
             search.endings[path.suffix.lower()] += 1
     images = {folder.name: sorted(_images(folder, search)) for folder in folders}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data.cache import kept
+from fedloom.clients.data.cache import cached
 from fedloom.clients.data.sources import Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, outside, parameters
@@ -76,7 +76,7 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
         return _by_outside(labels, parts, how, generator(seed, name, "partition"))
     facts = f"{VERSION}|{parts}|{how}|{seed}|{name}|{labels.dtype}|".encode()
     key = hashlib.sha256(facts + np.ascontiguousarray(labels).tobytes()).hexdigest()
-    return kept(key, lambda: _divide(labels, parts, how, seed, name))
+    return cached(key, lambda: _divide(labels, parts, how, seed, name))
 
 
 def check_way(how: PartitionConfig) -> None:

@@ -75,16 +75,16 @@ def class_count(spec: SiteConfig) -> int:
 
 def class_names(spec: SiteConfig) -> tuple[str, ...]:
     """Return the names of the classes, such as the folders of `images:PATH`; empty if they are numbers."""
-    return _of_kept(spec, find(spec.domain).names)
+    return _of_classes(spec, find(spec.domain).names)
 
 
 def class_things(spec: SiteConfig) -> tuple[str, ...]:
     """Return the names of the classes, or what the numbers of a shipped data set stand for; empty if unknown."""
     domain = find(spec.domain)
-    return _of_kept(spec, domain.names or domain.things)
+    return _of_classes(spec, domain.names or domain.things)
 
 
-def _of_kept(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
+def _of_classes(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
     classes = variant(spec).classes
     return tuple(names[number] for number in classes if number < len(names)) if classes and spec.relabel else names
 

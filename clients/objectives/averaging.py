@@ -48,9 +48,9 @@ class Averaged(Objective):
 
     def network(self, task: Task, images: Images) -> State | None:
         """Return the network in the message, with the site's own BatchNorm if it has one."""
-        return {**task.incoming[MODEL], **self.kept(task)} if MODEL in task.incoming else None
+        return {**task.incoming[MODEL], **self.own_batchnorm(task)} if MODEL in task.incoming else None
 
-    def kept(self, task: Task) -> State:
+    def own_batchnorm(self, task: Task) -> State:
         """Return the tensors of the site's own BatchNorm; empty if it has none."""
         names = norms(task.network) if self.batchnorm == OWN else frozenset()
         return {name: tensor for name, tensor in (task.own or {}).items() if name in names} if names else {}
@@ -74,7 +74,7 @@ class AveragedSession(PlainSession):
 
     def start(self) -> State:
         sent = {name: self.task.incoming[MEAN][name] for name in self.network.state_dict()}
-        return {**sent, **self.objective.kept(self.task)}
+        return {**sent, **self.objective.own_batchnorm(self.task)}
 
     @functools.cached_property
     def sent(self) -> State:
