@@ -45,7 +45,7 @@ def test_a_site_that_says_no_number_of_images_has_not_enrolled(images: Any):
 def test_neither_has_one_whose_names_are_no_names():
     roll = ClientMetadata()
     roll.take(answered(0, 20, [1, 2]))
-    with pytest.raises(ReplyError, match="holds no list of at most 100000 names"):
+    with pytest.raises(ReplyError, match="must be a list of at most 100000 names"):
         roll.images("site-0000")
 
 

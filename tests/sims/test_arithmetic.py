@@ -100,7 +100,7 @@ def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: Co
 
 def test_a_start_that_cannot_be_read_is_refused_and_one_of_another_type_is_taken(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "net.safetensors"
-    with pytest.raises(UserError, match="is no readable safetensors file"):
+    with pytest.raises(UserError, match="is not a readable safetensors file"):
         compose(run, CompositionOrder([ONE], start=tmp_path, force=True), out)
     state = read_state(run / "states" / "aggregate.safetensors")
     write_state(tmp_path / "half.safetensors", {name: tensor.bfloat16() for name, tensor in state.items()})

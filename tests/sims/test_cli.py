@@ -153,7 +153,7 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
         ("training.optimizer.adamw", "| betas | a list of numbers | [0.9, 0.999] |"),
         ("training", "fedloom options KEY lists more of training.optimizer, training.schedule"),
         ("sites", "| samples | a whole number of at least 0 | 0 | training images of each of the `count` sites"),
-        ("training.schedule", "| step | Multiplied by"),
+        ("training.schedule", "| step | Multiplies the rate by"),
         ("strategy.flwr.serverapp.strategy:FedAdam", "| eta | float | 0.1 |"),
         ("tracking", "| csv | Tables of comma-separated values"),
         ("tracking.csv", "| sites | a whole number"),

@@ -204,17 +204,17 @@ def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
 
 
 BAD = [
-    (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
-    (["align", "nowhere", "b"], "nowhere: no such file; give the path of a network's .safetensors file"),
+    (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: the file does not exist"),
+    (["align", "nowhere", "b"], "nowhere: the file does not exist. Pass the path of a network's .safetensors file"),
     (["align", "a", "broken"], "broken.safetensors"),
-    (["align", "a", "nameless"], "nameless.safetensors: does not say what network it holds"),
+    (["align", "a", "nameless"], "nameless.safetensors: does not name its network"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8]"], "tensor 'head.weight' is [10, 6], takes [10, 8]"),
     (["align", "nameless", "b", "--network-a", "mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
     (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
     (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
     (["align", "a", "b", "--probe", "digit"], "unknown domain 'digit'; did you mean 'digits'?"),
-    (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not a folder"),
+    (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not an existing folder"),
     (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere does not exist"),
     (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
     (["align", "a", "r18"], "the networks are of different families"),
