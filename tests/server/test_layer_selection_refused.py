@@ -32,7 +32,7 @@ HOSTILE = {
     "mass NaN": (selection_of(lambda state: {**state, MASS: torch.tensor([float("nan"), 0.2])}), "not finite"),
     "no configuration": (selection_of(lambda state: {**state, CHOSEN: torch.tensor([0.5, 1.0])}), "zeros and ones"),
     "configuration of -1": (selection_of(lambda state: {**state, CHOSEN: torch.tensor([-1.0, 1.0])}), "zeros and ones"),
-    "negative counts": (selection_of(lambda state: {**state, COUNTS: -state[COUNTS]}), "no negative numbers"),
+    "negative counts": (selection_of(lambda state: {**state, COUNTS: -state[COUNTS]}), "numbers of at least 0"),
     "counts of another kind": (selection_of(lambda state: {**state, COUNTS: state[COUNTS].float()}), "expected int64"),
     "huge counts": (selection_of(lambda state: {**state, COUNTS: state[COUNTS] + 2**62}), "counts"),
     "too many groups": (selection_of(lambda state: {**state, MASS: torch.ones(3)}), "shape [3], expected [2]"),
@@ -89,16 +89,16 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations, objective.limit=1 takes 2; "
+    (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations, but objective.limit=1 allows 2; "
                             "group the 2 layers, as in groups=[2]"),
-    ([RESNET, "evaluation.statistics=batch"], "limit=10 takes 1024; group the 19 layers, as in groups=[5, 5, 5, 4]"),
-    (["objective.groups=[1,2]"], "objective.groups: 1 + 2 = 3, there are 2 layers: extractor.block1.0, extractor.block2.0"),
+    ([RESNET, "evaluation.statistics=batch"], "limit=10 allows 1024; group the 19 layers, as in groups=[5, 5, 5, 4]"),
+    (["objective.groups=[1,2]"], "objective.groups: 1 + 2 = 3, but there are 2 layers: extractor.block1.0, "),
     ([RESNET, "evaluation.statistics=batch", "objective.groups=[2,6,6,5]"],
-     "no point between extractor.stage1.0.branch.0 and extractor.stage1.0.branch.3"),
+     "cannot be cut between extractor.stage1.0.branch.0 and extractor.stage1.0.branch.3"),
     (["network={name: exits}"], "network: cannot be cut"),
     (["objective.groups=[0,2]"], "objective.groups: got 0, takes a number of at least 1"),
-    (["objective.mode='010'"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
-    (["objective.mode=010"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
+    (["objective.mode='010'"], "objective.mode: '010' has 3 digits, but there are 2 groups of layers"),
+    (["objective.mode=010"], "objective.mode: '010' has 3 digits, but there are 2 groups of layers"),
     (["objective.mode=top-3"], "top-K, bottom-K (K from 1 to 2), or groups by number, as in only-1-2"),
     (["objective.mode=all", "baselines=[none,bottom-7]"], "got 'bottom-7'"),
     (["objective.mode=nix", "objective.certainty=0.5"], "objective.mode: got 'nix'"),
@@ -112,12 +112,12 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     (["objective.certainty=0"], "objective.certainty: got 0.0"),
     (["objective={name: local}"], "objective.name: got 'local', strategy layer_selection takes layer_selection"),
     (["strategy.arrival=nix"], "strategy.arrival: got 'nix', takes one of: together, lifelong"),
-    (["network={name: mlp, widths: []}"], "before the head, and it has none"),
+    (["network={name: mlp, widths: []}"], "layers before the head; choose a network"),
     (["network={name: mlp, widths: [8]}", "objective.learner.name=df_cnn"], "'extractor.1' has weights 8 x 64"),
     ([OTHER % ("[4, 7]", "none")], "block2.0.weight' is 7 x 4 x 3 x 3 at site-0001 and 6 x 4 x 3 x 3 at site-0000"),
     ([OTHER % ("[4, 6, 6]", "none")], "'extractor.block3.0.weight' is 6 x 6 x 3 x 3 at site-0001 and none at site-0000"),
     ([OTHER % ("[4, 6]", "batch"), "evaluation.statistics=running"], "evaluation.statistics: got 'running'"),
-    (["federation.partial_sums=true"], "federation.partial_sums: workers add up one sum alone"),
+    (["federation.partial_sums=true"], "federation.partial_sums: workers can add up only one sum"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)) as caught:
@@ -131,7 +131,7 @@ def test_a_certainty_without_a_configuration_is_told(tmp_path: Path) -> None:
     """Once it was passed over in silence."""
     config = configured(tmp_path, "objective.certainty=0.5")
     [told] = strategy_of(resolve(config)).warnings(resolve(config))
-    assert told.startswith("objective.certainty=0.5 is for a configuration")
+    assert told.startswith("objective.certainty=0.5 needs a fixed configuration")
     for words in (["objective.mode=all"], ["baselines=[all]"]):
         config = configured(tmp_path, "objective.certainty=0.5", *words)
         assert not strategy_of(resolve(config)).warnings(resolve(config))

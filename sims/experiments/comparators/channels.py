@@ -1,4 +1,4 @@
-"""Comparators that bring channels together: by their weights (Git Re-Basin), by correlation (ZipIt), by CCA (CCA Merge)."""
+"""Comparators that match channels: by weights (Git Re-Basin), by correlation (ZipIt), by CCA (CCA Merge)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,11 @@ from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.moves import Moves, apply
 from fedloom.fusion.cla_ot.repair import recompute_statistics, rescale
 from fedloom.fusion.cla_ot.transport import correlation_cost
-from fedloom.fusion.comparators.layers import (
+from fedloom.fusion.graph.channels import Axis
+from fedloom.fusion.probe import features_of, observe
+from fedloom.fusion.refit.patches import picked
+from fedloom.fusion.state import State
+from fedloom.sims.experiments.comparators.layers import (
     Frame,
     in_channels,
     norms,
@@ -21,48 +25,44 @@ from fedloom.fusion.comparators.layers import (
     walk,
     weighted,
 )
-from fedloom.fusion.graph.channels import Axis
-from fedloom.fusion.probe import features_of, observe
-from fedloom.fusion.refit.patches import picked
-from fedloom.fusion.state import State
 
 SWEEPS = 50  # most passes of weight matching over all axes
-AGAIN = 0.3  # ZipIt: what a merged group's correlations count
-CCA = 0.1  # share of the mean variance added to the variances
+AGAIN = 0.3  # ZipIt: factor of a merged group's correlations
+CCA = 0.1  # relative to the mean variance; added to the variances
 
 
 @torch.no_grad()
 def git_rebasin(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """Weight matching (Ainsworth et al. 2023, Alg. 1) onto `into`, the average, its statistics repaired (REPAIR).
+    """Merge by weight matching (Ainsworth et al. 2023, Alg. 1) onto `into`, averaging and REPAIR.
 
-    Axis by axis in random order, the assignment of channels that maximises the inner product of all weights on the axis,
-    until none changes. Of a wider network the channels that find no partner are dropped, of a narrower one some are taken
-    several times.
+    Axis by axis in random order, it assigns channels to maximise the inner product of all weights on the axis, until
+    nothing changes. Unmatched channels of a wider network are dropped; channels of a narrower one are used several
+    times.
     """
     frame = prepared(networks, into, depth, probe)
     _refuse_groups(frame, "Git Re-Basin")
     goal, known = dict(frame.bodies[into].state_dict()), {name for name, share in frame.shares.items() if share[into]}
     moves = {into: Moves({}, {}, {})}
-    for place in sorted(range(len(frame.bodies)), key=lambda place: place != depth):
-        if place != into:
-            plans = _matched_weights(frame, place, goal, known)
-            moves[place] = frame.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()})
-        if place == depth:  # layers that `into` lacks are this one's from here on
-            state = frame.moved(place, moves[place])
+    for index in sorted(range(len(frame.bodies)), key=lambda index: index != depth):
+        if index != into:
+            plans = _matched_weights(frame, index, goal, known)
+            moves[index] = frame.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()})
+        if index == depth:  # from here on, layers that `into` lacks are those of this network
+            state = frame.moved(index, moves[index])
             goal |= {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] not in known}
             known = set(frame.shares)
-    everyone = [moves[place] for place in range(len(frame.bodies))]
-    return frame.repaired(frame.averaged(everyone, frame.shares), everyone, frame.shares)
+    all_moves = [moves[index] for index in range(len(frame.bodies))]
+    return frame.repaired(frame.averaged(all_moves, frame.shares), all_moves, frame.shares)
 
 
-def _matched_weights(frame: Frame, place: int, goal: State, known: set[str]) -> dict[int, Tensor]:
-    """Assignments [n, m] by axis."""
+def _matched_weights(frame: Frame, index: int, goal: State, known: set[str]) -> dict[int, Tensor]:
+    """Return assignments [n, m] by axis."""
     axes = [axis for axis in frame.structure.axes if not axis.fixed]
-    parameters = dict(frame.bodies[place].named_parameters())
-    own = {name for name, share in frame.shares.items() if share[place]} & known
+    parameters = dict(frame.bodies[index].named_parameters())
+    own = {name for name, share in frame.shares.items() if share[index]} & known
     state = {name: tensor.double() for name, tensor in parameters.items() if name.rpartition(".")[0] in own}
     where = {(slot.tensor, slot.dim): axis.index for axis in axes for slot in axis.slots}
-    size = {axis.index: axis.size for axis in frame.wirings[place].axes}
+    size = {axis.index: axis.size for axis in frame.wirings[index].axes}
     plans = {axis.index: _assigned(np.eye(size[axis.index], frame.size(axis.index))) for axis in axes}
     generator = torch.Generator(device="cpu").manual_seed(0)
     for _ in range(SWEEPS):
@@ -79,7 +79,7 @@ def _matched_weights(frame: Frame, place: int, goal: State, known: set[str]) -> 
 
 def _gain(axis: Axis, state: Mapping[str, Tensor], goal: State, where: Mapping[tuple[str, int], int],
           plans: Mapping[int, Tensor]) -> np.ndarray | None:  # fmt: skip
-    """Inner products [n, m] of what lies on the axis, the tensors' other dimensions moved; None if nothing does."""
+    """Return inner products [n, m] of the tensors on the axis, their other dimensions moved; None without tensors."""
     total = None
     for slot in axis.slots:
         if slot.tensor not in state:
@@ -96,23 +96,24 @@ def _gain(axis: Axis, state: Mapping[str, Tensor], goal: State, where: Mapping[t
 
 
 def _assigned(gain: np.ndarray) -> Tensor:
-    """[n, m]: to each of m columns one of n rows, each row once before any is taken again, of the largest sum."""
-    plan, left = np.zeros(gain.shape), np.arange(gain.shape[1])
-    while len(left):
-        rows, columns = linear_sum_assignment(gain[:, left], maximize=True)
-        plan[rows, left[columns]] = 1.0
-        left = np.delete(left, columns)
+    """Return [n, m] with the largest sum: one of n rows for each of m columns. Every row is used before any repeats."""
+    plan, unassigned = np.zeros(gain.shape), np.arange(gain.shape[1])
+    while len(unassigned):
+        rows, columns = linear_sum_assignment(gain[:, unassigned], maximize=True)
+        plan[rows, unassigned[columns]] = 1.0
+        unassigned = np.delete(unassigned, columns)
     return torch.from_numpy(plan)
 
 
 @torch.no_grad()
 def zipit(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """ZipIt (Stoica et al. 2024, Sec. 4): the channels of all networks together, of the highest correlation first, within
-    and across networks, are merged to their means until as many are left as `into` has; what reads them is given each
-    group's mean for all its members (the pseudo-inverse). No layers kept apart; statistics repaired (REPAIR).
+    """Merge by ZipIt (Stoica et al. 2024, Sec. 4), then repair statistics (REPAIR).
 
-    One merge for each axis, from all its pre-activations. A merged group's correlations are the smaller of its members',
-    times 0.3. Any widths.
+    It merges the most correlated channels, within and across networks, to their means, until `into`'s number is left.
+    Readers get each group's mean for all its members (the pseudo-inverse). All layers are merged.
+
+    There is one merge for each axis, from all its pre-activations. A merged group's correlations are the smaller of
+    its members', times 0.3. Works for any widths.
     """
     frame = prepared(networks, into, depth, probe)
     _refuse_groups(frame, "ZipIt")
@@ -120,21 +121,23 @@ def zipit(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -
     means: list[dict[int, Tensor]] = [{} for _ in frame.bodies]
     members: list[dict[int, Tensor]] = [{} for _ in frame.bodies]
     for axis in (axis.index for axis in frame.structure.axes if not axis.fixed):
-        there = [place for place, each in enumerate(values) if each[axis].any()]
-        together = torch.cat([values[place][axis] for place in there])
+        present = [index for index, each in enumerate(values) if each[axis].any()]
+        together = torch.cat([values[index][axis] for index in present])
         groups = _zipped(1.0 - correlation_cost([(together, together)]), frame.size(axis))
-        pieces = iter(groups.split([len(values[place][axis]) for place in there]))
+        pieces = iter(groups.split([len(values[index][axis]) for index in present]))
         counts = groups.sum(dim=0)
-        for place, each in enumerate(values):
-            member = next(pieces) if place in there else torch.zeros(len(each[axis]), len(counts), dtype=torch.float64)
-            members[place][axis], means[place][axis] = member, len(values) * member / counts
-    moves = [frame.by_layer(*pair) for pair in zip(means, members, strict=True)]  # their mean is the sum over networks
+        for index, each in enumerate(values):
+            member = next(pieces) if index in present else torch.zeros(len(each[axis]), len(counts), dtype=torch.float64)
+            members[index][axis], means[index][axis] = member, len(values) * member / counts
+    moves = [
+        frame.by_layer(*pair) for pair in zip(means, members, strict=True)
+    ]  # the mean of these is the sum over networks
     equal = {name: [1.0 / len(values)] * len(values) for name in frame.shares}
     return frame.repaired(frame.averaged(moves, equal), moves, equal)
 
 
 def _zipped(correlation: np.ndarray, number: int) -> Tensor:
-    """[n, number] float64: which of n channels is in which group."""
+    """Return the membership [n, number], float64, of n channels in groups."""
     groups, near = [[k] for k in range(len(correlation))], correlation.copy()
     np.fill_diagonal(near, -np.inf)
     for _ in range(len(correlation) - number):
@@ -144,20 +147,20 @@ def _zipped(correlation: np.ndarray, number: int) -> Tensor:
         together = AGAIN * np.minimum(near[one], near[other])
         near[one], near[:, one] = together, together
         near[other], near[:, other], near[one, one] = -np.inf, -np.inf, -np.inf
-    left = [group for group in groups if group]
-    found = torch.zeros(len(correlation), len(left), dtype=torch.float64)
-    for column, group in enumerate(left):
-        found[group, column] = 1.0
-    return found
+    remaining = [group for group in groups if group]
+    membership = torch.zeros(len(correlation), len(remaining), dtype=torch.float64)
+    for column, group in enumerate(remaining):
+        membership[group, column] = 1.0
+    return membership
 
 
 @torch.no_grad()
 def cca_merge(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """CCA Merge (Horoi et al. 2024, Sec. 4): W_B <- T' W_B T_before^-T with T = S_BB^-1/2 V U' S_AA^1/2, where U S V' is the
-    SVD of S_AA^-1/2 S_AB S_BB^-1/2 of the pre-activations; then the average and its statistics (REPAIR).
+    """Merge by CCA Merge (Horoi et al. 2024, Sec. 4), average and REPAIR: W_B <- T' W_B T_before^-T.
 
-    A is `into`; a tenth of the mean variance is added to each variance. BatchNorms are folded into the layers before
-    them first, since T mixes channels. Equal widths only.
+    T = S_BB^-1/2 V U' S_AA^1/2, where U S V' is the SVD of S_AA^-1/2 S_AB S_BB^-1/2 of the pre-activations. A is
+    `into`. A tenth of the mean variance is added to each variance. BatchNorms are first folded into the layers before
+    them, because T mixes channels. Needs equal widths.
     """
     frame = prepared(networks, into, depth, probe)
     _refuse_groups(frame, "CCA Merge")
@@ -165,8 +168,8 @@ def cca_merge(networks: Sequence[nn.Module], into: int, depth: int, probe: Tenso
     values, behind = _by_axis(frame), norms(frame.structure, frame.bodies[into])
     frame.fold()
     hidden = [axis.index for axis in frame.structure.axes if not axis.fixed]
-    turns = [{} if place == into else {axis: _cca(each[axis], values[into][axis]) for axis in hidden}
-             for place, each in enumerate(values)]  # fmt: skip
+    turns = [{} if index == into else {axis: _cca(each[axis], values[into][axis]) for axis in hidden}
+             for index, each in enumerate(values)]  # fmt: skip
     moves = [frame.by_layer(turn, {axis: torch.linalg.inv(matrix).T for axis, matrix in turn.items()}) for turn in turns]
     result = frame.averaged(moves, frame.shares)
     nodes = {layer.name: layer.node for layer in frame.structure.layers}
@@ -186,7 +189,7 @@ def cca_merge(networks: Sequence[nn.Module], into: int, depth: int, probe: Tenso
 
 
 def _cca(theirs: Tensor, goal: Tensor) -> Tensor:
-    """T [n, n] from values [n, r] of both networks; the identity where one has none."""
+    """Return T [n, n] from values [n, r] of both networks; the identity if one has no values."""
     y, x = (values.double() - values.double().mean(dim=1, keepdim=True) for values in (theirs, goal))
     if not (x.any() and y.any()):
         return torch.eye(len(y), dtype=torch.float64)
@@ -197,7 +200,7 @@ def _cca(theirs: Tensor, goal: Tensor) -> Tensor:
 
 
 def _roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """S^1/2 and S^-1/2 of the covariance with CCA of its mean variance added."""
+    """Return S^1/2 and S^-1/2 of the covariance plus CCA times its mean variance."""
     more = CCA * covariance.diagonal().mean()
     values, vectors = torch.linalg.eigh(covariance + more * torch.eye(len(covariance), dtype=covariance.dtype))
     return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
@@ -205,7 +208,7 @@ def _roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 def _set_statistics(network: nn.Module, targets: Mapping[str, tuple[Tensor, Tensor]], behind: Mapping[str, str],
                     probe: Tensor) -> None:  # fmt: skip
-    """Every layer's outputs, behind its BatchNorm where it has one, get the mean and standard deviation [channels]."""
+    """Give every layer's outputs (after its BatchNorm, if any) the mean and standard deviation [channels]."""
     for name, (mean, std) in targets.items():
         if norm := behind[name]:
             network.get_parameter(f"{norm}.weight").copy_(std)
@@ -216,16 +219,20 @@ def _set_statistics(network: nn.Module, targets: Mapping[str, tuple[Tensor, Tens
 
 
 def _by_axis(frame: Frame) -> list[dict[int, Tensor]]:
-    """Of each network the pre-activations [channels, values] on each axis."""
-    found = []
+    """Return, for each network, the pre-activations [channels, values] on each axis."""
+    values = []
     for wiring in frame.wirings:
         points = frame.structure.points
         seen = observe(wiring, frame.probe, features={node for nodes in points.values() for node in nodes}, positions=2048)
-        found.append({axis: torch.cat([features_of(seen, node) for node in nodes], dim=1) for axis, nodes in points.items()})
-    return found
+        values.append(
+            {axis: torch.cat([features_of(seen, node) for node in nodes], dim=1) for axis, nodes in points.items()}
+        )
+    return values
 
 
 def _refuse_groups(frame: Frame, name: str) -> None:
     for axis in frame.structure.axes:
         if axis.groups > 1:
-            raise UserError(f"{name}: '{axis.slots[0].tensor}' has channels in groups (GroupNorm), which it cannot take")
+            raise UserError(
+                f"{name}: '{axis.slots[0].tensor}' has channels in groups (GroupNorm), which it does not support"
+            )

@@ -1,5 +1,8 @@
-"""Neuron Interpolation (arXiv 2507.00037): from the first layer on, groups of the networks' neurons, and for each the
-weights that give the group's mean from what the fused network has so far (HF-linear and KF-linear)."""
+"""Neuron Interpolation (arXiv 2507.00037): HF-linear and KF-linear.
+
+From the first layer to the last, the networks' neurons are grouped. The fused layer gets the weights that best
+produce each group's mean from the fused network's current inputs.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,7 +12,9 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedloom.fusion.comparators.layers import (
+from fedloom.fusion.graph.channels import Layer, Wiring, wire
+from fedloom.fusion.refit.patches import patches, picked
+from fedloom.sims.experiments.comparators.layers import (
     ROWS,
     Frame,
     in_channels,
@@ -23,21 +28,22 @@ from fedloom.fusion.comparators.layers import (
     with_ones,
     written,
 )
-from fedloom.fusion.graph.channels import Layer, Wiring, wire
-from fedloom.fusion.refit.patches import patches, picked
 
 LLOYD = 50  # most steps of k-means
 
-# From the fused network's inputs [r, d] and the networks' outputs [r, n_i], that of `into` first, matrices [n_i, m]: each
-# column over all networks a mean
+# Maps the fused network's inputs [r, d] and the networks' outputs [r, n_i] (`into` first) to matrices [n_i, m]: each
+# column is a mean over the neurons of all networks
 Grouping = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
 
 
 @torch.no_grad()
 def hungarian(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """HF-linear: each neuron of a network is matched with one of `into`'s (of their mean, for more than two networks), so
-    that the sum of s_i ||X w_ij - z_i|| + s_j ||X w_ij - z_j|| is least, with w_ij = (s_i w_i + s_j w_j) / (s_i + s_j) and
-    w = X^+ z; X: the fused network's own inputs, z: outputs. Equal importance s of all neurons. Equal widths only."""
+    """Merge by HF-linear: match each neuron of a network with one of `into`, or of the mean of the networks merged before.
+
+    It minimises the sum of s_i ||X w_ij - z_i|| + s_j ||X w_ij - z_j||. Here w_ij = (s_i w_i + s_j w_j) / (s_i + s_j)
+    and w = X^+ z. X are the fused network's own inputs, z outputs. All neurons have equal importance s. Needs equal
+    widths.
+    """
     frame = prepared(networks, into, depth, probe)
     refuse_unequal_widths(frame, "HF-linear")
     return _interpolated(frame, _hungarian)
@@ -45,14 +51,21 @@ def hungarian(networks: Sequence[nn.Module], into: int, depth: int, probe: Tenso
 
 @torch.no_grad()
 def kmeans(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """KF-linear: k-means over all networks' neurons as vectors z of outputs, begun at those of `into`, as many as it has;
-    a new neuron is the mean of its group's w = X^+ z; X: the fused network's own inputs. Any widths."""
+    """Merge by KF-linear: k-means over all networks' neurons as vectors z of outputs, started at those of `into`.
+
+    A new neuron is the mean of its group's w = X^+ z, where X are the fused network's own inputs. Works for any
+    widths.
+    """
     return _interpolated(prepared(networks, into, depth, probe), _kmeans)
 
 
 def _interpolated(frame: Frame, grouping: Grouping) -> nn.Module:
-    """Outputs are those behind a layer's BatchNorm, which becomes neutral; where a block ends, of its sum, less what the
-    fused network's other branch gives. X^+ by ridge regression. Groups are made once for each axis, at its first layer."""
+    """Compute the fused network layer by layer.
+
+    Outputs are taken after a layer's BatchNorm, which becomes neutral. At the end of a block they are the block's
+    sum, minus the fused network's other branch. X^+ uses ridge regression. Groups are formed once for each axis, at
+    its first layer.
+    """
     result, share = copy.deepcopy(frame.bodies[frame.into]), max(1, ROWS // len(frame.probe))
     structure, wiring = frame.structure, wire(result, frame.probe[:1])
     layers = {layer.node: layer for layer in weighted(structure)}
@@ -82,43 +95,46 @@ def _interpolated(frame: Frame, grouping: Grouping) -> nn.Module:
 
 
 def _sums(structure: Wiring, ends: set[str]) -> dict[str, tuple[str, str]]:
-    """For the nodes that are one operand of the sum that ends a block: the sum and the other operand."""
-    totals, found = {unit.sum for unit in structure.units}, {}
+    """Return, for each operand of a sum that ends a block, the sum and the other operand."""
+    totals, operands = {unit.sum for unit in structure.units}, {}
     for node in structure.graph.graph.nodes:
         if node.name in totals and len(node.all_input_nodes) == 2:
             one, other = (operand.name for operand in node.all_input_nodes)
-            found |= {end: (node.name, rest) for end, rest in ((one, other), (other, one)) if end in ends}
-    return found
+            operands |= {end: (node.name, rest) for end, rest in ((one, other), (other, one)) if end in ends}
+    return operands
 
 
 def _grouped(frame: Frame, layer: Layer, x: Tensor, outputs: Sequence[Tensor], grouping: Grouping) -> list[Tensor]:
-    """For each network [n, m]; the output layer's by class. A network that is zero here has no part in the groups."""
+    """Return the groups of each network, [n, m]; those of the output layer are the classes.
+
+    A network whose outputs are all zero here does not join the groups.
+    """
     if frame.structure.axes[layer.outputs].fixed:
         return [torch.eye(each.shape[1]) / len(outputs) for each in outputs]
-    there = [place for place, each in enumerate(outputs) if each.any()] or [frame.into]
-    there.sort(key=lambda place: place != frame.into)
-    found = dict(zip(there, grouping(x, [outputs[place] for place in there]), strict=True))
-    width = next(iter(found.values())).shape[1]
-    return [found.get(place, torch.zeros(each.shape[1], width)) for place, each in enumerate(outputs)]
+    present = [index for index, each in enumerate(outputs) if each.any()] or [frame.into]
+    present.sort(key=lambda index: index != frame.into)
+    groups = dict(zip(present, grouping(x, [outputs[index] for index in present]), strict=True))
+    width = next(iter(groups.values())).shape[1]
+    return [groups.get(index, torch.zeros(each.shape[1], width)) for index, each in enumerate(outputs)]
 
 
 def _hungarian(x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     gram = products(x, x)
     images = [x @ ridge(gram, products(x, each)).to(x) for each in outputs]
     mean, image = outputs[0], images[0]
-    found = [torch.eye(outputs[0].shape[1]).to(x)]
+    matrices = [torch.eye(outputs[0].shape[1]).to(x)]
     for done, (z, p) in enumerate(zip(outputs[1:], images[1:], strict=True), 1):
         old, new = done / (done + 1), 1 / (done + 1)
         cost = old * _distances(old * image - mean, new * p) + new * _distances(old * image, new * p - z)
-        rows, columns = linear_sum_assignment(cost.numpy())  # row: of the mean so far; column: of this network
-        found.append(torch.zeros_like(found[0]))
-        found[-1][columns, rows] = 1.0
-        mean, image = old * mean + new * z @ found[-1], old * image + new * p @ found[-1]
-    return [matrix / len(outputs) for matrix in found]
+        rows, columns = linear_sum_assignment(cost.numpy())  # row: in the mean so far; column: in this network
+        matrices.append(torch.zeros_like(matrices[0]))
+        matrices[-1][columns, rows] = 1.0
+        mean, image = old * mean + new * z @ matrices[-1], old * image + new * p @ matrices[-1]
+    return [matrix / len(outputs) for matrix in matrices]
 
 
 def _distances(one: Tensor, other: Tensor) -> Tensor:
-    """||one_i + other_j|| [n, m] of columns of [r, n] and [r, m]."""
+    """Return ||one_i + other_j|| [n, m] for the columns of [r, n] and [r, m]."""
     squares = products(one, one).diagonal()[:, None] + products(other, other).diagonal() + 2.0 * products(one, other)
     return squares.clamp(min=0.0).sqrt()
 

@@ -1,8 +1,8 @@
-"""Heterogeneous model transfer (Wang et al. 2021): a network's layers copied into a trained one of another depth.
+"""Heterogeneous model transfer (Wang et al. 2021): copy a network's layers into a trained one of another depth.
 
-The chain is the path from the input to the output with the most weighted layers, so that of a residual network its branches,
-not its shortcuts. What no layer was copied into stays as it is. In CLA+OT (Sec. 4.1.1) layers may be paired by cross-layer
-alignment instead.
+The chain is the path from input to output with the most weighted layers; in a residual network it follows the
+branches, not the shortcuts. Layers without a pair stay unchanged. As an alternative, cross-layer alignment pairs the
+layers (CLA+OT, Sec. 4.1.1).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,32 +14,37 @@ from fedloom.fusion.cla_ot.matching import layer_costs, match_units, wired
 from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.resize import with_state
 
-Names = list[tuple[str, str]]  # of layers: the target's and the source's
+Names = list[tuple[str, str]]  # layers of the target and the source
 
 
 def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "chain") -> nn.Module:
-    """A copy of `target` that holds the weights of the layers of `source` that are paired with its own.
+    """Return a copy of `target` with the weights of the paired layers of `source`.
 
-    `by`: "chain" (the longest chain) or "cla" (units that correspond by CKA on inputs [k, ...], with all their layers).
-    Raises UserError for an unknown way, networks of other families ("cla"), and paired layers of other shapes.
+    `probe`: inputs, [k, ...]. `by`: "chain" (the longest chain), or "cla" (all layers of units that correspond by
+    CKA). Raise UserError if `by` is unknown, the networks have different families ("cla"), or paired layers have
+    different shapes.
     """
     if by not in PAIRINGS:
         raise UserError(f"transfer: got by='{by}', takes one of: {', '.join(PAIRINGS)}")
-    own, given = target.state_dict(), source.state_dict()
+    own, source_state = target.state_dict(), source.state_dict()
     state = dict(own)
     for name, other in PAIRINGS[by](source, target, probe):
         for tensor in target.get_submodule(name).state_dict():
             ours, theirs = f"{name}.{tensor}", f"{other}.{tensor}"
-            if theirs not in given or given[theirs].shape != own[ours].shape:
-                shapes = [list(state[key].shape) if key in state else None for key, state in ((ours, own), (theirs, given))]
-                raise UserError(f"transfer: '{ours}' and '{theirs}' have shapes {shapes}; takes networks of equal widths")
-            state[ours] = given[theirs]
+            if theirs not in source_state or source_state[theirs].shape != own[ours].shape:
+                shapes = [
+                    list(state[key].shape) if key in state else None for key, state in ((ours, own), (theirs, source_state))
+                ]
+                raise UserError(f"transfer: '{ours}' and '{theirs}' have shapes {shapes}; use networks of equal widths")
+            state[ours] = source_state[theirs]
     return with_state(target, {name: tensor.clone() for name, tensor in state.items()})
 
 
 def by_chain(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
-    """The longest common sequence of the two chains, layers alike in kind and shape; of several the one that comes first in
-    the target."""
+    """Return the longest common sequence of the two chains, with layers of equal type and shape.
+
+    Of several, it is the one that comes first in the target.
+    """
     wirings = wired([target, source], probe)
     ours, theirs = (chain(wiring) for wiring in wirings)
     kinds = [[_kind(network, name) for name in names] for network, names in ((target, ours), (source, theirs))]
@@ -47,7 +52,7 @@ def by_chain(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
 
 
 def by_alignment(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
-    """The layers of the units that correspond (CLA+OT, Algorithm 1), and those outside of all units."""
+    """Return the layers of the units that correspond (CLA+OT, Algorithm 1), and those outside of units."""
     ours, theirs = wired([target, source], probe)
     matches = match_units(ours, theirs, layer_costs(target, source, probe))
     groups = [(ours.units[i].layers, theirs.units[j].layers) for i, j in sorted(matches.items())]
@@ -59,33 +64,33 @@ PAIRINGS: dict[str, Callable[[nn.Module, nn.Module, Tensor], Names]] = {"chain":
 
 
 def chain(wiring: Wiring) -> list[str]:
-    """The names of the layers, norms too, on the path through the network with the most convolutions and linear layers."""
+    """Return the names of the layers, with norms, on the path with the most convolutions and linear layers."""
     layers = {layer.node: layer for layer in wiring.layers}
     best: dict[str, tuple[int, list[str]]] = {}
     for node in wiring.graph.graph.nodes:
-        length, path = max((best[each.name] for each in node.all_input_nodes), key=lambda found: found[0], default=(0, []))
+        length, path = max((best[each.name] for each in node.all_input_nodes), key=lambda item: item[0], default=(0, []))
         if layer := layers.get(node.name):
             length, path = length + (layer.kind != "norm"), [*path, layer.name]
         best[node.name] = length, path
-    return max(best.values(), key=lambda found: found[0])[1]
+    return max(best.values(), key=lambda item: item[0])[1]
 
 
 def common(ones: Sequence[object], twos: Sequence[object]) -> list[tuple[int, int]]:
-    """The places of a longest common subsequence, as early as possible in both."""
-    most = [[0] * (len(twos) + 1) for _ in range(len(ones) + 1)]  # of the rests from i and j on
+    """Return the index pairs of a longest common subsequence, as early as possible in both."""
+    most = [[0] * (len(twos) + 1) for _ in range(len(ones) + 1)]  # length for the rest from i and j
     for i in reversed(range(len(ones))):
         for j in reversed(range(len(twos))):
             most[i][j] = 1 + most[i + 1][j + 1] if ones[i] == twos[j] else max(most[i + 1][j], most[i][j + 1])
-    found, i, j = [], 0, 0
+    pairs, i, j = [], 0, 0
     while i < len(ones) and j < len(twos):
         if ones[i] == twos[j]:
-            found.append((i, j))
+            pairs.append((i, j))
             i, j = i + 1, j + 1
         elif most[i][j + 1] >= most[i + 1][j]:
             j += 1
         else:
             i += 1
-    return found
+    return pairs
 
 
 def _kind(network: nn.Module, name: str) -> tuple[object, ...]:

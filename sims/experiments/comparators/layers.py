@@ -1,4 +1,4 @@
-"""What the comparators have in common: networks of one structure, what their layers take in and give, least squares."""
+"""What comparators share: networks of one structure, the inputs and outputs of layers, least squares."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +18,16 @@ from fedloom.fusion.probe import Runner, observe
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.state import State
 
-ROWS = 20_000  # positions over all samples at which a layer is looked at
-RIDGE, FLOOR = 1e-2, 1e-3  # of the diagonal, and of its mean
+ROWS = 20_000  # observed positions of a layer, over all samples
+RIDGE, FLOOR = 1e-2, 1e-3  # relative to the diagonal, and to its mean
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Networks brought to one depth by `fuse`, each in its own basis.
+    """Networks that `fuse` has brought to one depth, each in its own basis.
 
-    `plans`: of each network by axis, [n, m], columns sum to 1, into the basis of `into` (which has none), as `fuse` finds
-    them. `shares`: of each network in the mean of a layer, by the layer's name: 0 where it has been added.
+    `plans`: by network and axis, [n, m], columns sum to 1, into the basis of `into`, as in `fuse`; empty for `into`.
+    `shares`: each network's share in the mean of a layer, by the layer's name; 0 where the layer was added.
     """
 
     bodies: tuple[nn.Module, ...]
@@ -40,48 +40,50 @@ class Frame:
 
     @property
     def structure(self) -> Wiring:
-        """All have the layers and axes of this one."""
+        """The wiring whose layers and axes all the networks have."""
         return self.wirings[self.depth]
 
     def size(self, axis: int) -> int:
-        """The number of channels that the result has on an axis."""
+        """Return the number of channels of the result on an axis."""
         return self.wirings[self.into].axes[axis].size
 
     def averaged(self, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
-        """The mean of the networks, each moved first, by their shares in each layer; not repaired."""
-        states = [self.moved(place, move) for place, move in enumerate(moves)]
+        """Return the mean of the moved networks by their shares in each layer, without repair."""
+        states = [self.moved(index, move) for index, move in enumerate(moves)]
         return with_state(self.bodies[self.into], {name: _mean(name, states, shares) for name in states[self.into]})
 
     def repaired(self, network: nn.Module, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
-        """The network itself, its statistics set right (REPAIR) to the mixture of the bodies', moved by `moves`."""
+        """Repair a network's statistics in place (REPAIR) to the mixture of the moved bodies; return the network."""
         seen, own = [], []
         for wiring, move in zip(self.wirings, moves, strict=True):
             nodes = watched(wiring)
-            found = observe(wiring, self.probe, moments=set(nodes.values())).moments
-            seen.append(in_basis({name: (found[node].mean, found[node].std) for name, node in nodes.items()}, move.outgoing))
-            kept = {name: running(wiring.graph.get_submodule(name)) for name in nodes}
-            own.append(in_basis({name: pair for name, pair in kept.items() if pair}, move.outgoing))
+            moments = observe(wiring, self.probe, moments=set(nodes.values())).moments
+            seen.append(
+                in_basis({name: (moments[node].mean, moments[node].std) for name, node in nodes.items()}, move.outgoing)
+            )
+            statistics = {name: running(wiring.graph.get_submodule(name)) for name in nodes}
+            own.append(in_basis({name: pair for name, pair in statistics.items() if pair}, move.outgoing))
         repair(network, Target(mixture(seen, shares), mixture(own, shares)), self.probe)
         return network
 
     def by_layer(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Moves:
-        """Moves from matrices [n, m] by axis."""
+        """Return moves by layer from matrices [n, m] by axis."""
         layers = self.structure.layers
         return Moves({layer.name: outgoing[layer.outputs] for layer in layers if layer.outputs in outgoing},
                      {layer.name: incoming[layer.inputs] for layer in layers if layer.inputs in incoming}, {})  # fmt: skip
 
     def by_plans(self) -> list[Moves]:
-        """Of each network, by its plans."""
+        """Return the moves of each network by its plans."""
         return [self.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()}) for plans in self.plans]
 
-    def moved(self, place: int, move: Moves) -> State:
-        """The state of one of the networks, moved: weights on both sides, vectors with the outputs."""
-        return moved(self.bodies[place].state_dict(), self.structure.layers, move)
+    def moved(self, index: int, move: Moves) -> State:
+        """Return the moved state of one network: weights on both sides, vectors with the outputs."""
+        return moved(self.bodies[index].state_dict(), self.structure.layers, move)
 
     def fold(self) -> None:
-        """Make all BatchNorms neutral, in place: their scale goes into the layers before them, their shift into their bias.
+        """Make all BatchNorms neutral, in place: fold their scale and shift into the layers before them.
 
-        Raises UserError as `norms` does.
+        Raise UserError as `norms`.
         """
         for body in self.bodies:
             for name, norm in norms(self.structure, body).items():
@@ -95,13 +97,16 @@ def _fold(module: Any, norm: Any) -> None:
     written(module, norm, torch.cat([module.weight.flatten(1).T * scale, (scale * bias + norm.bias)[None]]))
 
 
-def written(module: Any, norm: Any | None, found: Tensor) -> None:
-    """Write a layer's weights and, if there are any, a last row of biases [d (+ 1), m]; the BatchNorm behind it, if given,
-    takes the bias and is neutral else. A layer without bias gets one where it needs it."""
+def written(module: Any, norm: Any | None, solution: Tensor) -> None:
+    """Write weights into a layer; a last row of `solution` [d (+ 1), m] has the biases, if present.
+
+    The BatchNorm after the layer, if any, takes the bias and becomes neutral otherwise. A layer without bias gets one
+    if needed.
+    """
     weight = module.weight
     rows = weight[0].numel()
-    weight.copy_(found[:rows].T.reshape(weight.shape))
-    bias = found[rows:].flatten().to(weight) if len(found) > rows else None
+    weight.copy_(solution[:rows].T.reshape(weight.shape))
+    bias = solution[rows:].flatten().to(weight) if len(solution) > rows else None
     if norm is not None:
         norm.weight.fill_(1.0)
         norm.bias.copy_(torch.zeros_like(norm.bias) if bias is None else bias)
@@ -122,7 +127,7 @@ def _mean(name: str, states: Sequence[State], shares: Mapping[str, list[float]])
 
 
 def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> Frame:
-    """Networks in the structure of `depth` (places in `networks`). Raises UserError as `fuse` and `weighted` do."""
+    """Return networks in the structure of `depth` (an index in `networks`). Raise UserError as `fuse` and `weighted`."""
     weighted(wire(networks[depth], probe[:1]))
     fused = fuse(networks, into=into, depth=depth, probe=probe, settings=FusionSettings(repair=False, refit="none"))
     bodies = tuple(copy.deepcopy(body).eval() for body in fused.balanced)
@@ -131,7 +136,7 @@ def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor
     added = []
     for network, match in zip(networks, fused.alignment, strict=True):
         fewer = len(wire(network, probe[:1]).units) <= len(structure.units)
-        lacking = [unit for place, unit in enumerate(structure.units) if fewer and place not in match]
+        lacking = [unit for index, unit in enumerate(structure.units) if fewer and index not in match]
         added.append({name for unit in lacking for name in unit.layers})
     names = {layer.name: None for layer in structure.layers}
     shares = {name: [float(name not in lacks) for lacks in added] for name in names}
@@ -142,52 +147,57 @@ def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor
 
 
 def refuse_unequal_widths(frame: Frame, name: str) -> None:
-    """UserError for networks of other widths than `into`, naming the method and a layer."""
+    """Raise UserError, with the method and a layer, for networks with other widths than `into`."""
     for axis in frame.structure.axes:
         sizes = [wiring.axes[axis.index].size for wiring in frame.wirings]
         if len(set(sizes)) > 1:
-            raise UserError(f"{name}: '{axis.slots[0].tensor}' has {sizes} channels in the networks; takes equal widths")
+            raise UserError(f"{name}: '{axis.slots[0].tensor}' has {sizes} channels in the networks; use equal widths")
 
 
 def spread(plan: Tensor) -> Tensor:
-    """The incoming side [n, m] of a plan: of channels that are made of several, each takes its share of what is read."""
+    """Return the incoming side [n, m] of a plan: channels that are merged share the weight of what is read."""
     return plan / plan.sum(dim=1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
 
 
 def weighted(wiring: Wiring) -> list[Layer]:
-    """Convolutions and linear layers, each at its first call. Raises UserError naming a layer of another kind."""
+    """Return convolutions and linear layers, each at its first call. Raise UserError for another kind of layer."""
     first: dict[str, Layer] = {}
     for layer in wiring.layers:
         if layer.kind not in ("conv", "linear", "norm"):
-            raise UserError(f"layer '{layer.name}' is {layer.kind}: comparators take plain convolutions and linear layers")
+            raise UserError(
+                f"layer '{layer.name}' is {layer.kind}: comparators support plain convolutions and linear layers"
+            )
         if layer.kind != "norm":
             first.setdefault(layer.name, layer)
     return list(first.values())
 
 
 def norms(structure: Wiring, network: nn.Module) -> dict[str, str]:
-    """Of each convolution and linear layer the BatchNorm that alone reads it, by name; "" if there is none.
+    """Return, for each convolution and linear layer, the name of the BatchNorm that alone reads it; "" without one.
 
-    Raises UserError naming a norm that stands elsewhere, is no BatchNorm, or has no scale or running statistics.
+    Raise UserError if a norm is elsewhere, is not a BatchNorm, or has no scale or running statistics.
     """
     kind = {layer.node: layer for layer in structure.layers}
     readers = {node.name: [user.name for user in node.users] for node in structure.graph.graph.nodes}
-    found = {}
+    norm_of = {}
     for layer in weighted(structure):
         users = readers[layer.node]
         norm = kind.get(users[0]) if len(users) == 1 else None
-        found[layer.name] = norm.name if norm and norm.kind == "norm" else ""
+        norm_of[layer.name] = norm.name if norm and norm.kind == "norm" else ""
     for name in (layer.name for layer in structure.layers if layer.kind == "norm"):
         module = network.get_submodule(name)
-        if name not in found.values() or running(module) is None or module.weight is None:
-            raise UserError(f"layer '{name}': this comparator takes BatchNorm alone, with a scale and running statistics, "
-                            "right behind a convolution or linear layer")  # fmt: skip
-    return found
+        if name not in norm_of.values() or running(module) is None or module.weight is None:
+            raise UserError(f"layer '{name}': this comparator only supports BatchNorm, with a scale and running statistics, "
+                            "directly after a convolution or linear layer")  # fmt: skip
+    return norm_of
 
 
 def walk(wiring: Wiring, probe: Tensor) -> Iterator[tuple[fx.Node, dict[fx.Node, Tensor]]]:
-    """Run a network node by node: each node with the values of itself and of what it reads. Take copies: later nodes may
-    work in place. Under torch.no_grad, the network in eval mode."""
+    """Run a network node by node, and yield each node with the values of itself and of its inputs.
+
+    Copy the values, because later nodes can work in place. Call it under torch.no_grad, with the network in eval
+    mode.
+    """
     run = Runner(wiring.graph)
     run.args_iter = iter((probe.clone(),))
     for node in wiring.graph.graph.nodes:
@@ -199,27 +209,27 @@ def walk(wiring: Wiring, probe: Tensor) -> Iterator[tuple[fx.Node, dict[fx.Node,
 
 
 def in_channels(rows: Tensor, matrix: Tensor | None) -> Tensor:
-    """Rows [r, n * q] of n channels with q entries each, in another basis: [r, m * q] by matrix [n, m]; None: unchanged."""
+    """Map rows [r, n * q] of n channels with q entries each to [r, m * q] by matrix [n, m]; None: unchanged."""
     if matrix is None:
         return rows
     return torch.einsum("rnq,nm->rmq", rows.view(len(rows), len(matrix), -1), matrix.to(rows)).flatten(1)
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """x'y [d, m] in float64 from [r, d] and [r, m], by pieces."""
+    """Return x'y [d, m] in float64 from [r, d] and [r, m], computed in pieces."""
     pieces = zip(x.split(4096), y.split(4096), strict=True)
     return sum((one.double().T @ other.double() for one, other in pieces), torch.zeros((), dtype=torch.float64))
 
 
 def ridge(gram: Tensor, cross: Tensor, start: Tensor | None = None) -> Tensor:
-    """[d, m] that solves gram [d, d] W = cross [d, m], drawn towards `start` (None: 0) by RIDGE of the diagonal."""
+    """Return W [d, m] with gram [d, d] W = cross [d, m], with a ridge of RIDGE x diagonal toward `start` (None: 0)."""
     diagonal = gram.diagonal()
     damped = gram + torch.diag(RIDGE * (diagonal + FLOOR * diagonal.mean().clamp(min=1e-12)))
     rest = cross if start is None else cross - gram @ start
-    found = torch.linalg.solve(damped, rest)
-    return found if start is None else start + found
+    change = torch.linalg.solve(damped, rest)
+    return change if start is None else start + change
 
 
 def with_ones(rows: Tensor) -> Tensor:
-    """A column of ones appended, for the bias."""
+    """Append a column of ones, for the bias."""
     return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
