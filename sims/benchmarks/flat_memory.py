@@ -37,6 +37,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
         finally:
             grid.close()
     processes.left()
-    rows = [{"what": what, "early_mb": early / MIB, "late_mb": taken[ROUNDS][what] / MIB,
-             "growth": (taken[ROUNDS][what] - early) / max(early, 1)} for what, early in taken[EARLY].items()]  # fmt: skip
+    pairs = {what: [taken[round][what] for round in (EARLY, ROUNDS)] for what in ("driver", "workers", "object store")}
+    rows = [{"what": what, "early_mb": early / MIB, "late_mb": late / MIB, "growth": (late - early) / max(early, 1)}
+            for what, (early, late) in pairs.items()]  # fmt: skip
     return table("Memory of the ray engine", COLUMNS, rows, f"{SITES} sites, 1 MB each way"), rows

@@ -17,7 +17,7 @@ LOST_ONCE, LOST_TWICE = "a lost state", "a state lost twice"
 COUNTS = (LOST_ONCE, *PARTIALS)  # faults after which the reply counts
 ODD = (*REFUSED, *COUNTS, LOST_TWICE)
 NO_REPLY = f"no reply within {ROUND_TIMEOUT:g} s"
-NEEDS_NONE = "it says that its own state is lost, and needs none"  # a site that has never contributed
+NEEDS_NONE = "it reports a lost state, but has none yet"  # a site that has never contributed
 
 REASONS = {
     "kill": "killed its worker 2 times",

@@ -72,7 +72,6 @@ class Parts:
     def __init__(self, stores: Stores, run: str) -> None:
         self.stores, self.run = stores, run
         self.holders: dict[str, str] = {}
-        self._nodes: set[str] = set()  # that were asked
         self._odd = True
 
     def look(self) -> bool:
