@@ -127,10 +127,8 @@ class CarefulGrid(HttpGrid):
         for info, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
             self._coming[info.metadata.reply_to_message_id] = _Coming(info, list(parts))
-        replies = {
-            message_id: self._complete(self._coming[message_id]) for message_id in sorted(wanted & self._coming.keys())
-        }
-        self.cancel(message_id for message_id, reply in replies.items() if reply is not None)
+        replies = {asked: self._complete(self._coming[asked]) for asked in sorted(wanted & self._coming.keys())}
+        self.cancel(asked for asked, reply in replies.items() if reply is not None)
         return [reply for reply in replies.values() if reply is not None]
 
     def cancel(self, message_ids: Iterable[str]) -> None:
@@ -155,10 +153,8 @@ class CarefulGrid(HttpGrid):
 
     def _confirm(self, coming: _Coming) -> None:
         """Let the SuperLink delete a reply that has come or is not wanted."""
-        metadata, coming.confirmed = coming.info.metadata, True
-        request = ConfirmMessageReceivedRequest(
-            node=self.node, run_id=metadata.run_id, message_object_id=metadata.message_id
-        )
+        about, coming.confirmed = coming.info.metadata, True
+        request = ConfirmMessageReceivedRequest(node=self.node, run_id=about.run_id, message_object_id=about.message_id)
         self._runtime_client.ConfirmMessageReceived(request)
 
     def _fetch(self, coming: _Coming, limit: int) -> None:

@@ -46,15 +46,13 @@ def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> No
         where = f"{answer.url.host}:{answer.url.port}{answer.url.path}"
         if 300 <= answer.status_code < 400:
             target = plain(answer.headers.get("location", "nowhere"))[:MOST_SHOWN]
-            raise OddAnswerError(
-                f"{where} answers {answer.status_code} and redirects to '{target}'; redirects are not followed"
-            )
+            raise OddAnswerError(f"{where} answers {answer.status_code} and redirects to '{target}', which is not followed")
         if answer.is_error:  # the status is enough; a proxy may have written the body
             answer.headers.pop("content-encoding", None)
             answer.stream = _Bounded(answer.stream, MOST_FAILURE)
             return
         if answer.headers.get("content-encoding", "identity") != "identity":
-            raise OddAnswerError(f"{where} answers with a compressed body; compressed answers are not read")
+            raise OddAnswerError(f"{where} answers with a compressed body, which is not read")
         if most is not None:
             answer.stream = _Bounded(answer.stream, most(answer.url.path), where)
 
@@ -76,9 +74,7 @@ class _Bounded(httpx.SyncByteStream):
             size += len(piece)
             if size > self._most:
                 if self._where:
-                    raise OddAnswerError(
-                        f"{self._where} answers with more than {self._most} bytes; larger answers are not read"
-                    )
+                    raise OddAnswerError(f"{self._where} answers with more than {self._most} bytes; that is not read")
                 return
             yield piece
 

@@ -79,21 +79,19 @@ def wiring_of(architecture: Architecture) -> Wiring:
 def _names(architectures: Sequence[Architecture]) -> list[str]:
     """Return short names: the network's name and, where several share it, the options in which they differ."""
     names = []
-    for architecture in architectures:
-        name = str(architecture.options["name"])
+    for one in architectures:
+        name = str(one.options["name"])
         same = [other.options for other in architectures if other.options["name"] == name]
-        differs = [
-            value for key, value in sorted(architecture.options.items()) if any(other.get(key) != value for other in same)
-        ]
+        differs = [value for key, value in sorted(one.options.items()) if any(other.get(key) != value for other in same)]
         words = [
             name.rpartition(":")[2],
             *map(str, differs),
-            *([str(architecture.classes)] if _share_network(architecture, architectures) else []),
+            *([str(one.classes)] if _share_network(one, architectures) else []),
         ]
         names.append(re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(words)).strip("-")[:60])
     earlier = [names[:index].count(name) for index, name in enumerate(names)]
     return [name if names.count(name) == 1 else f"{name}-{before + 1}" for name, before in zip(names, earlier, strict=True)]
 
 
-def _share_network(architecture: Architecture, others: Sequence[Architecture]) -> bool:
-    return sum(other.network == architecture.network for other in others) > 1
+def _share_network(one: Architecture, others: Sequence[Architecture]) -> bool:
+    return sum(other.network == one.network for other in others) > 1

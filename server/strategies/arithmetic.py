@@ -115,10 +115,8 @@ class ArithmeticStrategy(Strategy):
         """
         if self.search.by == NONE:
             return self.chosen(view)
-        everything = View(view.setup, view.slots)
-        alphas = noted(everything, self.search, self.combine) or note(
-            everything, self.search, self.combine, self.chosen(everything)
-        )
+        full = View(view.setup, view.slots)
+        alphas = noted(full, self.search, self.combine) or note(full, self.search, self.combine, self.chosen(full))
         return {site.name: alphas[site.name] for site in view.sites}
 
     def chosen(self, view: View) -> dict[str, Alpha]:
@@ -151,7 +149,7 @@ class ArithmeticStrategy(Strategy):
         check_objective(experiment, "local")
         experiment.common_architecture()
         if experiment.federation.partial_sums:
-            raise UserError("federation.partial_sums: the server computes the gradients of single sites; set it to false")
+            raise UserError("federation.partial_sums: the server needs single sites' gradients; set it to false")
         self.search.check(experiment, len(sites))
         if experiment.engine.vectorise > 1 and counter(experiment):
             raise UserError(

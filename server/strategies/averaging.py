@@ -68,9 +68,7 @@ class Averaging(Strategy):
             raise UserError(f"objective.name: objective {name} needs data that only strategy.name={needed} sends; use both")
         experiment.common_architecture()
         if experiment.federation.secure_aggregation and self.weighting == "samples":
-            raise UserError(
-                "federation.secure_aggregation: masked sums cannot be weighted by samples; set strategy.weighting=equal"
-            )
+            raise UserError("federation.secure_aggregation: masked sums have no sample counts; set strategy.weighting=equal")
 
     def warnings(self, experiment: Experiment) -> list[str]:
         """Warn if the mean of BatchNorm statistics may fit no site, or if the aggregate lacks them."""
@@ -143,9 +141,7 @@ class Averaging(Strategy):
         if self.memory:
             origin = "computed from all rounds before the last one, in which the forgotten sites participated"
             places = f"the server's {' and '.join(self.memory)}, and the network that the last round began with"
-            traces.append(
-                ResidualInfluence(places, f"they are {origin}; only the last step is repeated without these sites")
-            )
+            traces.append(ResidualInfluence(places, f"they are {origin}; only the last step is repeated"))
         return traces
 
 

@@ -204,9 +204,7 @@ def slots_of(experiment: Experiment) -> dict[str, Slot]:
     if experiment.federation.partial_sums and (
         len(slots) > 1 or any(isinstance(slot, PerClientSlot) for slot in slots.values())
     ):
-        raise UserError(
-            f"federation.partial_sums: workers can add up only one sum, but strategy '{name}' has more; set it to false"
-        )
+        raise UserError(f"federation.partial_sums: workers can add up only one sum, strategy '{name}' has more")
     return dict(slots)
 
 
@@ -231,10 +229,8 @@ def check_objective(experiment: Experiment, name: str) -> None:
         UserError: The message names both objectives.
     """
     if not isinstance(experiment.objective, OBJECTIVES.get(name)):
-        objective, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
-        raise UserError(
-            f"objective.name: got '{objective}', strategy {strategy} takes {name}, or one that is derived from it"
-        )
+        given, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
+        raise UserError(f"objective.name: got '{given}', strategy {strategy} takes {name}, or one that is derived from it")
 
 
 def counter(experiment: Experiment) -> str:

@@ -75,7 +75,5 @@ def _prefix(large: Group, small: Group) -> Submodel:
     """Return a network with exits as the first blocks of another. Raise UserError, naming both, if it is not."""
     state, own = large.architecture.build().state_dict(), small.architecture.build().state_dict()
     if lacking := next((name for name in own if name not in state or own[name].shape != state[name].shape), ""):
-        raise UserError(
-            f"{small.name} is not a prefix of {large.name}: the deeper network has no tensor '{lacking}' of this shape"
-        )
+        raise UserError(f"{small.name} is not a prefix of {large.name}, which has no tensor '{lacking}' of this shape")
     return Submodel({name: (name, (None,) * tensor.ndim) for name, tensor in own.items()}, {})

@@ -64,14 +64,12 @@ class FedNova(Averaging):
         if WORK not in view.slots.keeps():
             raise UserError("strategy 'fednova': in this run, sites reported their work themselves; continue it with the "
                             "version that started it")  # fmt: skip
-        record, last = view.server_state(WORK), int(view.server_state(ROUND)["number"])
+        sent, last = view.server_state(WORK), int(view.server_state(ROUND)["number"])
         names = [site.name for site in counted(view).sites if view.has(NETWORKS, site.name)]
-        if not record[AVERAGE] or any(view.last_put(name) != last for name in names):
+        if not sent[AVERAGE] or any(view.last_put(name) != last for name in names):
             return 1.0
         samples = [view.last_samples(name) for name in names]
-        return (
-            self._mean_work(view.experiment, int(record[ROUNDS]), last, samples) / float(record[AVERAGE]) if samples else 1.0
-        )
+        return self._mean_work(view.experiment, int(sent[ROUNDS]), last, samples) / float(sent[AVERAGE]) if samples else 1.0
 
     def _mean_work(self, experiment: Experiment, rounds: int, round: int, samples: Sequence[int]) -> float:
         """Return tau_eff, times the rate, of sites with these numbers of images. 0 without sites."""

@@ -43,14 +43,10 @@ class FedProto(Strategy):
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "fedproto")
         first, *others = groups_of(experiment)
-        for group in others:
-            if (ours := _shape(group.architecture)) != (theirs := _shape(first.architecture)):
-                problem = (
-                    f"{group.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
-                )
-                raise UserError(
-                    f"network: strategy fedproto takes the same numbers of features and outputs at all sites, but {problem}"
-                )
+        for one in others:
+            if (ours := _shape(one.architecture)) != (theirs := _shape(first.architecture)):
+                text = f"{one.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
+                raise UserError(f"network: strategy fedproto takes equally many features and outputs at all sites; {text}")
 
     def begin(self, context: RoundContext) -> None:
         """Save nothing: no prototype is known yet."""

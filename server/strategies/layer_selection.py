@@ -79,9 +79,7 @@ class LayerSelectionStrategy(Strategy):
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "layer_selection")
         if self.arrival == TOGETHER and experiment.federation.scale_bits < FEWEST_BITS:
-            problem = (
-                f"got {experiment.federation.scale_bits}, but layers times masses down to 2^-16 take at least {FEWEST_BITS}"
-            )
+            problem = f"got {experiment.federation.scale_bits}, but masses down to 2^-16 take at least {FEWEST_BITS}"
             raise UserError(f"federation.scale_bits: {problem}")
         objective, sites = _objective(experiment), experiment.sites
         first = objective.layers_of(experiment.config, sites[0])
@@ -203,9 +201,7 @@ class LayerSelectionStrategy(Strategy):
         if view.rounds_with(names) < (1 if self.arrival == LIFELONG else 2):
             return ()
         reason = "they were trained from shared parameters that include the forgotten sites"
-        measured = (
-            "measured with shared parameters that include the forgotten sites; a further round (--repair 1) repeats this"
-        )
+        measured = "measured with shared parameters that include the forgotten sites; --repair 1 measures again"
         return (
             ResidualInfluence("the other sites' own layers, and their contributions to shared ones", reason),
             ResidualInfluence("accuracies on sites' own tasks", measured),

@@ -65,9 +65,7 @@ def fused_apart(
         if into.weight == 0.0 and (index := _first_of(chunk, reference)) is not None:
             into = chunk.pop(index)
         if chunk:
-            into = Apart(
-                reference, _fused([into, *chunk], probe, settings), into.weight + sum(network.weight for network in chunk)
-            )
+            into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
     return into.state
 
 

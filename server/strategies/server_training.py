@@ -48,21 +48,15 @@ class ServerTraining:
 
     def _check_labels(self, experiment: Experiment, key: str) -> None:
         if experiment.data.heads != "shared":
-            raise UserError(
-                f"{key}: its labels need one shared output layer; with data.heads={experiment.data.heads}, set weight=1"
-            )
+            raise UserError(f"{key}: its labels need shared outputs; with data.heads={experiment.data.heads}, set weight=1")
         classes, public = groups_of(experiment)[0].architecture.classes, SiteConfig(domain=self.images.domain)
         if not public.domain:
             return
         if (count := class_count(public)) != classes:
             problem = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
-            raise UserError(
-                f"{key}.domain: {problem}; take a domain with as many classes, or set weight=1, which uses no labels"
-            )
+            raise UserError(f"{key}.domain: {problem}; take another domain, or weight=1, which uses no labels")
         if problem := _other_classes(experiment, public):
-            raise UserError(
-                f"{key}.domain: {problem}; take a domain with the same classes, or set weight=1, which uses no labels"
-            )
+            raise UserError(f"{key}.domain: {problem}; take another domain, or weight=1, which uses no labels")
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
         """Return the states of the architectures, by name, after training. `key` names the option in errors."""

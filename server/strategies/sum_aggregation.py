@@ -71,9 +71,7 @@ class SumAggregationStrategy(Strategy):
             raise UserError("objective.subset_probability: a mean without one site needs that site's network, which "
                             "federation.secure_aggregation hides; set it to 0")  # fmt: skip
         if experiment.federation.secure_aggregation and WEIGHTINGS[self.weighting] == SAMPLES:
-            raise UserError(
-                "federation.secure_aggregation: masked sums cannot be weighted by samples; set strategy.weighting=equal"
-            )
+            raise UserError("federation.secure_aggregation: masked sums have no sample counts; set strategy.weighting=equal")
         if not mode_of(experiment.objective).subsets and experiment.config.objective.get("initialisation") == AGGREGATE:
             raise UserError(f"objective.initialisation: {AGGREGATE} works only with mode=exact; take shared or own")
         if self.norms == SITE_NORMS and not mode_of(experiment.objective).star:

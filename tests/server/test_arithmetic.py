@@ -277,7 +277,7 @@ REFUSED = {
     "objective.mode=exact": "objective.mode: got 'exact', takes one of: together, sequential_ab, sequential_ba",
     "objective={name: sum_aggregation}": "objective.name: got 'sum_aggregation', strategy arithmetic takes local",
     "strategy={name: sum_aggregation}": "objective.name: got 'local', strategy sum_aggregation takes sum_aggregation",
-    "federation.partial_sums=true": "federation.partial_sums: the server computes the gradients of single sites",
+    "federation.partial_sums=true": "federation.partial_sums: the server needs single sites' gradients",
     "engine.vectorise=2": "engine.vectorise: sites with BatchNorm cannot be trained together; take 1, or network.norm=group",
     "strategy.name=sum_aggregation": r"network.norm: the counter 'extractor.1.num_batches_tracked' cannot be averaged",
 }  # fmt: skip

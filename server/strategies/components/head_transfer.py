@@ -114,9 +114,7 @@ class HeadTransfer(Recombining):
                 f"strategy.first_sites: got {self.first_sites}, takes a number below {count}, the number of sites"
             )
         if objective.same_start and len({experiment.architecture(site) for site in experiment.sites}) > 1:
-            raise UserError(
-                "objective.same_start: takes one network for all sites, but their networks differ; set it to false"
-            )
+            raise UserError("objective.same_start: takes one network for all sites, but theirs differ; set it to false")
         for site in experiment.sites if self.pretrained else ():
             self._start(experiment, site)
         check_pull(objective.pull, experiment.training)

@@ -67,9 +67,7 @@ class Recombining(Strategy):
         objective = components_of(experiment)
         check_alike(self.alike)
         if experiment.data.heads == "task":
-            raise UserError(
-                "data.heads: strategy head_transfer takes shared or own, because a head has its own site's classes"
-            )
+            raise UserError("data.heads: strategy head_transfer takes shared or own: a head has its site's classes")
         names = {site.name for site in experiment.sites}
         if unknown_site := next((name for name in objective.private if name not in names), ""):
             raise UserError(f"objective.private: unknown site '{unknown_site}'")
@@ -114,12 +112,12 @@ class Recombining(Strategy):
         """Ask sites for the components that they publish, and store these."""
         likes = {site.name: _published(context.experiment, site) for site in context.sites}
         asked = [site for site in self.networked(context) if likes[site.name]]
-        expected = {
-            site.name: RecordSpec(like, bounded=False, whole=False, check=_complete_parts(like))
-            for site in asked
-            for like in [likes[site.name]]
-        }
-        for reply in context.ask(PUBLISH, {}, lambda site: {COMPONENTS: expected[site.name]}, asked, needed=False):
+
+        def expected(site: Site) -> dict[str, RecordSpec]:
+            like = likes[site.name]
+            return {COMPONENTS: RecordSpec(like, bounded=False, whole=False, check=_complete_parts(like))}
+
+        for reply in context.ask(PUBLISH, {}, expected, asked, needed=False):
             if reply[COMPONENTS]:
                 context.put(COMPONENTS, reply.site, reply[COMPONENTS])
 
@@ -155,14 +153,11 @@ class Recombining(Strategy):
         """Delete the measurements of sites that are gone."""
         if MATRIX not in context.slots.keeps():
             return
-        remaining = torch.zeros(len(context.config.roster), dtype=torch.bool)
-        remaining[[site.index for site in context.sites]] = True
+        left = torch.zeros(len(context.config.roster), dtype=torch.bool)
+        left[[site.index for site in context.sites]] = True
         context.save_server_state(
             MATRIX,
-            {
-                name: table * (remaining[:, None] & remaining[None, :])
-                for name, table in context.server_state(MATRIX).items()
-            },
+            {name: table * (left[:, None] & left[None, :]) for name, table in context.server_state(MATRIX).items()},
         )
 
     def models(self, view: View) -> Models:
@@ -254,9 +249,7 @@ def check_parts(experiment: Experiment) -> None:
         if differing := next((name for name in {**expected, **other} if expected.get(name) != other.get(name)), ""):
             shape, wanted = _shape_text(other.get(differing)), _shape_text(expected.get(differing))
             problem = f"{site.name}'s head has '{differing}' {shape}, {first.name}'s {wanted}"
-            raise UserError(
-                f"network: heads cannot be exchanged: {problem}; give both one network.head (and network.channels)"
-            )
+            raise UserError(f"network: heads cannot be exchanged: {problem}; use one network.head (and network.channels)")
 
 
 def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:

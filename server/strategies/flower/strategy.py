@@ -130,9 +130,7 @@ class FlowerStrategy(Strategy):
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
         if view.rounds_with(names) < 2:
             return ()
-        reason = (
-            "computed from rounds in which the forgotten sites participated; only the last round is repeated without them"
-        )
+        reason = "computed from rounds of the forgotten sites; only the last round is repeated without them"
         return (ResidualInfluence("the network, the strategy's saved state, and the other sites' networks", reason),)
 
     def _after(self, view: View) -> tuple[Any, State]:
@@ -169,9 +167,7 @@ class FlowerStrategy(Strategy):
     def _check_enough(self, inner: Any, sites: int) -> None:
         needed = max(getattr(inner, key, 0) for key in ("min_available_nodes", "min_train_nodes"))
         if needed > sites:
-            raise FailedError(
-                f"{self.where}.min_available_nodes: it waits for {needed} sites, but {sites} participate; set it to {sites}"
-            )
+            raise FailedError(f"{self.where}.min_available_nodes: it waits for {needed} sites, and {sites} participate")
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Return what a call of the strategy returns. Raise FailedError if it fails."""
@@ -197,9 +193,7 @@ def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: st
         raise UserError(f"{where}.name: '{name}' is {kind}, takes a dataclass derived from fedloom.Strategy, or a "
                         "class derived from flwr.serverapp.strategy.Strategy")  # fmt: skip
     if issubclass(found, TREES):
-        raise UserError(
-            f"{where}.name: '{name}' collects XGBoost's trees, but sites here train networks; take another strategy"
-        )
+        raise UserError(f"{where}.name: '{name}' collects XGBoost's trees, but sites here train networks")
     if issubclass(found, NOISY):
         raise UserError(f"{where}.name: '{name}' wraps another strategy and draws noise that a resumed run cannot repeat; "
                         "use privacy.clip and privacy.noise with strategy.name=fedavg")  # fmt: skip
