@@ -229,7 +229,7 @@ def test_a_certificate_is_signed_and_checked_without_the_run(
     assert not verify_certificate(there, None, ours)[1]
     for odd, told in [
         ("", "verify: needs the run.s folder"),
-        ("nowhere", "there is no file 'nowhere'"),
+        ("nowhere", "the file 'nowhere' does not exist"),
         ("a b", "ssh-ed25519"),
     ]:
         with pytest.raises(UserError, match=told):

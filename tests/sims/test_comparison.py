@@ -195,15 +195,15 @@ def test_runs_that_share_no_measured_round_have_no_curve(fedloom: Command, swept
 
 
 ODD = [
-    ("summary.json", '"accuracy": 5', "accuracy is no table of accuracies by network and domain"),
-    ("summary.json", '"accuracy": "x"', "accuracy is no table"),
-    ("summary.json", '"accuracy": {"a": [1]}', "accuracy is no table"),
-    ("summary.json", '"unlearned": 5', "unlearned is no list of names"),
-    ("metrics.jsonl", '"bytes": 5', "round 9: bytes is no table of pairs"),
-    ("metrics.jsonl", '"bytes": {"a": 1}', "round 9: bytes is no table of pairs"),
-    ("metrics.jsonl", '"seconds": "z"', "round 9: seconds is no number"),
-    ("metrics.jsonl", '"accuracy": [1]', "round 9: accuracy is no table"),
-    ("metrics.jsonl", '"accuracy": {"union": "x"}', "round 9: accuracy is no table"),
+    ("summary.json", '"accuracy": 5', "accuracy must be a table of accuracies by network and domain"),
+    ("summary.json", '"accuracy": "x"', "accuracy must be a table"),
+    ("summary.json", '"accuracy": {"a": [1]}', "accuracy must be a table"),
+    ("summary.json", '"unlearned": 5', "unlearned must be a list of names"),
+    ("metrics.jsonl", '"bytes": 5', "round 9: bytes must be a table of pairs"),
+    ("metrics.jsonl", '"bytes": {"a": 1}', "round 9: bytes must be a table of pairs"),
+    ("metrics.jsonl", '"seconds": "z"', "round 9: seconds must be a number"),
+    ("metrics.jsonl", '"accuracy": [1]', "round 9: accuracy must be a table"),
+    ("metrics.jsonl", '"accuracy": {"union": "x"}', "round 9: accuracy must be a table"),
 ]
 
 
