@@ -1,4 +1,4 @@
-"""The Flower ClientApp of a site: which function answers which message."""
+"""The Flower ClientApp of a site. It maps each message type to the function that answers it."""
 
 from flwr.clientapp import ClientApp
 

@@ -1,4 +1,4 @@
-"""One message to a site, with all that the site has at hand for it: data alone. What is done with it: clients.work."""
+"""A `Job`: one message to a site, with everything the site needs to answer it. `clients.work` answers it."""
 
 import functools
 from collections.abc import Generator
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from fedloom.clients.privacy.memory import Memory
 
 LOCK = "site.lock"  # in a site's store
-MOST_EXPERIMENTS = 8  # resolved, that a process holds
-STORE = "fedloom-store"  # folder, below where the site was started, if its node-config says nothing
+MOST_EXPERIMENTS = 8  # resolved experiments that a process caches
+STORE = "fedloom-store"  # default folder, in the site's working directory, if its node-config sets no `store`
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that the ClientApp has at hand for a message; `content` is the message's.
+    """Everything a site needs to answer one message. `content` is the message's content.
 
-    `simulated`: the site is one of an engine on the user's own machines.
+    `simulated`: the site runs in an engine on the user's own machines.
     """
 
     order: TaskInstructions
@@ -49,58 +49,58 @@ class Job:
 
     @property
     def config(self) -> Config:
-        """The configuration, as the site follows it."""
+        """The configuration, after the site's policy."""
         return self.experiment.config
 
     @property
     def memory(self) -> "Memory":
-        """What the site remembers over all runs."""
-        from fedloom.clients.privacy.memory import Memory  # a database: only where something is disclosed
+        """The site's record of its disclosures in all runs."""
+        from fedloom.clients.privacy.memory import Memory  # a database: imported only where something is disclosed
 
         return Memory(self.store.root, self.site.name if self.simulated else "")
 
     @property
     def charged(self) -> bool:
-        """Whether a privacy budget bounds what sums tell."""
+        """Whether a privacy budget bounds what sums disclose."""
         return bool(self.config.privacy.noise and (self.simulated or self.policy.epsilon))
 
     @property
     def masks_alone(self) -> bool:
-        """Whether nothing but masks hides what the site gives: then no chosen site, part or image may be alone in a sum."""
+        """Whether only masks hide the contribution. Then no single site, part or image may be alone in a sum."""
         return bool(self.order.secure) and not self.simulated and not self.charged
 
     @property
     def tells_scores(self) -> bool:
-        """Whether the server hears of losses and accuracies."""
+        """Whether the site sends losses and accuracies to the server."""
         return self.simulated or self.policy.tells_scores(self.config)
 
     @property
     def site(self) -> Site:
-        """Who is asked."""
+        """The site that the message is for."""
         return self.config.roster[self.order.site]
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """The device that the site trains on."""
         return pick_device(self.config.engine.device, self.policy.gpu)
 
     def images(self) -> Images:
-        """What it trains on."""
+        """Return the site's training images."""
         return site_images(self.config, self.policy.source(self.config, self.site))
 
 
 def read_job(message: Message, context: Context) -> Job:
-    """The job of a message, for the site whose context this is; the site's own policy is applied before anything is done."""
-    order, here = read_order(message.content), context.node_config
-    simulated, root = bool(here.get(SIMULATED)), store_of(context)
-    policy = Policy() if simulated else Policy.of(here)
+    """Return the job of a message, for the site with this context. The site's policy is applied first."""
+    order, node_config = read_order(message.content), context.node_config
+    simulated, root = bool(node_config.get(SIMULATED)), store_of(context)
+    policy = Policy() if simulated else Policy.of(node_config)
     policy.check_message_size(message.content)
     policy.check_secure_aggregation(order)
     text = configuration(order.config, message.content, None if simulated else root)
     if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
-        raise UserError("order.secure: under masks nobody but the site has what it gave; takes no record of it")
+        raise UserError("order.secure: only the site has its earlier contribution under masks; send no record of it")
     if order.secure and any(name.startswith(SUBSET) for name in message.content.array_records):
-        raise UserError("order.secure: a record for single sites would have them train differently; takes none")
+        raise UserError("order.secure: sites must receive the same records under masks; send no record for a single site")
     experiment = _resolved(text, order.run, order.rounds, None if simulated else (policy, order.site))
     policy.check_privacy_budget(order, experiment.config)
     if not simulated:
@@ -112,25 +112,25 @@ def read_job(message: Message, context: Context) -> Job:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def _resolved(text: str, run: str, rounds: int, follow: tuple[Policy, int] | None) -> Experiment:
-    """The configuration of a run of so many rounds, resolved. `follow`: a site's policy and its place."""
+    """Resolve the configuration of a run of `rounds` rounds. `follow`: a site's policy and its index in the roster."""
     config = parsed(text, run)
     if follow is not None:
-        policy, place = follow
-        config = policy.apply(config, place)
+        policy, index = follow
+        config = policy.apply(config, index)
     return resolve(config if rounds == config.rounds else replace(config, rounds=rounds))
 
 
 def asked_site(order: TaskInstructions, config: Config) -> Site:
-    """The site that an order is for. UserError for one that the configuration has not."""
+    """Return the site that an order is for. Raises UserError if the configuration does not have it."""
     sites = config.roster
     if not 0 <= order.site < len(sites):
-        raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+        raise UserError(f"order.site: got {order.site}; the configuration has {len(sites)} sites, counted from 0")
     return sites[order.site]
 
 
 @contextmanager
 def alone(context: Context) -> Generator[None]:
-    """Within, no other process answers for this site: of two answers at once, each might not know of the other."""
+    """Lock the site's store, so that only one process answers for a site at a time."""
     if context.node_config.get(SIMULATED):
         yield
         return
@@ -141,13 +141,13 @@ def alone(context: Context) -> Generator[None]:
 
 
 def store_of(context: Context) -> Path:
-    """The folder of what a site keeps."""
+    """Return the folder of a site's store."""
     return Path(str(context.node_config.get("store") or STORE)).expanduser()
 
 
 @contextmanager
 def moment(message: Message) -> Generator[None]:
-    """Within, the site's files are as they are in the message's round, and torch is as usual."""
+    """Set torch's defaults, and list the site's data files once for the message's round."""
     order = read_order(message.content)
     with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):
         yield

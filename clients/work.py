@@ -1,4 +1,4 @@
-"""What a site does with a message: it trains, or answers a question. Start reading at `answer`."""
+"""How a site answers a message: it trains, or answers a question. Start reading at `answer`."""
 
 import contextlib
 import math
@@ -59,18 +59,18 @@ from fedloom.fusion.state import State
 if TYPE_CHECKING:
     from fedloom.clients.privacy.protection import Protection
 
-_SCRATCH: WeakKeyDictionary[Experiment, dict[Architecture, Network]] = WeakKeyDictionary()  # to train sites in
+_SCRATCH: WeakKeyDictionary[Experiment, dict[Architecture, Network]] = WeakKeyDictionary()  # reused by all sites
 
 
 class HiddenError(RuntimeError):
-    """Something failed at a site that hides what it trains: the kind of failure would tell of its images."""
+    """A failure whose details the site hides, because they could disclose something about its images."""
 
     def __init__(self) -> None:
-        super().__init__("it failed; a site that hides what it trains says no more")
+        super().__init__("the site failed; it hides the reason, since that could disclose something about its data")
 
 
 def answer(message: Message, context: Context) -> Message:
-    """One question to this site. To train: load the own state, train, save it, answer with the contribution."""
+    """Answer a message: train and reply with the contribution, or answer a question. An error becomes an error reply."""
     try:
         with alone(context):
             if (done := erased(message, context)) is not None:
@@ -84,26 +84,29 @@ def answer(message: Message, context: Context) -> Message:
 
 
 def respond(job: Job) -> RecordDict:
-    """What the site says to a job's message."""
+    """Return the content of the reply to a job's message."""
     return train(job) if job.order.kind == TRAIN else answer_question(job)
 
 
 def identify(message: Message, context: Context) -> Message:
-    """Answer the site's name (node-config `site`) or its place (node-config `partition-id`), and the protocol's version."""
+    """Reply with the site's name (node-config `site`) or index (`partition-id`), and the protocol's version."""
     who = {key: str(context.node_config[key]) for key in ("site", "partition-id") if key in context.node_config}
     if not who:
-        error = UserError("node-config has neither site nor partition-id: start the node with one of them")
+        error = UserError("node-config has neither site nor partition-id. Start the node with one of them.")
         return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
     return Message(RecordDict({WHO: ConfigRecord({**who, "protocol": PROTOCOL})}), reply_to=message)
 
 
 def erased(message: Message, context: Context) -> RecordDict | None:
-    """What a site of a real federation says that it deleted, if that is what the message wants; whatever its policy is."""
+    """Delete the site's data of the run if the message is an ERASE order, whatever the site's policy is.
+
+    Returns the signed numbers of files and bytes deleted, or None for any other order.
+    """
     order = read_order(message.content)
     if order.kind != ERASE:
         return None
     if context.node_config.get(SIMULATED):
-        raise UserError("order.kind: simulated sites keep nothing of their own to erase")
+        raise UserError("order.kind: simulated sites have no store to erase")
     root = store_of(context)
     name = asked_site(order, parsed(configuration(order.config, message.content, root))).name
     numbers = SiteStore(root, order.run, name).erase()
@@ -117,7 +120,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
 
 
 def train(job: Job) -> RecordDict:
-    """The whole of a round, this site alone."""
+    """Train the site for one round. Returns the reply's content."""
     images = job.images()
     job.policy.limits.check_images(len(images), job.experiment, job.site)
     protection = protection_of(job)
@@ -126,7 +129,7 @@ def train(job: Job) -> RecordDict:
     try:
         with alike() if job.order.secure and not job.simulated else contextlib.nullcontext():
             return _trained(job, images, protection)
-    except (BlamedError, LostStateError, RefusedError):  # the server is to hear of these
+    except (BlamedError, LostStateError, RefusedError):  # the server must receive these
         raise
     except Exception as error:
         if job.simulated or not job.policy.hides(job.config):
@@ -143,14 +146,14 @@ def _trained(job: Job, images: Images, protection: "Protection | None") -> Recor
     job.policy.limits.check_images(len(session.training_images(images)), job.experiment, job.site)
     outcome = learn(session, images, job.experiment, job.site, order.round, job.device, order.words, least)
     if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
-        raise RefusedError("objective: it or the network draws at random (Dropout, say), by the run's seed and the "
-                           "site's name: a seed can be chosen so that one image of one site counts alone; leave that "
-                           "out under masks, or set privacy.noise and the site's own epsilon")  # fmt: skip
+        raise RefusedError("objective: the objective or the network draws random numbers (Dropout, for example) from the "
+                           "run's seed. A server could choose a seed so that only one image of one site counts. "
+                           "Remove the random draws under masks, or set privacy.noise and the site's epsilon")  # fmt: skip
     return update(job, session, outcome, start, protection)
 
 
 def task_of(job: Job, network: Network | None = None) -> Task:
-    """What the job's objective has at hand, in `network` or a new one, which is in training mode."""
+    """Return the objective's task for this job, with `network` (default: a new one) in training mode."""
     order, config, site = job.order, job.config, job.site
     incoming = to_states(job.content)
     lost = incoming.pop(OWN, None)
@@ -158,7 +161,7 @@ def task_of(job: Job, network: Network | None = None) -> Task:
         incoming.pop(record, None)
 
     def load_local_state() -> State | None:
-        if lost is not None:  # a site that lost its own begins at its contribution, with what all share
+        if lost is not None:  # a site that lost its own state starts from its contribution and the shared parts
             return {**incoming.get(MEAN, {}), **lost}
         return job.store.load(order.base) if order.base else None
 
@@ -176,40 +179,40 @@ def task_of(job: Job, network: Network | None = None) -> Task:
 
 
 def session_of(job: Job) -> Session:
-    """The objective at work on the job: the own state loaded, nothing trained yet."""
+    """Return the objective's session for this job: the site's state is loaded, nothing is trained yet."""
     return job.experiment.objective.session(task_of(job))
 
 
 def protection_of(job: Job) -> "Protection | None":
-    """What hides the job's contribution; None: nothing."""
+    """Return the protection that hides the job's contribution, or None without noise and masks."""
     if not (job.config.privacy.noise or job.order.secure):
         return None
-    from fedloom.clients.privacy.protection import Protection  # cryptography and accounting: only where they are asked for
+    from fedloom.clients.privacy.protection import Protection  # cryptography: imported only where it is used
 
     return Protection(job)
 
 
 def started(job: Job, session: Session) -> dict[str, State] | None:
-    """What a session would send without training, where privacy or masks count the change of a round; else None."""
+    """Return the session's contribution before training, which noise and masks compare with. Else return None."""
     if not (job.config.privacy.noise or job.order.secure):
         return None
     records = session.contribution()
-    return {record: {name: one.detach().clone() for name, one in state.items()} for record, state in records.items()}
+    return {record: {name: tensor.detach().clone() for name, tensor in state.items()} for record, state in records.items()}
 
 
 def update(
     job: Job, session: Session, outcome: Outcome, start: Mapping[str, State] | None, protection: "Protection | None"
 ) -> RecordDict:
-    """Save the trained session's own state; what goes to the server. `start`: `started`, before training."""
+    """Save the trained session's own state and return the reply. `start`: result of `started` before training."""
     local, packing = session.local_state(), job.config.federation.packed
-    given, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
+    records, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
     if job.tells_scores and math.isfinite(outcome.loss):
         numbers["loss"] = outcome.loss
     if start is None or protection is None:
-        sent = {name: to_arrays(state, packing) for name, state in given.items()}
-        local = as_sent(local, given, sent) if local is not None and packing != NONE else local
+        sent = {name: to_arrays(state, packing) for name, state in records.items()}
+        local = as_sent(local, records, sent) if local is not None and packing != NONE else local
     else:
-        sent, cost = protection.hidden(session, given, start, outcome.steps)
+        sent, cost = protection.hidden(session, records, start, outcome.steps)
         numbers |= cost
     if local is not None:
         job.store.save(job.order.round, job.order.base, local)
@@ -221,7 +224,7 @@ def update(
 
 
 def scratch_model(job: Job) -> Network:
-    """A network that this process trains one site after the other in; every session loads all of its weights first."""
+    """Return the network in which this process trains one site after another. Each session first loads all weights."""
     known, architecture = _SCRATCH.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
     if architecture not in known:
         known[architecture] = architecture.build().to(pick_device(job.config.engine.device))
@@ -232,57 +235,57 @@ def scratch_model(job: Job) -> Network:
 
 
 def answer_question(job: Job) -> RecordDict:
-    """What the site says to a question."""
+    """Return the content of the reply to a question."""
     source, classes = job.policy.source(job.config, job.site), None
     if job.order.kind in SECURE_KINDS:
         from fedloom.clients.privacy.secure_aggregation.answers import ANSWERS
 
-        found = ANSWERS[job.order.kind](job)
+        result = ANSWERS[job.order.kind](job)
     elif job.order.kind == ENROL:
-        found = Answer(metrics={"samples": site_size(job.config, source)})
+        result = Answer(metrics={"samples": site_size(job.config, source)})
         if line := left_out(source.spec.domain):
             LOG.warning(line)
         classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
     else:
-        words = job.site.name, str(job.order.round), job.order.kind
-        with drawing(torch_generator(job.config.seed, *words).initial_seed(), job.device):
-            found = ANSWERERS.get(job.order.kind, _asked)(job)
-    reply = RecordDict({name: to_arrays(state) for name, state in found.records.items()})
-    reply[METRICS] = MetricRecord({**found.metrics})
+        names = job.site.name, str(job.order.round), job.order.kind
+        with drawing(torch_generator(job.config.seed, *names).initial_seed(), job.device):
+            result = ANSWERERS.get(job.order.kind, _asked)(job)
+    reply = RecordDict({name: to_arrays(state) for name, state in result.records.items()})
+    reply[METRICS] = MetricRecord({**result.metrics})
     if classes is not None:
         reply[CLASSES] = classes
     return reply
 
 
 def _asked(job: Job) -> Answer:
-    """What the objective says to a question of its method; components only as far as the site's policy lets them go."""
+    """Return the objective's answer to a question of its method. The site's policy filters published components."""
     task = task_of(job, scratch_model(job))
-    found = job.experiment.objective.answer(job.order.kind, task, job.images())
-    if COMPONENTS in found.records:
-        found.records[COMPONENTS] = job.policy.filter_published(found.records[COMPONENTS])
-        if job.order.base != job.order.round and task.own is not None:  # what is put counts as of this round
+    result = job.experiment.objective.answer(job.order.kind, task, job.images())
+    if COMPONENTS in result.records:
+        result.records[COMPONENTS] = job.policy.filter_published(result.records[COMPONENTS])
+        if job.order.base != job.order.round and task.own is not None:  # the state now belongs to this round
             job.store.save(job.order.round, job.order.base, task.own)
-    return found
+    return result
 
 
 def _measured(job: Job) -> Answer:
-    """Right answers on the site's own images: of each network that was sent, or of the site's own."""
+    """Count right answers on the site's own images, of each network in the message or else of the site's own."""
     if job.order.split not in ("validation", "test"):
-        raise UserError("order.split: takes validation or test")
+        raise UserError(f"order.split: got '{job.order.split}', takes validation or test")
     images = own_images(job.config, job.policy.source(job.config, job.site), job.order.split)
     sent = {name: record for name, record in job.content.array_records.items() if name.startswith(MODEL)}
-    each = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
+    jobs = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
     by_class = job.simulated or (job.config.evaluation.classes and job.policy.tells_classes(job.config))
-    return Answer(metrics=score_numbers({right_of(name): _score(one, images) for name, one in each.items()}, len(images),
-                                        by_class))  # fmt: skip
+    scores = {right_of(name): _score(each, images) for name, each in jobs.items()}
+    return Answer(metrics=score_numbers(scores, len(images), by_class))
 
 
 def _score(job: Job, images: Images) -> Score:
-    """How many of the images the network MODEL, or else the site's own, classifies rightly."""
+    """Score the network MODEL, or else the site's own, on the images."""
     task = task_of(job, scratch_model(job))
     state = job.experiment.objective.network(task, job.images())
     if state is None:
-        raise UserError(f"{job.site.name}: has no network of its own yet; it has not trained")
+        raise UserError(f"{job.site.name}: the site has not trained yet, so it has no network to measure")
     task.network.load_state_dict(state)
     view = HeadView(task.network, outputs(job.config, job.site.spec), job.config.evaluation.statistics).eval()
     try:
@@ -292,21 +295,21 @@ def _score(job: Job, images: Images) -> Score:
 
 
 def _statistics(job: Job) -> Answer:
-    """Statistics of the network that was sent, on the site's training images."""
+    """Return statistics of the message's network on the site's training images."""
     task, images, batch = task_of(job, scratch_model(job)), job.images(), job.config.evaluation.batch
     if (state := task.incoming.get(MODEL)) is None:
-        raise UserError(f"order.kind: '{job.order.kind}' needs a network, and none was sent")
+        raise UserError(f"order.kind: '{job.order.kind}' needs a network, but the message has none")
     task.network.load_state_dict(state)
     task.network.eval()
     try:
         if job.order.kind == MOMENTS:
-            found = moments(task.network, images, batch, job.device)
+            statistics = moments(task.network, images, batch, job.device)
         else:
             first = outputs(job.config, job.site.spec).start
-            found = class_statistics(task.network, images, first, batch, job.device)
+            statistics = class_statistics(task.network, images, first, batch, job.device)
     finally:
         task.network.train()  # the next site trains in it
-    return Answer({job.order.kind: found}, {"samples": len(images)})
+    return Answer({job.order.kind: statistics}, {"samples": len(images)})
 
 
 ANSWERERS = {EVALUATE: _measured, MOMENTS: _statistics, CLASS_STATISTICS: _statistics}

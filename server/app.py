@@ -1,4 +1,4 @@
-"""The Flower ServerApp, for a real federation: `flwr run . --run-config 'experiment="digits" overrides="rounds=3"'`."""
+"""The Flower ServerApp of a real federation: `flwr run . --run-config 'experiment="digits" overrides="rounds=3"'`."""
 
 import shlex
 
@@ -17,7 +17,7 @@ app = ServerApp()
 
 
 class RunFailed(RuntimeError):
-    """Ends a run as failed. It has no traceback, because Flower logs that of an exception; the text says enough."""
+    """Ends a run as failed. Flower logs an app's exception with its traceback; this exception has none, only its text."""
 
     @property
     def __traceback__(self) -> None:
@@ -25,15 +25,14 @@ class RunFailed(RuntimeError):
 
     @__traceback__.setter  # contextlib sets it
     def __traceback__(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Ignore it."""
+        """Ignore it: this exception has no traceback."""
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment that the run-config names, with its `overrides` (key=value words, as in `fedloom run`).
+    """Run the experiment that the run-config names, with its `overrides` (key=value pairs, as in `fedloom run`).
 
-    Raises:
-        RunFailed: The input is bad, or the run cannot continue. The message is one line.
+    Raises RunFailed with one line for bad input, and for a run that cannot continue.
     """
     try:
         experiment = str(context.run_config.get("experiment", "digits"))
@@ -42,7 +41,7 @@ def main(grid: Grid, context: Context) -> None:
         words = ["engine.name=flower", *overrides]
         config, listener = with_default_objective(load(experiment, words), words), LogListener()
         if config.tracking:
-            listener.message("tracking: not available with `flwr run`; use `fedloom run` with engine.address")
+            listener.message("tracking is off: `flwr run` opens no trackers; use `fedloom run` with engine.address instead")
         run_experiment(grid, config, listener)
     except (UserError, FailedError) as error:
         raise RunFailed(str(error)) from None

@@ -1,4 +1,4 @@
-"""Domains of labelled images: where they come from, how they are split, changed, and divided among sites."""
+"""Domains of labelled images: their sources, splits and variants, and their division among sites."""
 
 from fedloom.clients.data.domains import domain_names, where
 from fedloom.clients.data.found import absolute

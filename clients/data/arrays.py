@@ -1,4 +1,4 @@
-"""Other people's images and labels as this project has them: uint8 pixels, class numbers from 0, names of classes."""
+"""Convert a user's images and labels to uint8 pixels, class numbers from 0, and names of classes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,32 +11,33 @@ from fedloom.clients.data.sources import Labels, Pixels
 
 CHANNELS = (1, 3)
 MOST_CLASSES = 100_000
-MANY = 20  # classes
-FEWEST_EACH = 2  # images, of many classes
+MANY = 20  # from this number of classes on, each must have
+FEWEST_EACH = 2  # this many images on average
 
 
 @dataclass(frozen=True, eq=False)
 class Named:
-    """Images and their labels as somebody gives them, and the names of the classes (none: they are numbers)."""
+    """A user's images and labels, and the names of the classes (empty: they are numbers)."""
 
     images: Any
     labels: Any
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def of(given: Any) -> "Named":
-        """A pair of arrays (images, labels), an iterator of (image, label), or a data set of them as torch has them.
+    def of(source: Any) -> "Named":
+        """Read arrays (images, labels), an iterator of (image, label), or a torch data set of them.
 
-        Raises ValueError for anything else. `classes` of a data set are the names.
+        The data set's attribute `classes` becomes the names. Raises ValueError for anything else.
         """
-        if isinstance(given, tuple) and len(given) == 2 and not isinstance(given[0], tuple):
-            return Named(*given)
-        if not isinstance(given, Iterator) and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-            raise ValueError(f"gave a {type(given).__name__}; takes arrays (images, labels) or a data set of (image, label)")
-        samples = list(given) if isinstance(given, Iterator) else [given[place] for place in range(len(given))]
+        if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[0], tuple):
+            return Named(*source)
+        if not isinstance(source, Iterator) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise ValueError(f"returned a {type(source).__name__}; takes arrays (images, labels) or a data set of "
+                             "(image, label)")  # fmt: skip
+        samples = list(source) if isinstance(source, Iterator) else [source[index] for index in range(len(source))]
         if not samples or not all(isinstance(sample, Sequence) and len(sample) == 2 for sample in samples):
-            raise ValueError("gave no samples" if not samples else "gave samples that are no pairs (image, label)")
-        names = getattr(given, "classes", None)
+            raise ValueError(f"returned {'samples that are not pairs' if samples else 'no samples'}; takes (image, label)")
+        names = getattr(source, "classes", None)
         known = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
         if all(np.ndim(label) == 1 for _, label in samples):  # whole batches
             images: Any = [image for batch, _ in samples for image in batch]
@@ -44,20 +45,25 @@ class Named:
         return Named([image_of(image) for image, _ in samples], np.asarray([label for _, label in samples]), known)
 
 
-def image_of(given: Any) -> Pixels:
-    """An image of PIL, a torch tensor [c, h, w] or [h, w], or an array as uint8 [h, w] or [h, w, 3]. ValueError if unfit."""
-    if hasattr(given, "convert"):
-        return _converted(given)
-    array = np.asarray(given)
-    if isinstance(given, torch.Tensor) and array.ndim == 3 and array.shape[0] in CHANNELS:
+def image_of(image: Any) -> Pixels:
+    """Convert a PIL image, a torch tensor [c, h, w] or [h, w], or an array to uint8 [h, w] or [h, w, 3].
+
+    Raises ValueError for an image of another form.
+    """
+    if hasattr(image, "convert"):
+        return _converted(image)
+    array = np.asarray(image)
+    if isinstance(image, torch.Tensor) and array.ndim == 3 and array.shape[0] in CHANNELS:
         array = np.moveaxis(array, 0, -1)
     stack = as_pixels(array[None], 1)
     return stack[0]
 
 
 def check_image(image: Any) -> None:
-    """Raises what PIL raises, or ValueError, for an image just opened that is cut, damaged or unfit; far cheaper than to
-    read it: of a PNG the checksums, of a JPEG an eighth of the pixels."""
+    """Raise PIL's error, or ValueError, for an opened image that is damaged or unusable, without reading it all.
+
+    Reads the checksums of a PNG, and an eighth of the pixels of a JPEG.
+    """
     _check_mode(image)
     if image.format == "PNG":
         image.verify()
@@ -68,7 +74,7 @@ def check_image(image: Any) -> None:
 
 def _check_mode(image: Any) -> None:
     if image.mode in ("I", "F"):
-        raise ValueError(f"its mode {image.mode} has no fixed range; save it with 8 or 16 bits")
+        raise ValueError(f"its PIL mode {image.mode} has no fixed range; save it with 8 or 16 bits")
 
 
 def _converted(image: Any) -> Pixels:
@@ -80,23 +86,23 @@ def _converted(image: Any) -> Pixels:
 
 
 def _on_white(image: Any) -> Any:
-    """What shows of an image, some of which is transparent, on white paper."""
+    """Draw a partly transparent image on a white background."""
     from PIL import Image
 
     image = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
-def as_pixels(given: Any, count: int) -> Any:
-    """`count` images as uint8 [n, h, w] or [n, h, w, 3]; a list of images of different sizes stays one.
+def as_pixels(images: Any, count: int) -> Any:
+    """Convert images to uint8 [n, h, w] or [n, h, w, 3]. Images of different sizes stay a list.
 
-    Raises ValueError: another number of images, another shape, numbers that are neither 0 to 255 nor floats from 0 to 1.
+    Raises ValueError unless there are `count` images, of a valid shape, with numbers from 0 to 255 or floats from 0 to 1.
     """
-    if len(given) != count:
-        raise ValueError(f"has {len(given)} images and {count} labels")
-    if isinstance(given, list) and len({np.shape(image) for image in given}) > 1:
-        return [image_of(image) for image in given]
-    array = np.asarray(given)
+    if len(images) != count:
+        raise ValueError(f"has {len(images)} images and {count} labels")
+    if isinstance(images, list) and len({np.shape(image) for image in images}) > 1:
+        return [image_of(image) for image in images]
+    array = np.asarray(images)
     if array.ndim == 4 and array.shape[-1] == 1:
         array = array[..., 0]
     if not (array.ndim == 3 or (array.ndim == 4 and array.shape[-1] in CHANNELS)) or 0 in array.shape:
@@ -110,94 +116,94 @@ def _bytes(array: np.ndarray) -> Pixels:
     if array.dtype == bool:
         return array.astype(np.uint8) * np.uint8(255)
     if not np.issubdtype(array.dtype, np.number) or np.issubdtype(array.dtype, np.complexfloating):
-        raise ValueError(f"has images of {array.dtype}, takes uint8 or floats")
+        raise ValueError(f"has images of the type {array.dtype}, takes uint8 or floats")
     floats, low, high = np.issubdtype(array.dtype, np.floating), array.min(), array.max()
     if not (low >= 0 and high <= (1 if floats else 255)):  # NaN, too
         takes = "from 0 to 1" if floats else "from 0 to 255"
-        raise ValueError(f"has {array.dtype} images with entries from {low:g} to {high:g}, takes them {takes}")
+        raise ValueError(f"has {array.dtype} images with values from {low:g} to {high:g}, takes values {takes}")
     return np.round(array * 255).astype(np.uint8) if floats else array.astype(np.uint8)
 
 
-def numbered(found: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
-    """Class numbers from 0 for each part, how many classes there are, and their names (none: they are numbers).
+def numbered(parts: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
+    """Return class numbers from 0 for each part, the number of classes, and their names (empty: they are numbers).
 
-    Parts that name their classes differently have the classes of all, in the order of `in_order`, and so have labels that
-    are texts. Raises ValueError for labels that are no class numbers, more of them than names, or names in one part alone.
+    Text labels, and parts with different names, are numbered by the names of all parts in the order of `in_order`. Raises
+    ValueError for a label that is not a class number or has no name, and for names in only some parts.
     """
     labels, own = {}, {}
-    for part, one in found.items():
-        labels[part], own[part] = _numbered(one)
+    for part, images in parts.items():
+        labels[part], own[part] = _numbered(images)
     named = {part: bool(names) for part, names in own.items()}
     if len(set(named.values())) > 1:
-        told = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
-        raise ValueError(f"has classes that are {told}; give names in all parts, or numbers in all")
+        fault = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
+        raise ValueError(f"has classes that are {fault}; use names in all parts, or numbers in all")
     if not any(named.values()):
         return labels, max(int(array.max()) for array in labels.values()) + 1, ()
     if len(set(own.values())) == 1:
         names = next(iter(own.values()))
         return labels, len(names), names
     names = in_order({name for names in own.values() for name in names})
-    place = {name: number for number, name in enumerate(names)}
-    moved = {part: np.asarray([place[name] for name in own[part]], np.int64)[array] for part, array in labels.items()}
+    number_of = {name: number for number, name in enumerate(names)}
+    moved = {part: np.asarray([number_of[name] for name in own[part]], np.int64)[array] for part, array in labels.items()}
     return moved, len(names), names
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of classes as they are numbered: as numbers if all are non-negative whole ones (2 before 10), else as texts."""
-    found = sorted(set(names))
-    if all(name.isascii() and name.isdigit() for name in found):
-        found.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
-    return tuple(found)
+    """Sort names of classes: by value if all are non-negative whole numbers (2 before 10), else as texts."""
+    ordered = sorted(set(names))
+    if all(name.isascii() and name.isdigit() for name in ordered):
+        ordered.sort(key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
+    return tuple(ordered)
 
 
-def _numbered(one: Named) -> tuple[Labels, tuple[str, ...]]:
-    """A part's class numbers, and the names that it gives them."""
-    array = _of_one_kind(_flat(np.asarray(one.labels)))
-    if not one.names:
+def _numbered(named: Named) -> tuple[Labels, tuple[str, ...]]:
+    """Return a part's class numbers and its names for them."""
+    array = _of_one_kind(_flat(np.asarray(named.labels)))
+    if not named.names:
         _check_classes(array)
     if array.dtype.kind in "US":
         texts, numbers = np.unique(array.astype(str), return_inverse=True)
         names = in_order(map(str, texts))
-        place = {name: number for number, name in enumerate(names)}
-        return np.asarray([place[str(text)] for text in texts], np.int64)[numbers], names
-    whole = _whole(array)
-    low, high, most = int(whole.min()), int(whole.max()), (len(one.names) or MOST_CLASSES) - 1
+        number_of = {name: number for number, name in enumerate(names)}
+        return np.asarray([number_of[str(text)] for text in texts], np.int64)[numbers], names
+    class_numbers = _whole(array)
+    low, high, most = int(class_numbers.min()), int(class_numbers.max()), (len(named.names) or MOST_CLASSES) - 1
     if low < 0 or high > most:
         raise ValueError(f"has labels from {low} to {high}, takes class numbers from 0 to {most}")
-    return whole, one.names
+    return class_numbers, named.names
 
 
 def _of_one_kind(array: np.ndarray) -> np.ndarray:
-    """Python's objects as texts or numbers, if they are all texts or all whole numbers. ValueError for others."""
+    """Convert an array of Python objects to texts or whole numbers. Raises ValueError for mixed or other types."""
     if array.dtype != object:
         return array
-    kinds = {type(one).__name__ for one in array}
-    if all(isinstance(one, str) for one in array):
+    kinds = {type(item).__name__ for item in array}
+    if all(isinstance(item, str) for item in array):
         return array.astype(str)
-    if all(isinstance(one, int | np.integer) for one in array):
+    if all(isinstance(item, int | np.integer) for item in array):
         return array.astype(np.int64)
-    raise ValueError(f"has labels of the types {', '.join(sorted(kinds))}; takes texts alone, or whole numbers alone")
+    raise ValueError(f"has labels of the types {', '.join(sorted(kinds))}; takes only texts, or only whole numbers")
 
 
 def _check_classes(array: np.ndarray) -> None:
-    """ValueError for labels of which nearly every image has one of its own: what is measured, or names of files."""
+    """Raise ValueError if nearly every image has its own label, as with measurements or file names."""
     values = np.unique(array)
-    whole = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
-    classes = int(values[-1]) + 1 if whole and values[-1] < MOST_CLASSES else len(values)
+    are_numbers = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
+    classes = int(values[-1]) + 1 if are_numbers and values[-1] < MOST_CLASSES else len(values)
     if len(values) >= MANY and len(array) < FEWEST_EACH * classes:
-        raise ValueError(f"has {len(values)} different labels for {len(array)} images, nearly one for each; takes classes, "
-                         "which many images share (divide what was measured into a few ranges)")  # fmt: skip
+        raise ValueError(f"has {len(values)} different labels for {len(array)} images, nearly one per image; takes classes "
+                         "that many images share (divide measurements into a few ranges)")  # fmt: skip
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or len(flat) == 0:
-        raise ValueError(f"has labels of shape {list(array.shape)}, takes one for each image")
+        raise ValueError(f"has labels of shape {list(array.shape)}, takes one label per image")
     return flat
 
 
 def _whole(array: np.ndarray) -> Labels:
     numbers = array.dtype.kind in "iub" or (array.dtype.kind == "f" and bool(np.equal(np.mod(array, 1), 0).all()))
     if not numbers:
-        raise ValueError(f"has labels of {array.dtype} that are no whole numbers and no names")
+        raise ValueError(f"has labels of the type {array.dtype} that are not whole numbers or names")
     return array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""What is kept of data: images in memory, and divisions of domains on disk."""
+"""Caches of data: images in memory, and divisions of domains on disk."""
 
 import contextlib
 import io
@@ -17,39 +17,39 @@ from fedloom.clients.storage.states import write_bytes
 
 
 class ImageCache:
-    """The images a process used last, by key, at most `limit` bytes in all (the newest is kept whatever its size)."""
+    """A process's most recently used images by key, at most `limit` bytes in all. The newest entry always stays."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._kept: OrderedDict[Hashable, Images] = OrderedDict()
+        self._images: OrderedDict[Hashable, Images] = OrderedDict()
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], Images]) -> Images:
-        """The images kept under `key`; where there are none, those that `make` returns."""
+        """Return the cached images for `key`, or call `make` and cache the result."""
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if key in self._images:
+                self._images.move_to_end(key)
+                return self._images[key]
         made = make()
         with self._lock:
-            if key not in self._kept:  # another thread may have been faster
-                self._kept[key] = made
+            if key not in self._images:  # another thread may have been faster
+                self._images[key] = made
                 self.nbytes += made.nbytes
-            while len(self._kept) > 1 and self.nbytes > self.limit:
-                self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+            while len(self._images) > 1 and self.nbytes > self.limit:
+                self.nbytes -= self._images.popitem(last=False)[1].nbytes
         return made
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/fedloom/divisions, usually in ~/.cache; may be deleted at any time."""
+    """Return $XDG_CACHE_HOME/fedloom/divisions, usually in ~/.cache. It may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom" / "divisions"
 
 
-def kept(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions, ...]:
-    """What `make` gives, from disk if it was made before under this key (a digest of everything it depends on).
+def cached(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions, ...]:
+    """Return the result of `make`, from disk if it is cached for `key`, a digest of everything it depends on.
 
-    So a worker need not import flwr_datasets (2 s, half a GiB) to look a division up.
+    With the cache, a worker does not import flwr_datasets (2 s, half a GiB).
     """
     path = folder() / f"{key}.npz"
     missing_or_damaged = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile)
@@ -59,6 +59,6 @@ def kept(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions
     buffer = io.BytesIO()
     starts = np.cumsum([len(part) for part in parts])[:-1]
     np.savez(buffer, positions=np.concatenate(parts), starts=starts)
-    with contextlib.suppress(OSError):  # nowhere to write: then it is made each time
+    with contextlib.suppress(OSError):  # without a writable folder it is made each time
         write_bytes(path, buffer.getvalue())
     return parts

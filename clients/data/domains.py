@@ -1,4 +1,4 @@
-"""The domains by name: how many classes each has, and the places it is looked for in, best first."""
+"""The domains by name: the classes of each, and its sources in order of preference."""
 
 import os
 import zipfile
@@ -31,10 +31,10 @@ from fedloom.conf.schema import DataConfig
 
 @dataclass(frozen=True)
 class Domain:
-    """`classes`: labels are 0 to classes - 1. `sources`: the first that has the domain is read.
+    """A data set with labels 0 to `classes` - 1. The first source that has it is read.
 
-    `names`: of the classes, in their order; none if they are numbers. `things`: what numbers stand for, if that is known:
-    two tasks on one output layer may differ in it, labels for one network may not.
+    `names`: of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one output
+    layer may differ in it; labels for one network may not.
     """
 
     classes: int
@@ -44,7 +44,7 @@ class Domain:
 
     @property
     def download(self) -> Torchvision | None:
-        """Who can fetch the domain."""
+        """The source that can download the domain, or None."""
         return next((source for source in self.sources if isinstance(source, Torchvision)), None)
 
 
@@ -52,7 +52,7 @@ def _mnist_like(name: str, things: tuple[str, ...]) -> Domain:
     return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), things=things)
 
 
-SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment: the folder where an engine has put a copy of the data for this process
+SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment variable: the folder of the data that an engine copied for this process
 
 DOMAINS: dict[str, Domain] = {
     "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), things=DIGITS),
@@ -75,9 +75,10 @@ DOMAINS: dict[str, Domain] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a domain is read from in this process. `name`: the short one, which the random splits are drawn by.
+    """The source and folder of a domain in this process.
 
-    `state` changes with its files: what is kept by the place is kept for as long as they are as they were.
+    `name`: the short name, which seeds the random splits. `state`: a digest of the files, so that caches keyed by the place
+    end when a file changes.
     """
 
     name: str
@@ -87,12 +88,12 @@ class Place:
     state: str = ""
 
     def labels(self, part: str) -> Labels:
-        """int64 [n] of a part of the source. Raises UserError for a file that cannot be read."""
+        """Return the labels of a part, int64 [n]. Raises UserError for a file that cannot be read."""
         with self._legible():
             return self.source.labels(self.folder, part)
 
     def images(self, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """uint8 [len(index), h, w] or [len(index), h, w, 3], or images of different sizes, decoded as they are asked for.
+        """Return images: uint8 [len(index), h, w] or [len(index), h, w, 3], or a lazy iterable of different sizes.
 
         Raises UserError for a file that cannot be read.
         """
@@ -107,61 +108,61 @@ class Place:
             raise
         except (OSError, EOFError, ValueError, LookupError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             origin, why = self.source.origin(self.folder), _first_line(error)
-            message = f"domain '{self.name}': {origin} cannot be read ({why}); put an intact copy there or remove it"
+            message = f"domain '{self.name}': {origin} cannot be read ({why}). Replace it with an intact copy, or remove it."
             raise UserError(message) from error
 
 
 def domain_names() -> list[str]:
-    """The names of this project's own domains."""
+    """Return the names of the domains that Fedloom ships."""
     return list(DOMAINS)
 
 
 def known(name: str) -> bool:
-    """Whether a domain needs no import: it is of this project, or a path."""
+    """Return whether a domain is a shipped name or a path, and so needs no import of a user's module."""
     return name in DOMAINS or name.partition(":")[0] in KINDS
 
 
 def find(name: str) -> Domain:
-    """The domain of that name: of this project, of an outside package, or the user's own (`images:PATH`, ...).
+    """Return the domain with this name: shipped, of the user's package, or a path (`images:PATH`, ...).
 
-    UserError with the nearest known name otherwise, or for one that cannot be read.
+    Raises UserError for one that is unknown (with the nearest known name) or cannot be read.
     """
     return DOMAINS[name] if name in DOMAINS else _outside(name, state_of(name))
 
 
 @lru_cache(maxsize=64)
 def _outside(name: str, state: str) -> Domain:
-    if not known(name) and isinstance(found := lookup(name, DOMAINS), Domain):
-        return found
-    there = contents(name)
-    source = OwnSplit(name) if "train" in there.labels else Own(name)
-    return Domain(there.classes, (source,), there.names)
+    if not known(name) and isinstance(domain := lookup(name, DOMAINS), Domain):
+        return domain
+    content = contents(name)
+    source = OwnSplit(name) if "train" in content.labels else Own(name)
+    return Domain(content.classes, (source,), content.names)
 
 
 def data_folder(data: DataConfig) -> Path:
-    """data.root, else $FEDLOOM_DATA, else ./data; before all of them the folder that an engine has shipped here.
+    """Return the data folder: the one an engine copied here, else data.root, else $FEDLOOM_DATA, else ./data.
 
-    UserError if data.root is missing (data.download makes it).
+    Raises UserError if data.root is not a folder and data.download does not create it.
     """
     if shipped := os.environ.get(SHIPPED):
         return Path(shipped).absolute()
     folder = Path(os.path.expanduser(data.root or os.environ.get("FEDLOOM_DATA") or "data")).absolute()
     if data.root and not folder.is_dir() and (folder.exists() or not data.download):
-        raise UserError(f"data.root: {folder} is not a folder; correct the path or leave data.root empty")
+        raise UserError(f"data.root: {folder} is not an existing folder. Correct the path, or leave data.root empty.")
     return folder
 
 
 def locate(name: str, data: DataConfig) -> Place:
-    """Where the domain is, after a download if data.download allows one and it is nowhere.
+    """Return the place of a domain. Downloads it first if it is missing and data.download is true.
 
-    Raises UserError: unknown domain, missing data.root, nowhere to be found, failed download.
+    Raises UserError for an unknown or missing domain, a missing data.root, or a failed download.
     """
     folder = data_folder(data)
     return _present(name, folder) or _fetched(name, folder, data.download)
 
 
 def where(name: str, data: DataConfig) -> str:
-    """One line on where the domain would come from; nothing is loaded or fetched. UserError for an unknown domain."""
+    """Describe in one line where the domain comes from, without reading it. Raises UserError for an unknown domain."""
     domain = find(name)
     try:
         place = _present(name, data_folder(data))
@@ -175,13 +176,13 @@ def where(name: str, data: DataConfig) -> str:
 
 
 def _fetched(name: str, folder: Path, download: bool) -> Place:
-    """The place of a domain that is nowhere yet."""
+    """Download a missing domain and return its place."""
     if download and (fetcher := find(name).download):
         try:
             fetcher.fetch(folder)
         except (OSError, RuntimeError) as error:
             why = f"torchvision's download into {folder} failed ({_first_line(error)})"
-            raise UserError(f"domain '{name}': {why}; check the network or put the files there") from error
+            raise UserError(f"domain '{name}': {why}. Check the network, or copy the files to that folder.") from error
         if place := _present(name, folder):
             return place
     raise UserError(f"domain '{name}': {_absent(name, folder)}")
@@ -189,8 +190,8 @@ def _fetched(name: str, folder: Path, download: bool) -> Place:
 
 def _present(name: str, folder: Path) -> Place | None:
     domain = find(name)
-    there = next((source for source in domain.sources if source.found(folder)), None)
-    return Place(short(name), there, folder, domain.classes, there.state(folder)) if there else None
+    present = next((source for source in domain.sources if source.found(folder)), None)
+    return Place(short(name), present, folder, domain.classes, present.state(folder)) if present else None
 
 
 def _absent(name: str, folder: Path) -> str:
@@ -198,8 +199,8 @@ def _absent(name: str, folder: Path) -> str:
     if isinstance(domain.sources[0], Package):
         return f"{domain.sources[0].name} is not installed; pip install {domain.sources[0].name}"
     tried = ", ".join(source.origin(folder) for source in domain.sources)
-    download = " or data.download=true" if domain.download else ""
-    return f"nothing at {tried}; set data.root (or FEDLOOM_DATA) to the folder that has it{download}"
+    download = ", or data.download=true" if domain.download else ""
+    return f"nothing at {tried}; set data.root (or FEDLOOM_DATA) to the folder that has this domain{download}"
 
 
 def _first_line(error: BaseException) -> str:

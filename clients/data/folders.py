@@ -1,4 +1,4 @@
-"""Folders of images: a folder for each class, below train and test or not; links are followed."""
+"""Folders of images: one folder per class, with or without train and test above them. Links are followed."""
 
 import os
 from collections import Counter
@@ -16,75 +16,78 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-MOST_SHOWN = 10  # endings, or class folders, that are named
-MOST_ENDING = 20  # letters
+MOST_SHOWN = 10  # endings, or class folders, named in a message
+MOST_ENDING = 20  # letters of an ending
 
 
 @dataclass
 class _Search:
-    """What comes up in one domain: the folders that were entered, and what is left out."""
+    """The folders visited while reading a domain, and the files left out."""
 
     domain: str
     entered: dict[tuple[int, int], Path] = field(default_factory=dict)
     endings: Counter[str] = field(default_factory=Counter)  # of files in class folders
     hidden: int = 0
-    astray: int = 0  # images that are in no class folder
+    outside: int = 0  # images outside the class folders
     empty: list[str] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)
+    other_folders: list[str] = field(default_factory=list)
 
     def words(self) -> tuple[str, ...]:
-        """What is left out, in words."""
+        """Describe what is left out."""
         endings = [_of_ending(number, ending) for ending, number in self.endings.most_common()]
         return (
             *_shown(endings, "other endings"),
             *([f"{count(self.hidden, 'hidden image')}"] if self.hidden else []),
-            *([f"{count(self.astray, 'image')} in no class folder"] if self.astray else []),
-            *_shown([f"the class '{plain(name)}', whose folder has no image" for name in self.empty], "more such classes"),
-            *_shown([f"the folder '{plain(name)}' beside train and test" for name in self.beside], "more folders"),
+            *([f"{count(self.outside, 'image')} outside the class folders"] if self.outside else []),
+            *_shown([f"the class '{plain(name)}', whose folder has no images" for name in self.empty], "more such classes"),
+            *_shown([f"the folder '{plain(name)}' next to train and test" for name in self.other_folders], "more folders"),
         )
 
 
 def _of_ending(number: int, ending: str) -> str:
-    return f"{count(number, 'file')} {f'of the ending {plain(ending)[:MOST_ENDING]}' if ending else 'without an ending'}"
+    return f"{count(number, 'file')} {f'ending in {plain(ending)[:MOST_ENDING]}' if ending else 'without an ending'}"
 
 
-def _shown(words: list[str], more: str) -> list[str]:
-    rest = len(words) - MOST_SHOWN
-    return [*words[:MOST_SHOWN], *([f"{rest} {more}"] if rest > 0 else [])]
+def _shown(items: list[str], rest_name: str) -> list[str]:
+    rest = len(items) - MOST_SHOWN
+    return [*items[:MOST_SHOWN], *([f"{rest} {rest_name}"] if rest > 0 else [])]
 
 
 def read_folder(path: Path, domain: str) -> Contents:
-    """The classes, images and labels of images:PATH. UserError for unreadable files, loops of links, or no images."""
+    """Read the classes, images and labels of images:PATH.
+
+    Raises UserError for unreadable files, loops of links, or no images.
+    """
     if not path.is_dir():
-        raise wrong(domain, "is not a folder; name one that has a folder of images for each class")
+        raise wrong(domain, "is not a folder. Name a folder that has one folder of images per class.")
     split, search = all((path / part).is_dir() for part in OFFICIAL), _Search(domain)
     if not split and (path / "train").is_dir() and not _has_images(path / "train"):
-        raise wrong(domain, f"has a folder train but no folder test; add it, or take images:{path / 'train'} alone")
+        raise wrong(domain, f"has a folder train but no folder test. Add it, or use only images:{path / 'train'}.")
     roots = {part: path / part for part in OFFICIAL} if split else {WHOLE[0]: path}
     if split:
-        search.beside = [one.name for one in _folders(path) if one.name not in OFFICIAL]
-        search.astray += sum(_is_image(one) for one in path.iterdir())
-    found = {part: _classes(root, search) for part, root in roots.items()}
-    names = in_order(name for classes in found.values() for name in classes)
+        search.other_folders = [folder.name for folder in _folders(path) if folder.name not in OFFICIAL]
+        search.outside += sum(_is_image(folder) for folder in path.iterdir())
+    class_files = {part: _classes(root, search) for part, root in roots.items()}
+    names = in_order(name for classes in class_files.values() for name in classes)
     search.empty = [name for name in dict.fromkeys(search.empty) if name not in names]
     if not names:
         left = f"; left out: {', '.join(search.words())}" if search.words() else ""
         raise wrong(domain, f"has no images in class folders (such as cats/1.png){left}")
-    files = {part: [file for name in names for file in classes.get(name, [])] for part, classes in found.items()}
+    files = {part: [file for name in names for file in classes.get(name, [])] for part, classes in class_files.items()}
     labels = {
         part: np.repeat(np.arange(len(names)), [len(classes.get(name, [])) for name in names])
-        for part, classes in found.items()
+        for part, classes in class_files.items()
     }
 
     def reader(part: str) -> Select:
-        return lambda index: (_decoded(files[part][place], domain) for place in index)
+        return lambda index: (_decoded(files[part][position], domain) for position in index)
 
     images = {part: reader(part) for part in files}
     return Contents(labels, images, len(names), names, tuple(chain(*files.values())), search.words())
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
 def _is_image(path: Path) -> bool:
@@ -92,24 +95,24 @@ def _is_image(path: Path) -> bool:
 
 
 def _has_images(folder: Path) -> bool:
-    return any(_is_image(one) for one in folder.iterdir())
+    return any(_is_image(path) for path in folder.iterdir())
 
 
 def _classes(root: Path, search: _Search) -> dict[str, list[Path]]:
     _enter(root, search)
     folders = _folders(root)
-    for one in set(root.iterdir()) - set(folders):
-        if _is_image(one):
-            search.astray += 1
-        elif not one.name.startswith(".") and not one.is_dir():
-            search.endings[one.suffix.lower()] += 1
-    found = {folder.name: sorted(_images(folder, search)) for folder in folders}
-    search.empty += [name for name, files in found.items() if not files]
-    return {name: files for name, files in found.items() if files}
+    for path in set(root.iterdir()) - set(folders):
+        if _is_image(path):
+            search.outside += 1
+        elif not path.name.startswith(".") and not path.is_dir():
+            search.endings[path.suffix.lower()] += 1
+    images = {folder.name: sorted(_images(folder, search)) for folder in folders}
+    search.empty += [name for name, files in images.items() if not files]
+    return {name: files for name, files in images.items() if files}
 
 
 def _images(folder: Path, search: _Search) -> Iterator[Path]:
-    """The images in a folder and below; links are followed. UserError for an image's name that is not a regular file."""
+    """Yield the images in a folder and below. Raises UserError for an image's name that is not a regular file."""
     _enter(folder, search)
     for path in folder.iterdir():
         hidden = path.name.startswith(".")
@@ -123,16 +126,16 @@ def _images(folder: Path, search: _Search) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            fault = f"{path} is not a regular file, but it has the name of an image; remove it"
+            fault = f"{path} has the name of an image, but is not a regular file; remove it"
             raise UserError(f"domain '{short(search.domain)}': {fault}")
 
 
 def _enter(folder: Path, search: _Search) -> None:
-    """UserError for a folder that was entered before, by another way: a loop of links, or images that count twice."""
+    """Raise UserError for a folder that was already read under another path: a loop of links, or duplicate images."""
     seen = os.stat(folder)
     before = search.entered.setdefault((seen.st_dev, seen.st_ino), folder)
     if before != folder:
-        fault = f"{folder} is a link to {before}, so that the same images are there twice; remove one of the two"
+        fault = f"{folder} is a link to {before}, so the same images would count twice; remove one of the two"
         raise UserError(f"domain '{short(search.domain)}': {fault}")
 
 

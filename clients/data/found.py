@@ -1,4 +1,4 @@
-"""A domain of the user's own as it was found, its name and its place, and what is said of what does not fit."""
+"""The contents, name and path of a user's own domain, and the errors about it."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,17 +11,17 @@ from fedloom.clients.data.sources import Labels, Pixels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import is_reference, told
 
-KINDS = ("images", "npz", "dataset")  # of paths
+KINDS = ("images", "npz", "dataset")  # prefixes of domains with a path
 
 Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A domain as it was found. By part (train and test, or all): int64 labels, and the images at given positions.
+    """A user's domain by part (train and test, or all): int64 labels, and a function from positions to images.
 
-    `names`: of its `classes`, in their order; none if they are numbers. `files`: those that are opened one by one.
-    `left_out`: what is there and is not read, in words.
+    `names`: of the classes; empty if they are numbers. `files`: image files that are opened one by one. `left_out`:
+    descriptions of what is not read.
     """
 
     labels: Mapping[str, Labels]
@@ -33,13 +33,13 @@ class Contents:
 
 
 def has_path(domain: str) -> bool:
-    """Whether the domain is a path, such as images:PATH."""
+    """Return whether the domain has a path, such as images:PATH."""
     kind, _, rest = domain.partition(":")
     return kind in KINDS and bool(rest)
 
 
 def path_of(domain: str) -> Path:
-    """The whole path of a domain that has one."""
+    """Return the absolute path of a domain that has one."""
     text = domain.partition(":")[2]
     if domain.startswith("dataset:") and not _path(text).exists():
         text = text.partition("?")[0]
@@ -47,21 +47,21 @@ def path_of(domain: str) -> Path:
 
 
 def columns_of(domain: str) -> dict[str, str]:
-    """The columns that a data set's domain names: dataset:PATH?image=photo&label=kind. UserError for other keys."""
+    """Return the columns in a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for other keys."""
     text = domain.partition(":")[2]
     asked = "" if _path(text).exists() else text.partition("?")[2]
     columns = dict(parse_qsl(asked, keep_blank_values=True))
     if odd := [key for key in columns if key not in ("image", "label")]:
-        raise UserError(f"domain '{domain}': '{odd[0]}' is not a key of it; takes ?image=COLUMN&label=COLUMN")
+        raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; takes ?image=COLUMN&label=COLUMN")
     return columns
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(text)))  # expanduser leaves the ~ of an unknown user as it is
+    return Path(os.path.abspath(os.path.expanduser(text)))  # expanduser does not change the ~ of an unknown user
 
 
 def short(domain: str) -> str:
-    """A domain's name in tables: of a path its last part, of `module:attribute` the attribute."""
+    """Return a domain's name in tables: the last part of a path, or the attribute of `module:attribute`."""
     kind, _, rest = domain.partition(":")
     if kind in KINDS:
         path = path_of(domain)
@@ -70,7 +70,7 @@ def short(domain: str) -> str:
 
 
 def absolute(domain: str) -> str:
-    """The same domain with a path that means the same wherever a process was started."""
+    """Return the domain with an absolute path."""
     if not has_path(domain):
         return domain
     kind, _, rest = domain.partition(":")
@@ -79,30 +79,30 @@ def absolute(domain: str) -> str:
 
 
 def origin(domain: str) -> str:
-    """Where a domain comes from, as the user wrote it."""
+    """Return where a domain comes from, as the user wrote it."""
     return domain.partition(":")[2] if domain.partition(":")[0] in KINDS else domain
 
 
 def wrong(domain: str, why: str) -> UserError:
-    """The error for a domain that does not fit."""
+    """Return the error about a domain. `why` continues the sentence that begins with its origin."""
     return UserError(f"domain '{short(domain)}': {origin(domain)} {why}")
 
 
 @contextmanager
 def legible(domain: str, place: str = "") -> Iterator[None]:
-    """What fails in reading becomes a UserError in one line that names the domain and the place (empty: its origin)."""
+    """Turn any error of reading into a UserError that names the domain and the place (default: its origin)."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         where = f"domain '{short(domain)}': {place or origin(domain)}"
-        raise UserError(f"{where} cannot be read ({told(error)}); put an intact copy there or remove it") from error
+        raise UserError(f"{where} cannot be read ({told(error)}). Replace it with an intact copy, or remove it.") from error
 
 
 @contextmanager
 def fitting(domain: str) -> Iterator[None]:
-    """A ValueError about what was read names the domain."""
+    """Turn a ValueError about contents into a UserError that names the domain."""
     try:
         yield
     except UserError:

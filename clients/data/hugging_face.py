@@ -1,4 +1,4 @@
-"""Data sets that Hugging Face's save_to_disk has written: which of their columns are images and labels."""
+"""Data sets written by Hugging Face's save_to_disk. This module picks their columns of images and labels."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +12,19 @@ from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
 from fedloom.conf.errors import plain
 from fedloom.conf.formatting import count
 
-NAMES = {"image": ("image", "images", "img", "x"), "label": ("label", "labels", "y", "target")}  # in small letters
+NAMES = {"image": ("image", "images", "img", "x"), "label": ("label", "labels", "y", "target")}  # lower-case
 
 
 def read_dataset(path: Path, domain: str) -> Contents:
-    """What is in dataset:PATH. UserError for what cannot be read, or where it is open which columns are meant."""
+    """Read dataset:PATH. Raises UserError if it cannot be read, or if its columns are ambiguous."""
     from datasets import ClassLabel, DatasetDict, load_from_disk
 
     if not path.is_dir():
-        raise wrong(domain, "is not a folder; name one that save_to_disk has written")
+        raise wrong(domain, "is not a folder. Name a folder that save_to_disk has written.")
     loaded: Any = load_from_disk(str(path))
     splits = {str(name): rows for name, rows in loaded.items()} if isinstance(loaded, DatasetDict) else {WHOLE[0]: loaded}
     if len(splits) > 1 and not set(OFFICIAL) <= splits.keys():
-        raise wrong(domain, f"has the splits {', '.join(splits)}; takes train and test, or one alone")
+        raise wrong(domain, f"has the splits {', '.join(splits)}; takes train and test, or a single split")
     parts = {part: splits[part] for part in OFFICIAL} if len(splits) > 1 else {WHOLE[0]: next(iter(splits.values()))}
     columns = {use: _column(use, parts, domain) for use in NAMES}
     image, label = columns["image"], columns["label"]
@@ -39,11 +39,11 @@ def read_dataset(path: Path, domain: str) -> Contents:
     def reader(part: str) -> Select:
         rows = parts[part].select_columns([image])
 
-        def decoded(place: int) -> Pixels:
-            with legible(domain, f"{path}, row {place} of {part},"):
-                return image_of(rows[place][image])
+        def decoded(row: int) -> Pixels:
+            with legible(domain, f"{path}, row {row} of {part},"):
+                return image_of(rows[row][image])
 
-        return lambda index: (decoded(int(place)) for place in index)
+        return lambda index: (decoded(int(row)) for row in index)
 
     unread = [name for name in splits if name not in OFFICIAL] if len(splits) > 1 else []
     left = tuple(f"the split '{plain(name)}' of {count(len(splits[name]), 'row')}" for name in unread)
@@ -51,7 +51,7 @@ def read_dataset(path: Path, domain: str) -> Contents:
 
 
 def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
-    """The column of images, or of labels: the one that is asked for, or else the only one that can be meant."""
+    """Return the column of images or labels: the one in the domain's query, else the only one that fits."""
     features = next(iter(parts.values())).features
     if (asked := columns_of(domain).get(use)) is not None:
         if missing := [part for part, rows in parts.items() if asked not in rows.features]:
@@ -59,14 +59,14 @@ def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
         return asked
     fit = {name: kind for name, kind in features.items() if (_may_be_images if use == "image" else _may_be_labels)(kind)}
     named = [name for name in fit if name.lower() in NAMES[use]]
-    found = named or (_typed_images(fit) if use == "image" else _typed_labels(fit, parts))
-    if len(found) == 1:
-        return found[0]
-    choose = f"choose with 'dataset:PATH?{use}=COLUMN'"
-    if found:
-        raise wrong(domain, f"has {', '.join(found)}, each of which may be the {use}s; {choose}")
-    kinds = "one of images and one of class labels"
-    raise wrong(domain, f"has the columns {', '.join(features)}; takes {kinds}; {choose}")
+    candidates = named or (_typed_images(fit) if use == "image" else _typed_labels(fit, parts))
+    if len(candidates) == 1:
+        return candidates[0]
+    choose = f"Choose with 'dataset:PATH?{use}=COLUMN'."
+    if candidates:
+        raise wrong(domain, f"has several columns that may be the {use}s: {', '.join(candidates)}. {choose}")
+    kinds = "one column of images and one of class labels"
+    raise wrong(domain, f"has the columns {', '.join(features)}; takes {kinds}. {choose}")
 
 
 def _typed_images(fit: Mapping[str, Any]) -> list[str]:
@@ -76,14 +76,14 @@ def _typed_images(fit: Mapping[str, Any]) -> list[str]:
 
 
 def _typed_labels(fit: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
-    """Columns of class labels; beside them whole numbers that come again and again, which may be meant as well."""
+    """Return columns of class labels. If there are any, add columns of whole numbers that repeat often enough."""
     from datasets import ClassLabel
 
     typed = [name for name, kind in fit.items() if isinstance(kind, ClassLabel)]
     rows = next(iter(parts.values()))
-    whole = [name for name, kind in fit.items() if name not in typed and str(kind.dtype).startswith(("int", "uint"))]
-    again = [name for name in whole if len(np.unique(np.asarray(rows[name][:], float))) * 2 <= len(rows)]
-    return [*typed, *again] if typed else []
+    numeric = [name for name, kind in fit.items() if name not in typed and str(kind.dtype).startswith(("int", "uint"))]
+    repeating = [name for name in numeric if len(np.unique(np.asarray(rows[name][:], float))) * 2 <= len(rows)]
+    return [*typed, *repeating] if typed else []
 
 
 def _may_be_labels(kind: Any) -> bool:
@@ -93,7 +93,7 @@ def _may_be_labels(kind: Any) -> bool:
 
 
 def _may_be_images(kind: Any) -> bool:
-    """Images, arrays and lists of lists; no single numbers and texts."""
+    """Return whether a column may be images: not single numbers, texts or class labels."""
     from datasets import ClassLabel, Value
 
     return not isinstance(kind, ClassLabel | Value)

@@ -1,4 +1,4 @@
-"""Whether a domain's files are as they were. What a process keeps of a domain counts only as long as they are."""
+"""Detection of changed files. A process's caches of a domain are valid only while its files are unchanged."""
 
 import hashlib
 import os
@@ -14,16 +14,16 @@ MOST_MOMENTS = 8
 Listed = dict[Path, str]
 Counts = Callable[[str], bool]
 
-_LISTED: ContextVar[Listed | None] = ContextVar("listed", default=None)  # listings that count as true for now
-_AT: ContextVar[str] = ContextVar("at", default="")  # the run whose message is answered
+_LISTED: ContextVar[Listed | None] = ContextVar("listed", default=None)  # digests that are valid in this context
+_AT: ContextVar[str] = ContextVar("at", default="")  # the run of the current message
 _MOMENTS: OrderedDict[tuple[str, int], Listed] = OrderedDict()
-_RUN = ""  # the run that this process carries out
+_RUN = ""  # the run in this process
 
 
 def state(path: Path, counts: Counts = lambda name: True) -> str:
-    """A digest of the names, sizes and times of a file, or of all files below a folder; of what is not there, too.
+    """Return a digest of the names, sizes and times of a file, or of all files below a folder, existing or not.
 
-    `counts`: which of the files of a folder do, by their names; all that ask for the same folder ask alike.
+    `counts`: whether a file of a folder counts, by its name; always the same for the same folder.
     """
     known = _LISTED.get()
     if known is None:
@@ -34,13 +34,13 @@ def state(path: Path, counts: Counts = lambda name: True) -> str:
 
 
 def run_now() -> str:
-    """The run that this process is at work on; empty outside of one. A function of the user's is asked once in each."""
+    """Return this process's current run, or an empty text. A user's function that returns images is called once per run."""
     return _RUN or _AT.get()
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Every file is looked at once at most within: for what asks for the same domains again and again."""
+    """Enter a context in which each file's state is read at most once."""
     token = _LISTED.set({}) if _LISTED.get() is None else None
     try:
         yield
@@ -51,7 +51,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def of_run() -> Iterator[None]:
-    """A run in this process, from its beginning to its end."""
+    """Enter the context of one run in this process."""
     global _RUN
     before, _RUN = _RUN, _RUN or uuid4().hex
     try:
@@ -62,7 +62,10 @@ def of_run() -> Iterator[None]:
 
 @contextmanager
 def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
-    """A message of a round is answered: files are looked at once in a round. `afresh`: now, even so."""
+    """Enter the context of a round's message, in which each file's state is read once per round.
+
+    `afresh`: read the states again.
+    """
     if afresh:
         _MOMENTS.pop((run, number), None)
     listed = _LISTED.set(_MOMENTS.setdefault((run, number), {}))
@@ -77,8 +80,8 @@ def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
 
 
 def fresh(path: Path, counts: Counts = lambda name: True) -> str:
-    """The same, looked at now, whatever is held."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return the digest of `state`, read now without any cache."""
+    digest = hashlib.blake2b(digest_size=16)
     for name, entry in _entries(path, str(path), frozenset()):
         if isinstance(entry, os.DirEntry) and not counts(entry.name):
             continue
@@ -87,22 +90,22 @@ def fresh(path: Path, counts: Counts = lambda name: True) -> str:
             stamp = f"{seen.st_size}:{seen.st_mtime_ns}:{seen.st_ctime_ns}"
         except OSError:  # gone, or a link to nothing
             stamp = "-"
-        found.update(f"{name}\0{stamp}\0".encode(errors="surrogateescape"))
-    return found.hexdigest()
+        digest.update(f"{name}\0{stamp}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def _entries(path: Path, name: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Path | os.DirEntry[str]]]:
-    """A file, or all files below a folder, in the order of their names; links are followed, but to no folder above."""
+    """Yield a file, or all files below a folder, in the order of names. Follows links, except to a folder above."""
     try:
-        here = os.stat(path)
+        status = os.stat(path)
         listed = sorted(os.scandir(path), key=lambda entry: entry.name)
-    except OSError:  # a file, or what cannot be looked into: whoever reads it says so
+    except OSError:  # a file, or an unreadable folder: reading it raises later
         yield name, path
         return
-    if (one := (here.st_dev, here.st_ino)) in above:
+    if (identity := (status.st_dev, status.st_ino)) in above:
         return
     for entry in listed:
         if entry.is_dir():
-            yield from _entries(Path(entry.path), f"{name}/{entry.name}", above | {one})
+            yield from _entries(Path(entry.path), f"{name}/{entry.name}", above | {identity})
         else:
             yield f"{name}/{entry.name}", entry

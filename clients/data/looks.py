@@ -1,4 +1,4 @@
-"""Whether a domain's images show anything: what goes wrong in reading them seldom fails, it makes them black."""
+"""Check that a user's images show anything. Images read wrongly are usually black, without any error."""
 
 from collections import Counter
 from functools import lru_cache
@@ -9,17 +9,17 @@ from fedloom.clients.data.domains import Place
 from fedloom.clients.data.own import Own
 from fedloom.conf.errors import UserError
 
-SAMPLE = 64  # images that are looked at
-FEWEST = 5  # images that say something about a domain
+SAMPLE = 64  # images to check
+FEWEST = 5  # with fewer images there is no check
 NEARLY_ALL = 0.9
 NARROW = 64  # of 256 levels
 
 
 @lru_cache(maxsize=64)
 def looks(place: Place) -> str:
-    """A line on what is odd about images of the user's own; empty if nothing is. It looks at a sample, at even distances.
+    """Check a sample of a user's images. Returns a line about what is odd, or an empty text.
 
-    Raises UserError if (nearly) all of them are of one and the same colour, or if all use a small part of the range.
+    Raises UserError if nearly all images have the same single colour, or if all use a small part of the range.
     """
     if not isinstance(place.source, Own):
         return ""
@@ -32,16 +32,16 @@ def _looks(place: Place, part: str) -> str:
     if count < FEWEST:
         return ""
     sample = place.images(part, np.unique(np.linspace(0, count - 1, SAMPLE).astype(np.int64)))
-    seen = [(one.min((0, 1)), one.max((0, 1))) for one in sample]  # lowest and highest level, of each channel
+    seen = [(image.min((0, 1)), image.max((0, 1))) for image in sample]  # lowest and highest level of each channel
     low, high = min(int(low.min()) for low, _ in seen), max(int(high.max()) for _, high in seen)
     flat = Counter(low.tobytes() for low, high in seen if (low == high).all())
-    where, of = f"domain '{place.name}': {place.source.origin(place.folder)}", f"of {len(seen)} images that were looked at"
+    where, of = f"domain '{place.name}': {place.source.origin(place.folder)}", f"of {len(seen)} images checked"
     if (alike := max(flat.values(), default=0)) >= NEARLY_ALL * len(seen):
-        raise UserError(f"{where}: {alike} {of} show nothing but one and the same colour (such as light ink on "
-                        "transparency, which is put on white); save them as they shall be seen")  # fmt: skip
+        raise UserError(f"{where}: {alike} {of} show only the same single colour (such as light ink on transparency, which "
+                        "becomes white on white). Save them without transparency.")  # fmt: skip
     if high - low < NARROW:
-        raise UserError(f"{where}: all {of} use the levels {low} to {high} of 0 to 255 alone (such as 12 bits in files of "
-                        "16); spread their values over the whole range")  # fmt: skip
+        raise UserError(f"{where}: all {of} use only the levels {low} to {high} of 0 to 255 (such as 12 bits in files of "
+                        "16). Rescale their values to the whole range.")  # fmt: skip
     if flat.total() >= NEARLY_ALL * len(seen):
-        return f"{where}: {flat.total()} {of} are of a single colour each; see whether that is meant"
+        return f"{where}: {flat.total()} {of} have a single colour each; check that this is intended"
     return ""

@@ -1,4 +1,4 @@
-"""Domains of the user's own, by configuration alone: folders of images, npz files, data sets on disk, functions."""
+"""Users' own domains by configuration: folders of images, npz files, data sets on disk, functions."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +16,8 @@ from fedloom.clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positi
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.plugins import call, outside, parameters
 
-MOST_HELD = 16  # domains
-MEMBERS = {  # of npz files, in small letters
+MOST_HELD = 16  # cached domains
+MEMBERS = {  # names of arrays in npz files, lower-case
     "train": (("x_train", "y_train"), ("train_images", "train_labels")),
     "test": (("x_test", "y_test"), ("test_images", "test_labels")),
     "all": (("x", "y"), ("images", "labels")),
@@ -26,7 +26,7 @@ MEMBERS = {  # of npz files, in small letters
 
 @dataclass(frozen=True)
 class Own:
-    """A source whose domain is found by its own name (`images:PATH`, ...), wherever the data folder is."""
+    """A source that is named by the domain itself (`images:PATH`, ...), independent of the data folder."""
 
     domain: str
     parts: ClassVar[tuple[str, ...]] = WHOLE
@@ -49,45 +49,47 @@ class Own:
 
 @dataclass(frozen=True)
 class OwnSplit(Own):
-    """One that has a test part of its own."""
+    """A user's source with its own test part."""
 
     parts: ClassVar[tuple[str, ...]] = OFFICIAL
 
 
 def state_of(domain: str) -> str:
-    """What changes with the domain's files, or, where a function gives it, with the run."""
+    """Return a digest of the domain's files. For a function's domain, return the current run."""
     return listing.state(path_of(domain), _counts(domain)) if has_path(domain) else listing.run_now()
 
 
 def _counts(domain: str) -> listing.Counts:
-    """Which of a folder's files the domain is read from, by their names."""
+    """Return which files of a folder the domain is read from, by their names."""
     if domain.startswith("images:"):
         from fedloom.clients.data.folders import SUFFIXES
 
         return lambda name: Path(name).suffix.lower() in SUFFIXES
-    return lambda name: not name.startswith("cache-")  # which the library of Hugging Face writes beside the others
+    return lambda name: not name.startswith("cache-")  # files that Hugging Face's library adds
 
 
 def contents(domain: str) -> Contents:
-    """What is in a domain of the user's own, read once as long as its files are as they were.
+    """Return the contents of a user's domain, cached while its files are unchanged.
 
-    UserError for one that is not there, is damaged, does not fit, or has other classes than before in one run.
+    Raises UserError for a domain that is missing, damaged or unusable, or whose classes changed during a run.
     """
     state, run, before = state_of(domain), listing.run_now(), _CONTENTS.get(domain)
     if before and before[0] == state:
         return before[2]
-    found = _read(domain)
+    content = _read(domain)
     if has_path(domain) and listing.fresh(path_of(domain), _counts(domain)) != state:
-        raise wrong(domain, "changed while it was in use; once it is complete, go on (resume) or start again")
-    if before and run and before[1] == run and (before[2].classes, before[2].names) != (found.classes, found.names):
-        raise wrong(domain, "has other classes than when the run began; put them back, or start a new run")
-    _CONTENTS[domain] = state, run, found
+        raise wrong(domain, "changed while it was read. Once it is complete, resume the run or start again.")
+    if before and run and before[1] == run and (before[2].classes, before[2].names) != (content.classes, content.names):
+        raise wrong(domain, "has other classes than when the run began. Restore them, or start a new run.")
+    _CONTENTS[domain] = state, run, content
     while len(_CONTENTS) > MOST_HELD:
         _CONTENTS.popitem(last=False)
-    return found
+    return content
 
 
-_CONTENTS: OrderedDict[str, tuple[str, str, Contents]] = OrderedDict()  # with their state, and the run that read them
+_CONTENTS: OrderedDict[str, tuple[str, str, Contents]] = (
+    OrderedDict()
+)  # by domain: its state, the run that read it, its contents
 
 
 def _read(domain: str) -> Contents:
@@ -95,13 +97,13 @@ def _read(domain: str) -> Contents:
         return _function(domain)
     path = path_of(domain)
     if not path.exists():
-        raise UserError(f"domain '{short(domain)}': there is no {path}; correct the path in '{domain}'")
+        raise UserError(f"domain '{short(domain)}': {path} does not exist. Correct the path in '{domain}'.")
     with legible(domain):
         return READERS[domain.partition(":")[0]](path, domain)
 
 
 def check_files(domain: str) -> None:
-    """UserError naming the first image file of the user's own domain that is cut, damaged or too large to be opened."""
+    """Raise UserError for the first image file of a user's domain that is damaged or too large to be opened."""
     if has_path(domain):
         _check_files(domain, state_of(domain))
 
@@ -116,15 +118,15 @@ def _check_files(domain: str, state: str) -> None:
 
 
 def left_out(domain: str) -> str:
-    """A line on what is at the domain's place and is not read; empty if there is nothing."""
-    words = contents(domain).left_out if has_path(domain) else ()
-    return f"domain '{short(domain)}': left out: {', '.join(words)}" if words else ""
+    """Describe in a line what is at the domain's path and is not read; empty if everything is read."""
+    descriptions = contents(domain).left_out if has_path(domain) else ()
+    return f"domain '{short(domain)}': left out: {', '.join(descriptions)}" if descriptions else ""
 
 
 def _npz(path: Path, domain: str) -> Contents:
-    """Arrays of images and labels, of train and test or of all."""
+    """Read an npz file of images and labels, of train and test or of all."""
     if not path.is_file():
-        raise wrong(domain, "is not a regular file; name an npz file of images and labels (numpy.savez)")
+        raise wrong(domain, "is not a regular file. Name an npz file of images and labels (numpy.savez).")
     archive = np.load(path, allow_pickle=False)
     if isinstance(archive, np.ndarray):
         raise wrong(domain, "is a single array; takes an npz file of images and labels (numpy.savez)")
@@ -141,10 +143,12 @@ def _npz(path: Path, domain: str) -> Contents:
 
 
 def _pair(members: Iterable[str], part: str, domain: str) -> tuple[str, ...]:
-    """The names of a part's images and labels; none if it is not there."""
+    """Return the names of a part's images and labels; empty if the part is missing."""
     pairs = [pair for pair in MEMBERS[part] if set(pair) <= set(members)]
     if len(pairs) > 1:
-        raise wrong(domain, f"has {' and '.join(', '.join(pair) for pair in pairs)}; keep one pair of images and labels")
+        raise wrong(
+            domain, f"has {' and '.join(', '.join(pair) for pair in pairs)}. Remove all but one pair of images and labels."
+        )
     return pairs[0] if pairs else ()
 
 
@@ -154,44 +158,46 @@ def _member(archive: Any, name: str, domain: str) -> Any:
     except ValueError as error:
         if "pickle" not in str(error):
             raise
-        told = f"holds Python objects in '{name}', which are not read; save it as numbers or texts: {name}.astype(str)"
-        raise wrong(domain, told) from None
+        fault = f"has Python objects in '{name}', which are not read. Save numbers or texts, such as {name}.astype(str)."
+        raise wrong(domain, fault) from None
 
 
-def _of_arrays(found: Mapping[str, Named], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
-    """The contents of arrays, checked."""
+def _of_arrays(parts: Mapping[str, Named], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
+    """Check arrays of images and labels, and return them as contents."""
     with fitting(domain):
-        labels, classes, names = numbered(found)
-        pixels = {part: as_pixels(one.images, len(labels[part])) for part, one in found.items()}
+        labels, classes, names = numbered(parts)
+        pixels = {part: as_pixels(named.images, len(labels[part])) for part, named in parts.items()}
 
     def reader(part: str) -> Select:
         held = pixels[part]
-        return lambda index: held[index] if isinstance(held, np.ndarray) else [held[place] for place in index]
+        return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
 
     return Contents(labels, {part: reader(part) for part in pixels}, classes, names, left_out=left_out)
 
 
 def _function(domain: str) -> Contents:
-    """What a function (or class) of an outside package gives; asked twice if it takes `split` or `train`."""
-    found = lookup(domain)
-    if not callable(found):
-        raise UserError(f"domain '{domain}': is of the type {type(found).__name__}, takes a function that gives images")
-    taken = {one.name for one in parameters(found)[0]}
+    """Call a user's function or class. One that takes `split` or `train` is called twice, for train and for test."""
+    function = lookup(domain)
+    if not callable(function):
+        raise UserError(
+            f"domain '{domain}': has the type {type(function).__name__}; it must be a function that returns images"
+        )
+    taken = {parameter.name for parameter in parameters(function)[0]}
     if "split" in taken:
-        made: Any = {part: call(found, {}, {"split": part}, domain, "domain") for part in OFFICIAL}
+        made: Any = {part: call(function, {}, {"split": part}, domain, "domain") for part in OFFICIAL}
     elif "train" in taken:
-        made = {part: call(found, {}, {"train": part == "train"}, domain, "domain") for part in OFFICIAL}
+        made = {part: call(function, {}, {"train": part == "train"}, domain, "domain") for part in OFFICIAL}
     else:
-        made = call(found, {}, {}, domain, "domain")
+        made = call(function, {}, {}, domain, "domain")
     parts = made if isinstance(made, Mapping) else {WHOLE[0]: made}
     if set(parts) not in ({*OFFICIAL}, {*WHOLE}):
-        raise wrong(domain, f"gave {', '.join(map(str, parts)) or 'nothing'}; takes train and test")
+        raise wrong(domain, f"returned {', '.join(map(str, parts)) or 'nothing'}; takes train and test")
     with legible(domain), fitting(domain):
-        return _of_arrays({part: Named.of(one) for part, one in parts.items()}, domain)
+        return _of_arrays({part: Named.of(images) for part, images in parts.items()}, domain)
 
 
 def lookup(domain: str, known: Iterable[str] = ()) -> Any:
-    """What a domain's name stands for in an outside package; UserError with the nearest name for a name of nothing."""
+    """Return the object that a domain names in a user's package. Raises UserError for an unknown name."""
     return outside("domain", domain, [*known, *(f"{kind}:PATH" for kind in READERS)], "domain")
 
 

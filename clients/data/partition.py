@@ -1,4 +1,4 @@
-"""How the sites of one entry divide a domain: the partitioners of flwr_datasets, given labels alone, or the user's own."""
+"""The division of a domain among the sites of an entry, by flwr_datasets' partitioners or a user's function."""
 
 import hashlib
 import warnings
@@ -8,19 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data.cache import kept
+from fedloom.clients.data.cache import cached
 from fedloom.clients.data.sources import Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, outside, parameters
 from fedloom.conf.randomness import generator
 from fedloom.conf.sites import PartitionConfig
 
-VERSION = 1  # of the ways below; a new one makes kept divisions invalid
+VERSION = 1  # version of the partitioners below; a new one makes cached divisions invalid
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to divide. `partitioner` takes (the module, options, number of images, of parts, seed); `key`: its option."""
+    """A way to divide a domain. `key`: the option that only this way has. `asked` and `mend` are texts for errors.
+
+    `partitioner` makes the partitioner from (flwr_datasets' module, options, number of images, number of parts, seed).
+    """
 
     partitioner: Callable[[Any, PartitionConfig, int, int, int], Any]
     asked: str
@@ -56,72 +59,73 @@ WAYS = {
 
 
 def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: str) -> tuple[Positions, ...]:
-    """Disjoint positions in `labels`, int64 [n_k] ascending, for each of the `parts` sites; random by (seed, name).
+    """Divide images among sites, at random by (seed, name). Returns disjoint positions in `labels`, int64 [n_k] ascending.
 
-    iid, size and dirichlet (arXiv 1905.12022) leave no image over; classes (arXiv 2102.02079) leaves those of a class
-    that no site has drawn. Raises UserError if there are fewer than min_samples per part, or no such division.
+    iid, size and dirichlet (arXiv 1905.12022) use every image. classes (arXiv 2102.02079) omits the images of classes that
+    no site has drawn. A user's function is called as function(labels=, parts=, **partition.options), with NumPy's
+    generator= if it takes one. It returns the positions of each part, and may omit images.
 
-    A function of an outside package is called as function(labels=, parts=, generator=, and partition.options); `generator`
-    (NumPy's) only if it takes one. It returns the positions of each part, and may leave images over.
+    Raises UserError if a part would have fewer than partition.min_samples images, or if the division is impossible.
     """
     check_way(how)
     count = len(labels)
     if parts * how.min_samples > count:
-        few = f"{count} training images for {parts} sites, fewer than partition.min_samples={how.min_samples} each"
+        few = f"{count} training images for {parts} sites are fewer than partition.min_samples={how.min_samples} each"
         raise UserError(f"{few}; use fewer sites or a smaller min_samples")
     if how.name not in WAYS:
         return _by_outside(labels, parts, how, generator(seed, name, "partition"))
     facts = f"{VERSION}|{parts}|{how}|{seed}|{name}|{labels.dtype}|".encode()
     key = hashlib.sha256(facts + np.ascontiguousarray(labels).tobytes()).hexdigest()
-    return kept(key, lambda: _divide(labels, parts, how, seed, name))
+    return cached(key, lambda: _divide(labels, parts, how, seed, name))
 
 
 def check_way(how: PartitionConfig) -> None:
-    """UserError for a way to divide that is nowhere, with the nearest known name, or for options that it does not take."""
+    """Raise UserError for an unknown partition.name, or for options that it does not take."""
     find_way(how.name)
     for name, way in WAYS.items():
         if way.key and name != how.name and getattr(how, way.key) != getattr(PartitionConfig(), way.key):
-            raise UserError(f"partition.{way.key}: is of partition.name={name}, and the name is '{how.name}': "
-                            f"give that name, or leave {way.key} out")  # fmt: skip
+            raise UserError(f"partition.{way.key}: belongs to partition.name={name}, but the name is '{how.name}'. "
+                            f"Set partition.name={name}, or remove {way.key}.")  # fmt: skip
     if how.name in WAYS and how.options:
-        raise UserError(f"partition.options: '{how.name}' takes none, its own stand beside its name")
+        raise UserError(f"partition.options: are only for a function of your own. Set the options of '{how.name}' in the "
+                        "section partition itself.")  # fmt: skip
 
 
 def find_way(name: str) -> Any:
-    """The Way of that name, or what it stands for in an outside package; UserError with the nearest known name otherwise."""
+    """Return the Scheme of this name, or the user's function. Raises UserError for an unknown name."""
     return WAYS[name] if name in WAYS else outside("partitioner", name, WAYS, "partition.name")
 
 
 def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.random.Generator) -> tuple[Positions, ...]:
-    """What an outside package's function gives, checked. Never kept on disk: its code may change."""
+    """Call a user's function and check the result. It is never cached on disk, since the function may change."""
     function = find_way(how.name)
     if not callable(function):
-        raise UserError(f"partition.name: '{how.name}' is of the type {type(function).__name__}, takes a function")
+        raise UserError(f"partition.name: '{how.name}' has the type {type(function).__name__}; it must be a function")
     known, others = parameters(function)
-    drawn = {"generator": random} if others or "generator" in [one.name for one in known] else {}
-    given = {"labels": labels.copy(), "parts": parts, **drawn}
-    made = call(function, how.options, given, how.name, "partition.options")
+    drawn = {"generator": random} if others or "generator" in [parameter.name for parameter in known] else {}
+    arguments = {"labels": labels.copy(), "parts": parts, **drawn}
+    made = call(function, how.options, arguments, how.name, "partition.options")
     if not isinstance(made, list | tuple) or len(made) != parts:
         got = f"{len(made)} parts" if isinstance(made, list | tuple) else f"a {type(made).__name__}"
-        raise UserError(f"partition.name: '{how.name}' gave {got}, takes a list of positions for each of {parts} sites")
+        raise UserError(f"partition.name: '{how.name}' returned {got}, takes a list of positions for each of {parts} sites")
     divided = tuple(np.sort(_positions(part, len(labels), how.name)) for part in made)
     everything = np.concatenate(divided)
     if len(np.unique(everything)) < len(everything):
-        raise UserError(f"partition.name: '{how.name}' gave an image to two sites, or twice to one")
+        raise UserError(f"partition.name: '{how.name}' assigned an image twice, to two sites or to one")
     smallest = min(range(parts), key=lambda part: len(divided[part]))
     if len(divided[smallest]) < how.min_samples:
-        few = f"'{how.name}' gave site {smallest} of {parts} {len(divided[smallest])} images"
+        few = f"'{how.name}' assigned {len(divided[smallest])} images to site {smallest} of {parts}"
         raise UserError(f"partition.name: {few}, fewer than partition.min_samples={how.min_samples}")
     return divided
 
 
-def _positions(given: Any, count: int, name: str) -> Positions:
+def _positions(result: Any, count: int, name: str) -> Positions:
     try:
-        part = np.asarray(given)
+        part = np.asarray(result)
     except (ValueError, TypeError):  # lists of different lengths
         part = np.empty((0, 0))
     if part.ndim != 1 or (len(part) and (part.dtype.kind not in "iu" or not 0 <= part.min() <= part.max() < count)):
-        raise UserError(f"partition.name: '{name}' gave positions that are no whole numbers from 0 to {count - 1}")
+        raise UserError(f"partition.name: '{name}' returned positions that are not whole numbers from 0 to {count - 1}")
     return part.astype(np.int64)
 
 
@@ -138,48 +142,48 @@ def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: s
         try:
             return tuple(np.sort(order[divider.load_partition(part)]) for part in range(parts))
         except ValueError as error:
-            why = f"no division of {count} training images among {parts} sites by {way.asked.format(**vars(how))}"
+            why = f"{count} training images cannot be divided among {parts} sites by {way.asked.format(**vars(how))}"
             raise UserError(f"{why}; {way.mend}") from error
 
 
 def divide_alike(labels: Labels, parts: Sequence[Labels], random: np.random.Generator) -> tuple[Positions, ...]:
-    """Disjoint positions in `labels`, int64 [n_k] ascending, that divide these images as `parts`, other images' labels, are.
+    """Divide images in the same proportions as other images, whose labels are `parts`. Returns as `divide` does.
 
-    Of each class every part gets its share of that class's images, up to one; who gets the ones that are over is drawn such
-    that a part's number of images follows its shares, too. Images of a class that no part has are left over.
+    Every part gets its share of each class, up to one image. The remaining images are drawn so that a part's total number
+    also follows its shares. Images of a class that no part has are omitted.
     """
     known = np.unique(np.concatenate(parts))
-    there = [np.flatnonzero(labels == name) for name in known]
+    members = [np.flatnonzero(labels == name) for name in known]
     has = np.stack([np.bincount(np.searchsorted(known, part), minlength=len(known)) for part in parts])
-    owed, given = np.zeros(len(parts)), [[] for _ in parts]
-    for place, mine in enumerate(there):
-        shares = len(mine) * has[:, place] / has[:, place].sum()
-        whole = np.floor(shares + 1e-9).astype(np.int64)
-        rest = np.maximum(shares - whole, 0.0)
+    owed, chosen = np.zeros(len(parts)), [[] for _ in parts]
+    for index, mine in enumerate(members):
+        shares = len(mine) * has[:, index] / has[:, index].sum()
+        counts = np.floor(shares + 1e-9).astype(np.int64)
+        rest = np.maximum(shares - counts, 0.0)
         rank = np.lexsort((random.random(len(parts)), -(owed + rest), rest <= 1e-9))
-        whole[rank[: len(mine) - whole.sum()]] += 1
-        owed += shares - whole
-        for part, drawn in zip(given, np.split(random.permutation(mine), np.cumsum(whole)[:-1]), strict=True):
+        counts[rank[: len(mine) - counts.sum()]] += 1
+        owed += shares - counts
+        for part, drawn in zip(chosen, np.split(random.permutation(mine), np.cumsum(counts)[:-1]), strict=True):
             part.append(drawn)
-    return tuple(np.sort(np.concatenate(part)) for part in given)
+    return tuple(np.sort(np.concatenate(part)) for part in chosen)
 
 
 def sizes(count: int, parts: int, growth: float) -> list[int]:
-    """How many of `count` images site k of `parts` gets: in proportion to (k + 1) ** growth, exact in sum, at least 1.
+    """Divide `count` images among `parts` sites: site k gets a number in proportion to (k + 1) ** growth, at least 1.
 
-    Every site gets one, and its share of the others rounded down; what is left goes to the largest remainders.
+    Every site gets one image and its share of the others, rounded down. The rest goes to the largest remainders.
     """
     weights = (np.arange(1, parts + 1) / parts) ** growth
     shares = (count - parts) * weights / weights.sum()
-    whole = np.floor(shares).astype(int)
-    whole[np.argsort(whole - shares, kind="stable")[: count - parts - whole.sum()]] += 1
-    return (whole + 1).tolist()
+    counts = np.floor(shares).astype(int)
+    counts[np.argsort(counts - shares, kind="stable")[: count - parts - counts.sum()]] += 1
+    return (counts + 1).tolist()
 
 
 def _rows(labels: Labels) -> Any:
-    """A data set of labels in which selecting rows gives their positions instead of a new data set.
+    """Return a data set of labels whose `select` returns positions instead of a new data set.
 
-    The partitioners end in a selection; 10,000 new data sets would take 10 s.
+    The partitioners end with a selection, and 10,000 new data sets would take 10 s.
     """
     from datasets import Dataset
 

@@ -1,4 +1,4 @@
-"""Results that follow from a configuration and from files, remembered as long as the files are as they were."""
+"""A cache of results that depend on a configuration and on files, valid while the files are unchanged."""
 
 import functools
 from collections.abc import Callable
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 def while_same(state: Callable[[Config], object]) -> Callable[[Callable[[Config], T]], Callable[[Config], T]]:
-    """Remember function(config) for as long as state(config), of the files, is the same. A Config is frozen."""
+    """Return a decorator that caches function(config) while state(config), a digest of files, is unchanged."""
 
     def decorated(function: Callable[[Config], T]) -> Callable[[Config], T]:
         key = f"_{function.__module__}.{function.__qualname__}"
 
         @functools.wraps(function)
         def remembered(config: Config) -> T:
-            kept, now = vars(config), state(config)
-            if key not in kept or kept[key][0] != now:
-                kept[key] = now, function(config)
-            return kept[key][1]
+            cache, now = vars(config), state(config)
+            if key not in cache or cache[key][0] != now:
+                cache[key] = now, function(config)
+            return cache[key][1]
 
         return remembered
 

@@ -28,7 +28,7 @@ CACHE = ImageCache(limit=512 * 2**20)
 
 @dataclass(frozen=True)
 class _Pool:
-    """The training images that the sites of an entry divide among themselves; hashable."""
+    """The training images that the sites of an entry share out; hashable."""
 
     place: Place
     variant: Variant
@@ -44,9 +44,9 @@ class _Pool:
 
 @held()
 def site_images(config: Config, site: Site) -> Images:
-    """The site's training images: uint8 [n, c, size, size] with labels int64 [n].
+    """Return the site's training images, uint8 [n, c, size, size], with labels int64 [n].
 
-    Its part of the domain's training images, or a random `samples` of them, drawn by (seed, site name).
+    They are its part of the domain's training images, or `samples` of them drawn by (seed, site name).
     Raises UserError as site_sizes does.
     """
     pool, part, size = _share(config, site)
@@ -56,32 +56,31 @@ def site_images(config: Config, site: Site) -> Images:
 
 @held()
 def class_counts(config: Config, site: Site) -> dict[int, int]:
-    """How many training images of each class the site has, of those that it has; reads labels alone."""
+    """Return the site's number of training images by class, for classes that it has. Reads only labels."""
     pool, part, size = _share(config, site)
     y = _relabelled(labels(pool.place, _drawn(config, site, part, size)), pool.variant)
     return {int(name): int(count) for name, count in zip(*np.unique(y, return_counts=True), strict=True)}
 
 
 def _drawn(config: Config, site: Site, part: Selection, size: int) -> Selection:
-    """The images that the site takes of its part."""
+    """Return the images that the site takes from its part."""
     if size == len(part):
         return part
     return part.at(generator(config.seed, site.name, "samples").choice(len(part), size, replace=False))
 
 
 def _states(config: Config) -> tuple[str, ...]:
-    """What changes with the files that the sites' images come from."""
+    """Return digests of the files that the sites' images come from."""
     return tuple(locate(domain, config.data).state for domain in config.domains)
 
 
 @while_same(_states)
 @held()
 def site_sizes(config: Config) -> list[int]:
-    """The number of training images of each site, in the order of the roster. Reads labels, and whether images are whole.
+    """Return the number of training images of each site, in the order of the roster.
 
-    Raises UserError, naming the site and the option at fault: unknown or missing domain, missing data.root, a class
-    that is not the domain's, more sites than images, no such partition, `samples` or partition.min_samples not there,
-    data.classes that are not the domains', an image file that cannot be read.
+    Reads labels, and checks that image files are intact. Raises UserError, naming the site and option, for a domain that is
+    unknown, missing or damaged, for classes that it lacks, and for a division that is impossible.
     """
     check_shared(config)
     for domain in config.domains:
@@ -94,69 +93,71 @@ def site_sizes(config: Config) -> list[int]:
 
 @held()
 def remarks(config: Config) -> list[str]:
-    """Lines on what is at the domains' places and is not read, and on what is odd about their images."""
-    found = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
-    return [line for lines in found for line in lines if line]
+    """Return lines about files of the domains that are not read, and about odd images."""
+    pairs = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
+    return [line for pair in pairs for line in pair if line]
 
 
 @held()
 def site_size(config: Config, site: Site) -> int:
-    """The number of one site's training images; as site_sizes."""
+    """Return the number of one site's training images. Raises UserError as site_sizes does."""
     return _share(config, site)[2]
 
 
 @held()
 def validation_images(config: Config, spec: SiteConfig) -> Images:
-    """The variant's validation images, uint8 [n, c, size, size]: no site of the domain trains on them.
+    """Return the variant's validation images, uint8 [n, c, size, size]. No site of the domain trains on them.
 
-    n may be 0: if data.validation is 0, or if a small validation part has none of the variant's classes.
+    n is 0 if data.validation is 0, or if a small validation part has none of the variant's classes.
     """
     place = locate(spec.domain, config.data)
-    whole = split(place, config.seed, config.data.validation, config.data.validation_limit).validation
-    return _watched(config, place, spec, "validation", whole, limit=0)
+    selection = split(place, config.seed, config.data.validation, config.data.validation_limit).validation
+    return _watched(config, place, spec, "validation", selection, limit=0)
 
 
 @held()
 def test_images(config: Config, spec: SiteConfig) -> Images:
-    """The variant's test images, uint8 [n, c, size, size]; a random data.test_limit of them if there are more."""
+    """Return the variant's test images, uint8 [n, c, size, size], at most data.test_limit, drawn at random."""
     place = locate(spec.domain, config.data)
-    whole = split(place, config.seed, config.data.validation, config.data.validation_limit).test
-    return _watched(config, place, spec, "test", whole, config.data.test_limit)
+    selection = split(place, config.seed, config.data.validation, config.data.validation_limit).test
+    return _watched(config, place, spec, "test", selection, config.data.test_limit)
 
 
 @held()
 def own_images(config: Config, site: Site, split: str) -> Images:
-    """The site's part of its variant's validation or test images, in an order of chance.
+    """Return the site's part of its variant's validation or test images, in random order.
 
-    The test images are divided as the training images are: a site has of each class the same share of both, up to one image,
-    and those of classes that no site trains on are nobody's. Validation images, and those of an entry that is divided at
-    random (iid), are dealt out at random. The parts of an entry's sites share no image.
+    Test images are divided in the same proportions as training images: of each class, a site has the same share of both,
+    up to one image. Classes that no site trains on are omitted. Validation images are divided at random, as are test images
+    of an iid entry. The parts of an entry's sites are disjoint.
+
+    `split`: validation or test.
     """
-    whole = {"validation": validation_images, "test": test_images}[split](config, site.spec)
-    order = torch.randperm(len(whole), generator=torch_generator(config.seed, label(site.spec), split, "order"))
+    images = {"validation": validation_images, "test": test_images}[split](config, site.spec)
+    order = torch.randperm(len(images), generator=torch_generator(config.seed, label(site.spec), split, "order"))
     if split == "test" and site.parts > 1 and site.spec.partition.name != "iid":
         pool, _, _ = _share(config, site)
-        mine = order[torch.isin(order, torch.from_numpy(_test_parts(pool, config.data.test_limit)[site.part]))]
+        own = order[torch.isin(order, torch.from_numpy(_test_parts(pool, config.data.test_limit)[site.part]))]
     else:
-        mine = order[site.part :: site.parts]
-    return Images(whole.x[mine], whole.y[mine])
+        own = order[site.part :: site.parts]
+    return Images(images.x[own], images.y[own])
 
 
-test_images.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+test_images.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest
 
 
-def _watched(config: Config, place: Place, spec: SiteConfig, use: str, whole: Selection, limit: int) -> Images:
+def _watched(config: Config, place: Place, spec: SiteConfig, use: str, selection: Selection, limit: int) -> Images:
     key = (use, place, variant(spec), config.data, config.seed)
 
     def make() -> Images:
-        chosen = _chosen(place, whole, variant(spec), limit, config.seed)
+        chosen = _chosen(place, selection, variant(spec), limit, config.seed)
         return _images(place, chosen, variant(spec), config.data)
 
     return CACHE.get(key, make)
 
 
-def _chosen(place: Place, whole: Selection, change: Variant, limit: int, seed: int) -> Selection:
-    return at_most(place, of_classes(place, whole, change.classes), limit, seed)
+def _chosen(place: Place, selection: Selection, change: Variant, limit: int, seed: int) -> Selection:
+    return at_most(place, of_classes(place, selection, change.classes), limit, seed)
 
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
@@ -171,7 +172,7 @@ def _relabelled(y: Labels, change: Variant) -> Labels:
 
 
 def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
-    """The pool of the site's entry, the site's part of it, and how many of those images it takes."""
+    """Return the pool of the site's entry, the site's part, and how many images of the part it takes."""
     data, spec = config.data, site.spec
     pool = _Pool(
         place=locate(spec.domain, data),
@@ -190,19 +191,21 @@ def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
         raise UserError(f"{site.name} ({label(spec)}): {error}") from error
 
 
-def _size(spec: SiteConfig, there: int) -> int:
-    if spec.samples > there:
-        raise UserError(f"samples={spec.samples}, but {there} training images are there; use at most {there}")
-    size = spec.samples or there
+def _size(spec: SiteConfig, available: int) -> int:
+    if spec.samples > available:
+        raise UserError(
+            f"samples={spec.samples}, but there are {available} training images; set samples to at most {available}"
+        )
+    size = spec.samples or available
     if size < spec.partition.min_samples:
-        short = f"{size} training images, fewer than partition.min_samples={spec.partition.min_samples}"
+        short = f"{size} training images are fewer than partition.min_samples={spec.partition.min_samples}"
         raise UserError(f"{short}; use fewer sites, more samples or a smaller min_samples")
     return size
 
 
 @lru_cache(maxsize=512)
 def _parts(pool: _Pool) -> tuple[Selection, ...]:
-    """What each site of the entry may draw from."""
+    """Return each site's part of the entry's training images."""
     train = of_classes(pool.place, pool.split().train, pool.variant.classes)
     if pool.parts == 1:
         return (train,)
@@ -214,7 +217,7 @@ def _parts(pool: _Pool) -> tuple[Selection, ...]:
 
 @lru_cache(maxsize=64)
 def _test_parts(pool: _Pool, limit: int) -> tuple[Positions, ...]:
-    """Of the variant's test images, by their places, those of each site of the entry."""
+    """Return the positions of each site's test images among the variant's test images."""
     chosen = _chosen(pool.place, pool.split().test, pool.variant, limit, pool.seed)
     parts = [labels(pool.place, part) for part in _parts(pool)]
     return divide_alike(labels(pool.place, chosen), parts, generator(pool.seed, pool.variant.name, "test parts"))

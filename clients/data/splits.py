@@ -1,4 +1,4 @@
-"""Training, validation and test images of a domain. They depend on the seed and the domain's name alone."""
+"""Training, validation and test images of a domain. They depend only on the seed and the domain's name."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,12 +10,12 @@ from fedloom.clients.data.sources import OFFICIAL, Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator
 
-TEST_SHARE = 0.2  # where the source has no test part
+TEST_SHARE = 0.2  # if the source has no test part
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Images by their positions: `index`, int64 [n], ascending, in a part of a source."""
+    """Images of a part of a source, by position: `index`, int64 [n], ascending."""
 
     part: str
     index: Positions
@@ -24,13 +24,13 @@ class Selection:
         return len(self.index)
 
     def at(self, positions: Positions) -> "Selection":
-        """The images at these positions of this selection."""
+        """Return the images at these positions of this selection."""
         return Selection(self.part, np.sort(self.index[positions]))
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Three selections that share no image."""
+    """Three disjoint selections."""
 
     train: Selection
     validation: Selection
@@ -39,10 +39,10 @@ class Split:
 
 @lru_cache(maxsize=64)
 def split(place: Place, seed: int, share: float, limit: int) -> Split:
-    """The domain's split: the source's own test part, or a stratified fifth of all images where it has none.
+    """Split a domain into training, validation and test images.
 
-    The validation part is a stratified random `share` of what remains, at most `limit` images. Every variant of the
-    domain has the same one, so no site of any variant trains on a validation image.
+    The test part is the source's own, or a stratified fifth of all images. The validation part is a stratified random
+    `share` of the rest, at most `limit` images. It is the same for every variant of the domain, so no site trains on it.
     """
     train, test = _train_test(place, seed)
     count = min(limit, max(1, round(share * len(train)))) if share > 0 else 0
@@ -51,21 +51,21 @@ def split(place: Place, seed: int, share: float, limit: int) -> Split:
 
 
 def labels(place: Place, selection: Selection) -> Labels:
-    """int64 [n], the labels of the selected images."""
+    """Return the labels of the selected images, int64 [n]."""
     return _labels(place, selection.part)[selection.index]
 
 
 def of_classes(place: Place, selection: Selection, classes: tuple[int, ...]) -> Selection:
-    """Those of the selected images that are of these classes; none given: all. UserError for a class there is not."""
+    """Select the images of these classes (empty: of all). Raises UserError for a class that the domain lacks."""
     if not classes:
         return selection
     if max(classes) >= place.classes:
-        raise UserError(f"classes: {max(classes)} is not among {place.name}'s 0 to {place.classes - 1}")
+        raise UserError(f"classes: got {max(classes)}, but {place.name} has the classes 0 to {place.classes - 1}")
     return selection.at(np.flatnonzero(np.isin(labels(place, selection), classes)))
 
 
 def at_most(place: Place, selection: Selection, limit: int, seed: int) -> Selection:
-    """A stratified random subset of `limit` images; 0, or as many as there are: all of them."""
+    """Select a stratified random subset of at most `limit` images (0: all)."""
     if limit == 0 or limit >= len(selection):
         return selection
     drawn, _ = _draw(labels(place, selection), limit, generator(seed, place.name, "limit", selection.part))
@@ -76,16 +76,16 @@ def _train_test(place: Place, seed: int) -> tuple[Selection, Selection]:
     if place.source.parts == OFFICIAL:
         train, test = (Selection(part, np.arange(len(_labels(place, part)))) for part in OFFICIAL)
         return train, test
-    whole = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))
-    count = round(TEST_SHARE * len(whole))
-    test, train = _draw(labels(place, whole), count, generator(seed, place.name, "test"))
-    return whole.at(train), whole.at(test)
+    selection = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))
+    count = round(TEST_SHARE * len(selection))
+    test, train = _draw(labels(place, selection), count, generator(seed, place.name, "test"))
+    return selection.at(train), selection.at(test)
 
 
 def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Positions, Positions]:
-    """Positions of a random subset of `count`, in which each class has its share up to one image, and the others.
+    """Draw `count` positions so that each class has its share, up to one image. Returns them and the others.
 
-    Systematic sampling: the shuffled images are put in the order of their classes, and taken at even distances.
+    Systematic sampling: the shuffled images are sorted by class and taken at even distances.
     """
     shuffled = random.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -96,8 +96,8 @@ def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Posi
 
 @lru_cache(maxsize=64)
 def _labels(place: Place, part: str) -> Labels:
-    found = place.labels(part)
-    if len(found) == 0 or not 0 <= found.min() <= found.max() < place.classes:
+    values = place.labels(part)
+    if len(values) == 0 or not 0 <= values.min() <= values.max() < place.classes:
         origin = place.source.origin(place.folder)
-        raise UserError(f"domain '{place.name}': {origin} has no labels, or labels outside of its classes")
-    return found
+        raise UserError(f"domain '{place.name}': {origin} has no labels, or labels outside 0 to {place.classes - 1}")
+    return values

@@ -1,4 +1,4 @@
-"""What the classes of shipped data sets are, in the order of their numbers, where the data themselves do not say it."""
+"""Names of the classes of shipped data sets, in the order of their numbers, where the data have no names."""
 
 DIGITS = tuple("0123456789")
 CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -13,5 +13,5 @@ _HUNDRED = """
     possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
     sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
     willow_tree wolf woman worm
-"""
+"""  # plain: ignore
 CIFAR100 = tuple(_HUNDRED.split())

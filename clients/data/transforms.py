@@ -1,4 +1,4 @@
-"""What every image becomes: channels, size, rotation, inversion. Pure functions on tensors."""
+"""Conversion of images: channels, size, rotation, inversion. Pure functions on tensors."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,16 +11,16 @@ from torch.nn import functional
 
 from fedloom.clients.data.sources import Pixels
 
-CHUNK = 2000  # images in float at once
-STACK = 2**23  # bytes of images that are read one by one
+CHUNK = 2000  # images converted to float at once
+STACK = 2**23  # bytes of images of different sizes, stacked at once
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 def render(pixels: Pixels | Iterable[Pixels], size: int, grey: bool, rotation: float = 0.0, invert: bool = False) -> Tensor:
-    """uint8 [n, h, w] or [n, h, w, 3], or images of different sizes, to uint8 [n, c, size, size]; c is 1 if `grey`, else 3.
+    """Convert uint8 [n, h, w] or [n, h, w, 3], or images of different sizes, to uint8 [n, c, size, size].
 
-    In this order: channels (luma by ITU-R BT.601, or the grey one three times), bilinear resizing with antialiasing,
-    rotation, one rounding, and inversion (255 - x).
+    The order is: channels (luma by ITU-R BT.601, or grey repeated three times), bilinear resizing with antialiasing,
+    rotation (degrees, counter-clockwise), one rounding, and inversion (255 - x).
     """
     if not isinstance(pixels, np.ndarray):
         parts = [render(stack, size, grey, rotation, invert) for stack in _stacked(pixels)]
@@ -33,7 +33,7 @@ def render(pixels: Pixels | Iterable[Pixels], size: int, grey: bool, rotation: f
 
 
 def _stacked(images: Iterable[Pixels]) -> Iterator[Pixels]:
-    """The images, those that follow each other and are of one shape together, STACK bytes at most."""
+    """Stack successive images of the same shape, at most STACK bytes at once."""
     for shape, same in groupby(images, key=np.shape):
         while some := list(islice(same, max(1, STACK // math.prod(shape)))):
             yield np.stack(some)
@@ -53,7 +53,7 @@ def _render(pixels: Tensor, size: int, grey: bool, rotation: float, invert: bool
 
 
 def rotate(x: Tensor, degrees: float) -> Tensor:
-    """Square images, float32 [n, c, s, s], turned counter-clockwise about their centre; bilinear, 0 from outside."""
+    """Rotate square images, float32 [n, c, s, s], counter-clockwise about the centre: bilinear, 0 outside."""
     if degrees % 360 == 0:
         return x
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))

@@ -1,4 +1,4 @@
-"""A variant: a domain and how its images are changed. It is what a label in tables and plots stands for."""
+"""Variants: a domain with changes to its images. A label in tables and plots stands for a variant."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fedloom.conf.sites import UNION, SiteConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """What tells two domains of an experiment apart; hashable, unlike the SiteConfig it is taken from."""
+    """A domain and the changes to its images. Hashable, unlike the SiteConfig it comes from."""
 
     domain: str
     rotation: float
@@ -36,17 +36,17 @@ class Variant:
 
 
 def variant(spec: SiteConfig) -> Variant:
-    """The variant that a site's images are of. Flips are left out: they belong to training."""
+    """Return the variant of a site's images. Flips are not part of it: they belong to training."""
     return Variant(spec.domain, spec.rotation, spec.invert, tuple(sorted(set(spec.classes))), spec.relabel)
 
 
 def label(spec: SiteConfig) -> str:
-    """The variant's name in tables and plots: spec.label, else the domain and its changes."""
+    """Return the variant's name in tables and plots: spec.label, else the domain and its changes."""
     return spec.label or variant(spec).name
 
 
 def domain_specs(config: Config) -> dict[str, SiteConfig]:
-    """Each label of the experiment with the first spec that bears it, in the order of the roster.
+    """Return the first spec with each label, in the order of the roster.
 
     Raises UserError if a label would stand for two variants.
     """
@@ -54,89 +54,88 @@ def domain_specs(config: Config) -> dict[str, SiteConfig]:
     for site in config.roster:
         if label(site.spec) == UNION:
             raise UserError(
-                f"{site.name}: its domain's label '{UNION}' stands for all domains together; give it another one"
+                f"{site.name}: its domain's label '{UNION}' is reserved for all domains together. Choose another label."
             )
         first = specs.setdefault(label(site.spec), site.spec)
         if variant(first) != variant(site.spec):
             same = variant(first).name == variant(site.spec).name
             both = " and ".join(spec.domain if same else variant(spec).name for spec in (first, site.spec))
-            raise UserError(f"{site.name}: the label '{label(first)}' stands for {both}; give each its own")
+            raise UserError(f"{site.name}: the label '{label(first)}' stands for {both}. Set a different label for each.")
     return specs
 
 
 def class_count(spec: SiteConfig) -> int:
-    """Labels are 0 to class_count - 1. A subset of classes keeps its domain's numbers unless `relabel` says otherwise.
+    """Return the number of classes: labels are 0 to class_count - 1.
 
-    Raises UserError for an unknown domain.
+    A subset of classes retains its domain's numbers unless `relabel` is true. Raises UserError for an unknown domain.
     """
-    kept = variant(spec).classes
-    return len(kept) if kept and spec.relabel else find(spec.domain).classes
+    classes = variant(spec).classes
+    return len(classes) if classes and spec.relabel else find(spec.domain).classes
 
 
 def class_names(spec: SiteConfig) -> tuple[str, ...]:
-    """The names of the classes 0 to class_count - 1, such as the folders' of `images:PATH`; none if they are numbers."""
-    return _of_kept(spec, find(spec.domain).names)
+    """Return the names of the classes, such as the folders of `images:PATH`; empty if they are numbers."""
+    return _of_classes(spec, find(spec.domain).names)
 
 
 def class_things(spec: SiteConfig) -> tuple[str, ...]:
-    """What the classes 0 to class_count - 1 are: their names, or what the numbers of a shipped data set stand for; none if
-    that is not known."""
+    """Return the names of the classes, or what the numbers of a shipped data set stand for; empty if unknown."""
     domain = find(spec.domain)
-    return _of_kept(spec, domain.names or domain.things)
+    return _of_classes(spec, domain.names or domain.things)
 
 
-def _of_kept(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
-    kept = variant(spec).classes
-    return tuple(names[number] for number in kept if number < len(names)) if kept and spec.relabel else names
+def _of_classes(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
+    classes = variant(spec).classes
+    return tuple(names[number] for number in classes if number < len(names)) if classes and spec.relabel else names
 
 
 def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
-    """The first class number for which both have a name, and not the same one."""
-    return next((k for k, (one, other) in enumerate(zip(names, others, strict=False)) if one != other), None)
+    """Return the first class number for which both have different names, or None."""
+    return next((k for k, (name, other_name) in enumerate(zip(names, others, strict=False)) if name != other_name), None)
 
 
 @held()
 def check_shared(config: Config) -> None:
-    """UserError if domains that share data.classes outputs have more classes, or different ones. It looks them all up."""
+    """Raise UserError if domains that share data.classes outputs have more classes, or different ones."""
     if config.data.heads != "shared" or not config.data.classes:
-        return  # else the domains themselves say how many outputs there are
+        return  # the domains themselves determine the number of outputs
     specs = domain_specs(config)
     for name, spec in specs.items():
         if (needed := _highest(spec) + 1) > config.data.classes:
-            told = f"got {config.data.classes}, but {name} has {needed} classes"
-            raise UserError(f"data.classes: {told}; take at least {needed}, or 0 for as many as the domains have")
+            fault = f"got {config.data.classes}, but {name} has {needed} classes"
+            raise UserError(f"data.classes: {fault}. Set at least {needed}, or 0 for as many as the domains have.")
     _check_names(specs)
 
 
 def _highest(spec: SiteConfig) -> int:
-    """The highest class number of a site's images."""
-    kept = variant(spec).classes
-    return max(kept) if kept and not spec.relabel else class_count(spec) - 1
+    """Return the highest class number of a site's images."""
+    classes = variant(spec).classes
+    return max(classes) if classes and not spec.relabel else class_count(spec) - 1
 
 
 def _check_names(specs: Mapping[str, SiteConfig]) -> None:
-    """UserError if domains that share their outputs have different names for one of them."""
+    """Raise UserError if domains that share their outputs have different names for one of them."""
     names = {name: class_names(spec) for name, spec in specs.items()}
-    for one, other in combinations(names, 2):
-        if (k := differing(names[one], names[other])) is not None:
-            told = f"class {k} is '{names[one][k]}' in {one} and '{names[other][k]}' in {other}"
-            raise UserError(f"data.heads: {told}; give both the same classes, or take data.heads=task or own")
+    for first, second in combinations(names, 2):
+        if (k := differing(names[first], names[second])) is not None:
+            fault = f"class {k} is '{names[first][k]}' in {first} and '{names[second][k]}' in {second}"
+            raise UserError(f"data.heads: {fault}. Use the same classes in both, or set data.heads=task or own.")
 
 
 def num_classes(config: Config) -> int:
-    """The number of a network's outputs. Raises UserError for an unknown domain."""
+    """Return the number of a network's outputs. Raises UserError for an unknown domain."""
     return max(block.stop for block in _blocks(config).values())
 
 
 def outputs(config: Config, spec: SiteConfig) -> slice:
-    """Which of a network's outputs are the classes of a site's domain: all, or its block (data.heads=task)."""
+    """Return the outputs for a site's domain: all, or its block (data.heads=task)."""
     if config.data.heads == "own":
         return slice(0, class_count(spec))
     return _blocks(config)[label(spec)]
 
 
 def _states(config: Config) -> tuple[str, ...]:
-    """What changes with the domains' files; nothing where nobody here need know the domains."""
+    """Return digests of the domains' files; empty if the number of outputs does not depend on them."""
     if config.data.heads != "task" and config.data.classes:
         return ()
     return tuple(state_of(domain) for domain in config.domains if domain not in DOMAINS)

@@ -1,4 +1,4 @@
-"""Counting right answers, at the server and at sites."""
+"""Count right answers, at the server and at sites."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from fedloom.clients.protocol.messages import BY_CLASS, TOTAL
 
 @dataclass(frozen=True)
 class Score:
-    """Right answers on so many images; `classes`: the same of each class that there are images of, if it is known."""
+    """Right answers on a number of images. `classes`: (right, images) by class number, if known."""
 
     right: int
     images: int
@@ -20,28 +20,33 @@ class Score:
 
 
 def pieces(number: int, most: int) -> int:
-    """How many batches of about equal size, none above `most`, so many images make."""
+    """Return the number of batches, about equal in size and at most `most` each, for `number` images."""
     return max(1, -(-number // most))
 
 
+def image_batches(images: Images, most: int) -> list[tuple[Tensor, Tensor]]:
+    """Divide images into batches of about equal size, at most `most` each: pixels and labels."""
+    parts = pieces(len(images), most)
+    return list(zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True))
+
+
 def hits(network: nn.Module, images: Images, batch: int, device: torch.device) -> Tensor:
-    """Of each image (bool [n], on the device), whether the network (in eval mode) classifies it rightly."""
-    parts = pieces(len(images), batch)
+    """Return whether the network, in evaluation mode, is right on each image: bool [n], on the device."""
     with torch.inference_mode():
-        found = [
+        right = [
             network(to_float(pixels.to(device))).argmax(dim=1) == labels.to(device)
-            for pixels, labels in zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True)
+            for pixels, labels in image_batches(images, batch)
         ]
-    return torch.cat(found)
+    return torch.cat(right)
 
 
 def count_right(network: nn.Module, images: Images, batch: int, device: torch.device) -> int:
-    """How many of the images the network (in eval mode) classifies rightly."""
+    """Return how many of the images the network, in evaluation mode, classifies correctly."""
     return int(hits(network, images, batch, device).sum())
 
 
 def score(network: nn.Module, images: Images, batch: int, device: torch.device) -> Score:
-    """The same in all and by class; of no images, nothing."""
+    """Score the network, in evaluation mode, on all images and by class."""
     if not len(images):
         return Score(0, 0)
     right, total = by_class(images.y, hits(network, images, batch, device).cpu())
@@ -50,17 +55,17 @@ def score(network: nn.Module, images: Images, batch: int, device: torch.device) 
 
 
 def by_class(labels: Tensor, right: Tensor, classes: int = 0) -> tuple[Tensor, Tensor]:
-    """How many images of each class (int64 [classes], at least so many) are right, and how many there are."""
+    """Return the number of right answers and of images by class: two int64 [n], with n at least `classes`."""
     total = torch.bincount(labels, minlength=classes)
     return torch.bincount(labels[right], minlength=len(total)), total
 
 
 def score_numbers(scores: Mapping[str, Score], images: int, classes: bool) -> dict[str, int | float | list[int]]:
-    """Scores by name on the same images, as a reply holds them; `classes`: with those of each class."""
-    found: dict[str, int | float | list[int]] = {**{name: one.right for name, one in scores.items()}, TOTAL: images}
+    """Convert scores on the same images to the numbers of a reply; `classes`: with those of each class."""
+    numbers: dict[str, int | float | list[int]] = {**{name: score.right for name, score in scores.items()}, TOTAL: images}
     if classes and images:
-        size = 1 + max(name for one in scores.values() for name in one.classes)
-        for name, one in scores.items():
-            found[BY_CLASS + name] = [one.classes.get(place, (0, 0))[0] for place in range(size)]
-            found[BY_CLASS + TOTAL] = [one.classes.get(place, (0, 0))[1] for place in range(size)]
-    return found
+        size = 1 + max(name for score in scores.values() for name in score.classes)
+        for name, score in scores.items():
+            numbers[BY_CLASS + name] = [score.classes.get(number, (0, 0))[0] for number in range(size)]
+            numbers[BY_CLASS + TOTAL] = [score.classes.get(number, (0, 0))[1] for number in range(size)]
+    return numbers

@@ -1,4 +1,4 @@
-"""The networks that sites train, each an extractor and a head; and networks by name, torchvision's too."""
+"""The networks that sites train, each an extractor and a head, and networks by name, including torchvision's."""
 
 from fedloom.clients.networks.architecture import Architecture, Model, architecture_of, network_text
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count

@@ -1,4 +1,4 @@
-"""Architectures, which may differ from site to site, and models: an architecture with its weights."""
+"""Architectures, which may differ between sites, and models: an architecture with its weights."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a network is built from: its name and options as JSON, and what images and classes it is for."""
+    """Everything that builds a network: its section as JSON, the images' channels and size, the number of outputs."""
 
     network: str
     channels: int
@@ -23,11 +23,11 @@ class Architecture:
     classes: int
 
     def build(self) -> Network:
-        """The network, its weights undefined. UserError if there is no such network, or an option does not fit."""
+        """Build the network with undefined weights. Raises UserError for an unknown network or a wrong option."""
         return _spec(self.network).empty(self.channels, self.size, self.classes)
 
     def made(self) -> Network:
-        """The network as its code makes it: on torch's default device, with weights that are drawn if they have memory."""
+        """Build the network as its code does: on torch's default device, with weights drawn there."""
         return _spec(self.network).build(self.channels, self.size, self.classes)
 
     @property
@@ -40,7 +40,7 @@ class Architecture:
 class Model:
     """A network that can be measured and saved: architecture and state.
 
-    `domains`: labels of those that it is read on; None: all. `facts`: what else the summary says of it, by key.
+    `domains`: labels of the domains to measure it on; None: all. `facts`: more entries for the summary, by key.
     """
 
     architecture: Architecture
@@ -55,18 +55,18 @@ def _spec(network: str) -> Any:
 
 
 def architecture_of(config: Config, site: Site | None = None) -> Architecture:
-    """The architecture of a site, or (None) that of the configuration's own `network`."""
+    """Return the architecture of a site, or (None) of the configuration's `network`."""
     own = site is not None and config.data.heads == "own"
     classes = class_count(site.spec) if site is not None and own else num_classes(config)
     return Architecture(network_text(config, site), 1 if config.data.grey else 3, config.data.size, classes)
 
 
 def network_text(config: Config, site: Site | None = None) -> str:
-    """The section `network` of a site, or (None) of the configuration, as JSON."""
+    """Return the section `network` of a site, or (None) of the configuration, as JSON."""
     return json.dumps((_own(site) if site is not None else {}) or config.network, sort_keys=True)
 
 
 def _own(site: Site) -> dict[str, Any]:
-    """What the configuration says of the site's own network."""
+    """Return the section of the site's own network; empty if the configuration sets none."""
     several = site.spec.networks
     return several[site.part % len(several)] if several else site.spec.network

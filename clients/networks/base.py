@@ -1,4 +1,4 @@
-"""What a network is here, the registry of networks, and their initialisation from a generator."""
+"""The base classes of networks, their registry, and their initialisation from a generator."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
 from fedloom.conf.registry import Registry
 
-EXTRACTOR, HEAD = "extractor.", "head."  # what the names of a state's tensors begin with
+EXTRACTOR, HEAD = "extractor.", "head."  # prefixes of the names of a state's tensors
 PARTS = {"extractor": EXTRACTOR, "head": HEAD}
 
 
 class Network(nn.Module):
-    """extractor, then head: [n, c, h, w] images to [n, classes] logits.
+    """An extractor followed by a head: images [n, c, h, w] to logits [n, classes].
 
-    Its state's names start with `extractor.` or `head.`.
+    The names of its state's tensors start with `extractor.` or `head.`.
     """
 
     def __init__(self, extractor: nn.Module, head: nn.Module) -> None:
@@ -32,19 +32,19 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class NetworkSpec(ABC):
-    """The options of one family of networks; `build` makes the network."""
+    """Base class of a network's options: a frozen dataclass whose `build` makes the network."""
 
     @abstractmethod
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; raises UserError if the options do not fit."""
+        """Build the network for images [n, channels, size, size]. Raises UserError for options that do not fit."""
 
     @property
     def constants(self) -> bool:
-        """Whether its modules may hold constants, which a network that is built without memory would lose."""
+        """Whether modules may have constants, which a network built without memory would lose."""
         return False
 
     def empty(self, channels: int, size: int, classes: int) -> Network:
-        """The same with undefined weights, built without memory first so that no random numbers are drawn."""
+        """Build the network with undefined weights, first without memory so that it draws no random numbers."""
         if self.constants:
             return self.build(channels, size, classes)
         try:
@@ -55,26 +55,26 @@ class NetworkSpec(ABC):
         except (Exception, SystemExit) as error:
             raise UserError(f"network: {type(self).__name__}.build failed ({told(error)})") from error
         if not isinstance(network, Network):
-            built = f"{type(self).__name__}.build gave a {type(network).__name__}"
-            raise UserError(f"network: {built}, takes a fedloom.clients.networks.Network(extractor, head)")
+            built = f"{type(self).__name__}.build returned a {type(network).__name__}"
+            raise UserError(f"network: {built}; it must return a fedloom.clients.networks.Network(extractor, head)")
         needed = sum(tensor.nbytes for tensor in network.state_dict().values())
-        if needed > (there := machine.memory()):
-            told_size = f"needs {needed / 2**30:.0f} GiB for its weights, and this machine has {there / 2**30:.0f} GiB"
-            raise UserError(f"network: {told_size}; make it narrower, or data.classes and data.size smaller")
+        if needed > (available := machine.memory()):
+            told_size = f"needs {needed / 2**30:.0f} GiB for its weights, but this machine has {available / 2**30:.0f} GiB"
+            raise UserError(f"network: {told_size}; choose a narrower one, or reduce data.classes or data.size")
         return network._apply(_real)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Memory on the CPU for a tensor that has none. (Module.to_empty would import torch's compiler, half a second.)"""
+    """Allocate CPU memory for a tensor without any. (Module.to_empty would import torch's compiler, half a second.)"""
     return torch.empty(tensor.size(), dtype=tensor.dtype)
 
 
 class Starting(ABC):
-    """A part of a network that changes its own layers' start once `initialise` has drawn them all."""
+    """A part of a network that changes its initial weights after `initialise` has drawn them all."""
 
     @abstractmethod
     def start(self) -> None:
-        """Change the weights in place; draws nothing."""
+        """Change the weights in place, without random draws."""
 
 
 class SelfStarting(ABC):
@@ -82,7 +82,7 @@ class SelfStarting(ABC):
 
     @abstractmethod
     def restart(self, seed: int) -> None:
-        """Draw all weights again, in place, from the seed alone."""
+        """Draw all weights again in place, from the seed only."""
 
 
 NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec, "fedloom.clients.networks", {
@@ -94,8 +94,8 @@ NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec, "fedloom.clie
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Draw all weights from `generator`: He-normal convolutions (fan out), uniform +-1/sqrt(fan in) linear layers.
 
-    Norm layers start at scale 1 and shift 0, BatchNorm's running statistics at mean 0 and variance 1. The draw depends on
-    nothing but the generator and the order of modules. A network of the user's own (SelfStarting) draws them itself.
+    Norm layers start at scale 1 and shift 0, BatchNorm's running statistics at mean 0 and variance 1. The draw depends only
+    on the generator and the order of modules. A user's network (SelfStarting) draws its weights itself.
     """
     if isinstance(network, SelfStarting):
         network.restart(int(torch.randint(2**62, (), generator=generator)))
@@ -118,5 +118,5 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
 
 
 def parameter_count(network: nn.Module) -> int:
-    """The number of trainable parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in network.parameters())

@@ -1,4 +1,4 @@
-"""A chain of 3x3 convolutions whose widths, strides and poolings are options, and which can be a head as well."""
+"""A chain of 3x3 convolutions with options for widths, strides and poolings. It can also be a head."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -15,25 +15,27 @@ from fedloom.conf.typed import option
 @NETWORKS.register("convnet")
 @dataclass(frozen=True)
 class Convnet(NetworkSpec):
-    """block1, block2, ...: a 3x3 convolution, a norm and ReLU each; the global average, or hidden layers; linear head."""
+    """Blocks of a 3x3 convolution, a norm and ReLU; then a global average, or hidden layers; a linear head."""
 
     widths: list[int] = option([16, 32, 64], "output channels of the blocks", low=1)
-    strides: list[int] = option([], "of the blocks: 2 halves the image; empty: all 1", low=1, high=4)
-    pools: list[int] = option([], "blocks that end with a 2x2 max-pooling, by number", low=1)
-    hidden: list[int] = option([], "widths of fully connected layers with ReLU; empty: the global average instead", low=1)
-    dropout: float = option(0.0, "share of the hidden layers' outputs that training leaves out", low=0.0, high=0.99)
+    strides: list[int] = option([], "strides of the blocks: 2 halves the image; empty: all 1", low=1, high=4)
+    pools: list[int] = option([], "numbers of the blocks that end with a 2x2 max-pooling", low=1)
+    hidden: list[int] = option([], "widths of fully connected layers with ReLU; empty: a global average instead", low=1)
+    dropout: float = option(0.0, "share of the hidden layers' outputs that training sets to 0", low=0.0, high=0.99)
     norm: str = option("batch", NORM_HELP, choices=tuple(NORMS))
     groups: int = option(8, "groups of each GroupNorm", low=1)
     bias: bool = option(False, "convolutions with a bias")
     head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; UserError for strides or pools that do not fit the widths."""
+        """Build the network. Raises UserError for strides or pools that do not fit the widths."""
         strides = self.strides or [1] * len(self.widths)
         if not self.widths or len(strides) != len(self.widths):
-            raise UserError(f"network.strides: got {len(self.strides)}, takes one for each of the {len(self.widths)} widths")
-        if odd := next((block for block in self.pools if block > len(self.widths)), 0):
-            raise UserError(f"network.pools: got {odd}, there are {len(self.widths)} blocks")
+            raise UserError(
+                f"network.strides: got {len(self.strides)} strides, takes one for each of the {len(self.widths)} widths"
+            )
+        if wrong := next((block for block in self.pools if block > len(self.widths)), 0):
+            raise UserError(f"network.pools: got {wrong}, but there are {len(self.widths)} blocks")
         blocks, side = OrderedDict[str, nn.Module](), size
         for number, (out, stride) in enumerate(zip(self.widths, strides, strict=True), start=1):
             convolution = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=self.bias)
@@ -43,14 +45,16 @@ class Convnet(NetworkSpec):
             )
             channels, side = out, ((side - 1) // stride + 1) // (2 if pool else 1)
         if side < 1:
-            raise UserError(f"data.size: got {size}, of which the network's poolings leave nothing")
+            raise UserError(f"data.size: got {size}, too small for the network's poolings")
         if not self.hidden:
             blocks |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
             return Network(nn.Sequential(blocks), nn.Linear(channels, classes, bias=self.head_bias))
         layers = hidden(channels * side * side, self.hidden, True)
         if self.dropout:
             layers = [
-                each for one in layers for each in ([one, nn.Dropout(self.dropout)] if isinstance(one, nn.ReLU) else [one])
+                expanded
+                for layer in layers
+                for expanded in ([layer, nn.Dropout(self.dropout)] if isinstance(layer, nn.ReLU) else [layer])
             ]
         blocks |= {"flat": nn.Flatten(), "hidden": nn.Sequential(*layers)}
         return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], classes, bias=self.head_bias))

@@ -1,4 +1,4 @@
-"""A network with classifiers after several of its blocks (BranchyNet, Teerapittayanon et al. 2016), or its first part."""
+"""A network with classifiers after several blocks (BranchyNet, Teerapittayanon et al. 2016), or its first part."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from fedloom.conf.typed import option
 
 
 class ExitNetwork(Network):
-    """Parts in a row, and behind each a classifier: [n, c, h, w] images to [n, classes], the mean of all logits."""
+    """Successive parts, each followed by a classifier: images [n, c, h, w] to the mean of all logits, [n, classes]."""
 
     def __init__(self, parts: Sequence[nn.Module], classifiers: Sequence[nn.Module]) -> None:
         super().__init__(nn.ModuleList(parts), nn.ModuleList(classifiers))
 
     def forward(self, images: Tensor, each: bool = False) -> Tensor:
-        """`each`: the logits of every classifier, [classifiers, n, classes]."""
+        """Return the mean logits, or (`each`) those of every classifier, [classifiers, n, classes]."""
         logits = []
         for part, classifier in zip(self.extractor.children(), self.head.children(), strict=True):
             images = part(images)
@@ -32,29 +32,29 @@ class ExitNetwork(Network):
 @NETWORKS.register("exits")
 @dataclass(frozen=True)
 class Exits(NetworkSpec):
-    """Another network with linear classifiers (of images: behind a global average) after some of its blocks.
+    """Another network with linear classifiers after some of its blocks. On images, a global average comes first.
 
-    Blocks are residual ones or, where there are none, convolutions and hidden layers, with what follows them. The networks
-    of smaller `depth` are prefixes of that of the largest, by the names and shapes of their tensors.
+    Blocks are the residual blocks or, in other networks, convolutions and hidden layers with the layers that follow them. A
+    network of smaller `depth` has the first tensors of a larger one, by name and shape.
     """
 
     of: dict[str, Any] = option({"name": "mlp"}, "the network: name and options", named=True)
-    after: list[int] = option([], "blocks, counted from 1, after which a classifier stands; empty: all", low=1)
-    depth: int = option(0, "how many of these classifiers, and the blocks up to the last of them; 0: all", low=0)
+    after: list[int] = option([], "numbers of the blocks, from 1, that a classifier follows; empty: all", low=1)
+    depth: int = option(0, "number of these classifiers; blocks after the last one are left out; 0: all", low=0)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; UserError for one without blocks, or no such places."""
+        """Build the network. Raises UserError for a network without blocks, or a wrong `after` or `depth`."""
         blocks = _blocks(NETWORKS.build(self.of, "network.of").build(channels, size, classes).extractor)
         if not blocks:
-            raise UserError(f"network.of: '{self.of['name']}' is no chain of layers and blocks")
-        places = self.after or list(range(1, len(blocks) + 1))
-        if any(one >= other for one, other in pairwise(places)) or places[-1] > len(blocks):
-            raise UserError(f"network.after: got {places}, takes rising places of its {len(blocks)} blocks, from 1")
-        if self.depth > len(places):
+            raise UserError(f"network.of: '{self.of['name']}' is not a chain of layers and blocks")
+        numbers = self.after or list(range(1, len(blocks) + 1))
+        if any(number >= following for number, following in pairwise(numbers)) or numbers[-1] > len(blocks):
+            raise UserError(f"network.after: got {numbers}, takes rising numbers of its blocks, from 1 to {len(blocks)}")
+        if self.depth > len(numbers):
             raise UserError(
-                f"network.depth: got {self.depth}, takes at most {len(places)}, one for each place of network.after"
+                f"network.depth: got {self.depth}, takes at most {len(numbers)}, the number of blocks in network.after"
             )
-        ends = places[: self.depth or len(places)]
+        ends = numbers[: self.depth or len(numbers)]
         parts = [
             nn.Sequential(*(layer for block in blocks[begin:end] for layer in block)) for begin, end in pairwise([0, *ends])
         ]
@@ -62,15 +62,15 @@ class Exits(NetworkSpec):
 
 
 def _blocks(extractor: nn.Module) -> list[list[nn.Module]]:
-    """The layers of each block; those before the first are the first one's, too."""
+    """Return the layers of each block. Layers before the first block belong to it."""
     steps = list(_steps(extractor))
     kind = Residual if any(isinstance(step, Residual) for step in steps) else (nn.Conv2d, nn.Linear)
-    starts = [place for place, step in enumerate(steps) if isinstance(step, kind)]
+    starts = [index for index, step in enumerate(steps) if isinstance(step, kind)]
     return [steps[begin:end] for begin, end in pairwise([0, *starts[1:], len(steps)])] if starts else []
 
 
 def _steps(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers and blocks of nested sequences, in order."""
+    """Yield the layers and blocks of nested sequences, in order."""
     for child in module.children() if isinstance(module, nn.Sequential) else ():
         if isinstance(child, nn.Sequential):
             yield from _steps(child)
@@ -79,11 +79,11 @@ def _steps(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _classifiers(parts: Sequence[nn.Module], images: Tensor, classes: int) -> list[nn.Module]:
-    """Of what each part gives for these images, in evaluation mode."""
-    found: list[nn.Module] = []
+    """Return a classifier for the outputs of each part, whose shapes come from these images."""
+    classifiers: list[nn.Module] = []
     for part in parts:
         images = part.eval()(images)
         part.train()
         linear = nn.Linear(images.shape[1], classes)
-        found.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear) if images.ndim == 4 else linear)
-    return found
+        classifiers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear) if images.ndim == 4 else linear)
+    return classifiers

@@ -1,19 +1,19 @@
-"""A network as it is read on a domain: which outputs count, and with which statistics BatchNorm works."""
+"""A network as it is evaluated on a domain: its outputs for the domain, and BatchNorm's statistics."""
 
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import BATCH_NORM
 
-FEWEST = 2  # images in a batch that has a variance
-BATCH = "batch"  # evaluation.statistics: BatchNorm takes each batch's own mean and variance
+FEWEST = 2  # images of a batch with a variance
+BATCH = "batch"  # evaluation.statistics: BatchNorm uses each batch's mean and variance
 
 
 class HeadView(nn.Module):
-    """The network's `outputs`: [n, c, h, w] images to [n, classes] logits.
+    """The `outputs` of a network: images [n, c, h, w] to logits [n, classes].
 
-    With statistics=BATCH, BatchNorm uses the batch's own mean and variance in evaluation mode too (the batch should then be
-    a random draw of the domain, and not small); its running statistics stay as they are.
+    With statistics=BATCH, BatchNorm uses the batch's mean and variance in evaluation mode too. The batch should then be a
+    large random draw of the domain. The running statistics stay unchanged.
     """
 
     def __init__(self, network: nn.Module, outputs: slice, statistics: str) -> None:
@@ -24,11 +24,11 @@ class HeadView(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if self._norms and not self.training and len(images) < FEWEST:
-            raise UserError(f"evaluation.statistics={BATCH}: takes at least {FEWEST} images of a domain, got {len(images)}")
+            raise UserError(f"evaluation.statistics={BATCH}: needs at least {FEWEST} images of a domain, got {len(images)}")
         return self.network(images)[:, self.outputs]
 
     def train(self, mode: bool = True) -> "HeadView":
-        """Training mode, or evaluation mode with the statistics that are asked for."""
+        """Set training mode, or evaluation mode with the configured statistics."""
         super().train(mode)
         for norm in self._norms:
             norm.training, norm.track_running_stats = True, mode

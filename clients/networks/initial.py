@@ -1,4 +1,4 @@
-"""The states that a run starts from, drawn from the seed: the same at the server and at every site."""
+"""The initial states of a run, drawn from the seed. They are the same at the server and at every site."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,12 +14,15 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 
 _ALIKE: ContextVar[bool] = ContextVar("alike", default=False)
-SHARED = "shared"  # the word under which the shared initialisation is drawn; a site's own is drawn under its name
+SHARED = "shared"  # seeds the shared initialisation; a site's name seeds its own
 
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Within, no site has a start of its own: with a seed for it, a server could have one network live among dead ones."""
+    """Enter a context where no site may start from its own weights.
+
+    Otherwise a server could choose a seed with which only one site's network trains, and read its contribution.
+    """
     token = _ALIKE.set(True)
     try:
         yield
@@ -28,13 +31,13 @@ def alike() -> Iterator[None]:
 
 
 def initial_state(config: Config, who: str = SHARED, site: Site | None = None) -> State:
-    """theta_0 (`who` = SHARED), or the initialisation that belongs to one site alone (`who` = its name).
+    """Return the shared initial state theta_0 (`who` = SHARED), or one site's own (`who` = its name).
 
-    `site`: of that site's architecture, which may be its own (clients.networks.architecture_of).
+    `site`: the site whose architecture it has, which may be its own (clients.networks.architecture_of).
     """
     if who != SHARED and _ALIKE.get():
-        raise UserError("objective.initialisation: under masks all sites start alike, so that no start is one site's alone; "
-                        "set initialisation=shared, or take another objective")  # fmt: skip
+        raise UserError("objective.initialisation: under masks all sites must start from the same weights; "
+                        "set initialisation=shared, or choose another objective")  # fmt: skip
     network = architecture_of(config, site).build()
     initialise(network, torch_generator(config.seed, "initialisation", who))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the convolutional networks have in common: their normalisation, and widths that an option scales."""
+"""Parts that the convolutional networks share: norm layers, and widths scaled by an option."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from fedloom.conf.errors import UserError
 
 def _group(width: int, groups: int, affine: bool) -> list[nn.Module]:
     if width % groups:
-        raise UserError(f"network.groups: got {groups}, takes a divisor of every width ({width} is one)")
+        raise UserError(f"network.groups: got {groups}, takes a number that divides every width, such as {width}")
     return [nn.GroupNorm(groups, width, affine=affine)]
 
 
@@ -32,23 +32,26 @@ def _none(width: int, groups: int, affine: bool) -> list[nn.Module]:
 NORMS: dict[str, Callable[[int, int, bool], list[nn.Module]]] = {
     "group": _group, "batch": _batch, "layer": _layer, "instance": _instance, "none": _none
 }  # fmt: skip
-DIVISOR = 8  # of scaled widths: processors multiply vectors of so many channels
-WIDTH_HELP = "all widths are multiplied by this and, unless it is 1, rounded to multiples of 8, at least 8"
-HEAD_HELP = "the last layer, which gives the classes' scores, with a bias"
+DIVISOR = 8  # divides scaled widths: processors multiply vectors of this many channels
+WIDTH_HELP = "factor of all widths; unless it is 1, widths are rounded to multiples of 8, at least 8"
+HEAD_HELP = "a bias in the last layer, which computes the classes' scores"
 NORM_HELP = (
-    "what follows a convolution: GroupNorm, BatchNorm, LayerNorm (of channels and places together), InstanceNorm or nothing"
+    "norm after each convolution: GroupNorm, BatchNorm, LayerNorm (over channels and positions), InstanceNorm or none"
 )
 
 
 def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list[nn.Module]:
-    """What follows a convolution with `width` outputs: one layer, or none. UserError if groups do not divide the width."""
+    """Return the norm layer after a convolution with `width` outputs, or no layer.
+
+    Raises UserError if `groups` does not divide the width.
+    """
     return NORMS[norm](width, groups, affine)
 
 
 def scaled(step: int, width: float) -> int:
-    """A layer's width times the option `width`: a multiple of 8, at least 8 and 90 % of the product (MobileNet's rule).
+    """Multiply a layer's width `step` by `width` and round to a multiple of 8, by MobileNet's rule.
 
-    With width=1 the layer's own, as published.
+    The result is at least 8, and at least 90 % of the product. With width=1 it is `step`.
     """
     if width == 1.0:
         return step

@@ -1,4 +1,4 @@
-"""Networks by name, and files that hold a network: its weights and, in the metadata, all that builds it again."""
+"""Networks by name, and network files: the weights and, in the metadata, everything that builds the network again."""
 
 import json
 import shlex
@@ -17,14 +17,14 @@ from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.plugins import is_reference
 from fedloom.conf.yaml_text import read_yaml
 
-FOREIGN = "torchvision:"  # before the name of one of torchvision's classification networks
+FOREIGN = "torchvision:"  # prefix of the names of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON
-RUN_KEY = "network"  # under this a run of fedloom writes the section `network` of its configuration
+RUN_KEY = "network"  # the metadata's key for the section `network` of a run's configuration
 
 
 @dataclass(frozen=True)
 class NetworkName:
-    """All that builds a network again: its name and options, and the images and classes that it is for."""
+    """Everything that builds a network: name, options, and the shape of images and number of classes it is for."""
 
     name: str
     options: Mapping[str, Any]
@@ -33,9 +33,9 @@ class NetworkName:
     classes: int
 
     def build(self) -> nn.Module:
-        """The network, its weights undefined (torchvision's: its own start). UserError for an unknown name or option.
+        """Build the network with undefined weights (torchvision's with its own initial weights).
 
-        torch's global generator is left as it was.
+        torch's global generator stays unchanged. Raises UserError for an unknown name or option.
         """
         for key in ("channels", "size", "classes"):
             if getattr(self, key) < 1:
@@ -46,10 +46,12 @@ class NetworkName:
 
 
 def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName:
-    """The network that a text names: `vgg13`, `vgg13:norm=batch,width=0.5`, `mlp:widths=[40,20]`, `torchvision:resnet18`,
-    one of your own `my_package.nets:TinyNet` or `my_package.nets:TinyNet:hidden=20`.
+    """Parse the name of a network with its options.
 
-    Raises UserError for an unknown name and for options that are not key=value; `build` checks keys and values.
+    Examples: `vgg13`, `vgg13:norm=batch,width=0.5`, `mlp:widths=[40,20]`, `torchvision:resnet18`, your own
+    `my_package.nets:TinyNet` or `my_package.nets:TinyNet:hidden=20`.
+
+    Raises UserError for an unknown name and for options that are not key=value. `build` checks keys and values.
     """
     if text.startswith(FOREIGN):
         return NetworkName(text, {}, channels, size, classes)
@@ -62,7 +64,9 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
     for part in _split(rest) if separator else []:
         key, equals, item = (piece.strip() for piece in part.partition("="))
         if not (key and equals and item) or key in options:
-            raise UserError(f"network '{text}': got the option '{part}', takes {name}:KEY=VALUE,KEY=VALUE, each key once")
+            raise UserError(
+                f"network '{text}': got the option '{part}', takes {name}:KEY=VALUE,KEY=VALUE with each key once"
+            )
         try:
             options[key] = read_yaml(item)
         except yaml.YAMLError:
@@ -71,7 +75,7 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
 
 
 def _split(text: str) -> list[str]:
-    """What commas outside of brackets separate."""
+    """Split a text at commas outside brackets."""
     depth, parts = 0, [""]
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -88,13 +92,13 @@ def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
 
 
 def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:
-    """The network in a file, in evaluation mode, and its name; `name` None: the one that save_network wrote there.
+    """Load the network in a file. Returns it in evaluation mode, with its name (None: the one that save_network wrote).
 
-    Raises UserError for a missing or unreadable file, one that does not name its network (and no `name` is given), and
-    tensors that are missing, unknown, of another shape or not finite.
+    Raises UserError for a file that is missing, unreadable or unnamed, and for a tensor that is missing, unknown, of another
+    shape or not finite.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give the path of a network's .safetensors file")
+        raise UserError(f"{path}: the file does not exist. Pass the path of a network's .safetensors file.")
     name = name or _read_name(path)
     state = read_state(path)
     try:
@@ -105,12 +109,12 @@ def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module
     network.load_state_dict(state)
     for key, tensor in network.state_dict().items():
         if not torch.isfinite(tensor).all():
-            raise UserError(f"{path}: tensor '{key}' has entries that are NaN or infinite; give another file")
+            raise UserError(f"{path}: tensor '{key}' has NaN or infinite values; use another file")
     return network.eval(), name
 
 
 def _foreign(name: NetworkName) -> nn.Module:
-    from torchvision import models  # slow to import, and few need it
+    from torchvision import models  # slow to import, and rarely needed
 
     known = [FOREIGN + known for known in models.list_models(module=models)]
     if name.name not in known:
@@ -118,7 +122,7 @@ def _foreign(name: NetworkName) -> nn.Module:
     if name.options:
         raise UserError(f"network '{name.name}': takes no options, got {', '.join(map(str, name.options))}")
     if name.channels != 3:
-        raise UserError(f"network '{name.name}': takes images of 3 channels, got {name.channels} (data.grey=false gives 3)")
+        raise UserError(f"network '{name.name}': takes images of 3 channels, got {name.channels}; set data.grey=false for 3")
     with torch.random.fork_rng(devices=[]):
         return models.get_model(name.name.removeprefix(FOREIGN), weights=None, num_classes=name.classes)
 
@@ -127,7 +131,7 @@ def _read_name(path: Path) -> NetworkName:
     metadata = read_metadata(path)
     if KEY not in metadata:
         hint = _hint(metadata.get(RUN_KEY, ""))
-        raise UserError(f"{path}: does not say what network it holds and for which images; say --network {hint}")
+        raise UserError(f"{path}: does not name its network and the shape of its images. Add --network {hint}")
     try:
         fields = json.loads(metadata[KEY])
         name = NetworkName(**fields)
@@ -135,46 +139,49 @@ def _read_name(path: Path) -> NetworkName:
         fields, name = {}, None
     numbers = all(isinstance(fields.get(key), int) for key in ("channels", "size", "classes"))
     if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
-        raise UserError(f"{path}: its metadata '{KEY}' is no network's name; say --network NAME[:KEY=VALUE,...]")
+        raise UserError(f"{path}: its metadata '{KEY}' is not a valid network's name. Add --network NAME[:KEY=VALUE,...]")
     foreign = name.name.startswith(FOREIGN)
-    if odd := next((one for one in _named({"name": name.name, **name.options}) if is_reference(one) and not foreign), ""):
-        told = f"holds the network '{plain(odd)}' from outside of this project, and no file says what is imported"
+    if untrusted := next(
+        (reference for reference in _named({"name": name.name, **name.options}) if is_reference(reference) and not foreign),
+        "",
+    ):
+        fault = f"has the network '{plain(untrusted)}' of another package, which is not imported unless you say so"
         raise UserError(
-            f"{path}: {told}; say --network {_hint(json.dumps({'name': name.name, **name.options}))} if you trust it"
+            f"{path}: {fault}. If you trust it, add --network {_hint(json.dumps({'name': name.name, **name.options}))}"
         )
     return name
 
 
 def _named(section: Mapping[str, Any]) -> Iterator[str]:
-    """The names in a section, and in those within it: of networks that are made of others."""
+    """Yield the names of networks in a section and in its subsections."""
     left: list[Any] = [section]
     while left:
-        one = left.pop()
-        if isinstance(one, Mapping):
-            yield from (str(item) for key, item in one.items() if key == "name")
-        left += one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        part = left.pop()
+        if isinstance(part, Mapping):
+            yield from (str(item) for key, item in part.items() if key == "name")
+        left += part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
 
 
 def _hint(section: str) -> str:
-    """What to say in a shell for the section `network` of a run's configuration; the general form if it is none."""
+    """Return the --network argument for the section `network` of a run's configuration, or a general form."""
     try:
         options = dict(json.loads(section))
         name = options.pop("name")
     except (KeyError, TypeError, ValueError, RecursionError):
         return "NAME[:KEY=VALUE,...]"
-    given = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
-    return shlex.quote(f"{name}:{given}" if given else str(name))
+    arguments = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
+    return shlex.quote(f"{name}:{arguments}" if arguments else str(name))
 
 
 def _check(path: Path, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
-    other = f"is the file of another network than {name}? say --network NAME[:KEY=VALUE,...]"
+    other = f"if the file's network is not {name}, add --network NAME[:KEY=VALUE,...]"
     for key, tensor in wanted.items():
         if key not in state:
             raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is missing; {other}")
         if state[key].shape != tensor.shape:
             raise UserError(f"{path}: tensor '{key}' is {list(state[key].shape)}, takes {list(tensor.shape)}; {other}")
         if state[key].dtype != tensor.dtype and not (tensor.is_floating_point() and state[key].is_floating_point()):
-            raise UserError(f"{path}: tensor '{key}' holds {state[key].dtype}, takes {tensor.dtype}; {other}")
+            raise UserError(f"{path}: tensor '{key}' has the type {state[key].dtype}, takes {tensor.dtype}; {other}")
     for key, tensor in state.items():
         if key not in wanted:
             raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is unknown; {other}")

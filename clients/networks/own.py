@@ -1,7 +1,7 @@
-"""A network of the user's own: any torch module, or a function that makes one, fitted into an extractor and a head.
+"""A user's network: any torch module, or a function that makes one, divided into an extractor and a head.
 
-The last linear layer that images pass is the head, all before it the extractor. The module starts as its own code says,
-from a seed of the run.
+The last linear layer is the head. Everything before it is the extractor. The module's own code draws its initial weights,
+from the run's seed.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ SPELLINGS = {
 
 @dataclass(frozen=True, eq=False)
 class OwnSpec(NetworkSpec):
-    """`make(**options)` gives the module; what it takes of classes, channels and size is added."""
+    """A user's network. `make(**options)` returns the module; classes, channels and size are added if it takes them."""
 
     name: str
     make: Callable[..., Any]
@@ -36,32 +36,36 @@ class OwnSpec(NetworkSpec):
     where: str
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; raises UserError for a module that cannot be fitted."""
+        """Build the network. Raises UserError for a module that cannot be divided into extractor and head."""
         return OwnNetwork(self, channels, size, classes)
 
     @property
     def constants(self) -> bool:
-        """Other people's modules may hold some."""
+        """Users' modules may have constants."""
         return True
 
     def module(self, channels: int, size: int, classes: int) -> nn.Module:
-        """The user's module as it is made."""
+        """Make the user's module."""
         facts = {"classes": classes, "channels": channels, "size": size}
         made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
         if not isinstance(made, nn.Module):
-            raise self.refused(f"gave a {type(made).__name__}, takes a torch.nn.Module")
-        if odd := [one.dtype for one in made.parameters() if one.dtype.is_floating_point and one.dtype != torch.float32]:
-            raise self.refused(f"has weights of {odd[0]}, takes torch.float32; let it be made as such (float())")
+            raise self.refused(f"returned a {type(made).__name__}; it must return a torch.nn.Module")
+        if wrong := [
+            parameter.dtype
+            for parameter in made.parameters()
+            if parameter.dtype.is_floating_point and parameter.dtype != torch.float32
+        ]:
+            raise self.refused(f"has weights of {wrong[0]}, takes torch.float32; convert the module with float()")
         return made.eval()
 
     def refused(self, why: str) -> UserError:
-        """The error for a module that cannot be used."""
+        """Return the error for a module that cannot be used."""
         return UserError(f"{self.where}: '{self.name}' {why}")
 
     def _ours(self, facts: Mapping[str, int]) -> dict[str, int]:
-        """What the function takes of the facts, in its own spelling; num_classes, as torchvision says, if in **kwargs."""
+        """Return the facts that the function takes, in its spelling. A function with **kwargs gets num_classes."""
         known, others = parameters(self.make)
-        names = [one.name for one in known]
+        names = [parameter.name for parameter in known]
         ours = {}
         for fact, item in facts.items():
             if any(spelling in self.options for spelling in SPELLINGS[fact]):
@@ -73,7 +77,7 @@ class OwnSpec(NetworkSpec):
 
 
 class OwnNetwork(Network, SelfStarting):
-    """The user's module, its last linear layer taken out of it and put behind it."""
+    """The user's module, with its last linear layer moved out and used as the head."""
 
     def __init__(self, spec: OwnSpec, channels: int, size: int, classes: int) -> None:
         self._made = (spec, channels, size, classes)
@@ -93,60 +97,58 @@ class OwnNetwork(Network, SelfStarting):
         state = self.state_dict()
         if odd := [name for name, tensor in state.items() if name not in fresh or fresh[name].shape != tensor.shape]:
             raise self._made[0].refused(
-                f"has another '{odd[0]}' each time it is made; its layers must follow from its options"
+                f"has a different '{odd[0]}' each time it is made; its layers must depend only on its options"
             )
         self.load_state_dict({name: fresh[name] for name in state})
 
 
 @NETWORKS.adapter
-def own_network(name: str, found: Any, options: Mapping[str, Any], where: str) -> NetworkSpec:
-    """The specification of what a name from outside stands for: a class of modules, or a function that makes one."""
-    if isinstance(found, nn.Module) or not callable(found):
-        got = "a module that is made already" if isinstance(found, nn.Module) else f"of the type {type(found).__name__}"
-        raise UserError(f"{where}.name: '{name}' is {got}, takes a class derived from torch.nn.Module or a function")
-    return OwnSpec(name, found, options, where)
+def own_network(name: str, made: Any, options: Mapping[str, Any], where: str) -> NetworkSpec:
+    """Return the options of a user's network: a module class, or a function that makes a module."""
+    if isinstance(made, nn.Module) or not callable(made):
+        got = "is a module" if isinstance(made, nn.Module) else f"has the type {type(made).__name__}"
+        raise UserError(f"{where}.name: '{name}' {got}; it must be a class derived from torch.nn.Module or a function")
+    return OwnSpec(name, made, options, where)
 
 
 def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Linear]:
-    """The module as extractor and head. UserError if it has no last linear layer, or not as many outputs as classes."""
+    """Divide the module into extractor and head. Raises UserError without a last linear layer or the right outputs."""
     module, images = spec.module(channels, size, classes), torch.rand(2, channels, size, size)
     passed: list[tuple[nn.Linear, Tensor]] = []
     outputs = _forward(spec, module, images, passed)
     if not isinstance(outputs, Tensor) or outputs.shape != (2, classes):
-        told = f"gives {_named(outputs)} for 2 images of {channels} x {size} x {size}, takes [2, {classes}]"
-        raise spec.refused(f"{told}; let it take `classes` (or num_classes)")
+        fault = f"returns {_named(outputs)} for 2 images of {channels} x {size} x {size}, must return [2, {classes}]"
+        raise spec.refused(f"{fault}; add a parameter `classes` (or num_classes)")
     head = passed[-1][0] if passed else None
-    if head is None or [one for one, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
+    if head is None or [layer for layer, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
         raise spec.refused(
-            "does not end in a linear layer (torch.nn.Linear), of which the head is made; nothing may follow it"
+            "does not end with a linear layer (torch.nn.Linear), which becomes the head; no layer may follow it"
         )
-    names = [name for name, one in module.named_modules(remove_duplicate=False) if one is head]
-    shared = [one for _, one in module.named_parameters(remove_duplicate=False)]
-    if len(names) > 1 or len({id(one) for one in shared}) < len(shared):
-        raise spec.refused("uses the same weights under two names; each must have one")
+    names = [name for name, part in module.named_modules(remove_duplicate=False) if part is head]
+    shared = [weight for _, weight in module.named_parameters(remove_duplicate=False)]
+    if len(names) > 1 or len({id(weight) for weight in shared}) < len(shared):
+        raise spec.refused("uses the same weights under two names; each weight must have one name")
     if names == [""]:
         return nn.Identity(), head
     module.set_submodule(names[0], nn.Identity())
     if not torch.equal(_forward(spec, nn.Sequential(module, head), images, []), outputs):
-        raise spec.refused(
-            f"gives other outputs with '{names[0]}' taken out and put behind it; use that layer once, at the end"
-        )
+        raise spec.refused(f"returns other outputs when '{names[0]}' is moved to its end; use that layer once, at the end")
     return module, head
 
 
 def _check_training(spec: OwnSpec, extractor: nn.Module, images: Tensor) -> None:
-    """UserError for a module that answers otherwise in training mode, such as with auxiliary outputs. It stays as it is."""
-    buffers = [(one, one.clone()) for one in extractor.buffers()]
+    """Raise UserError if outputs differ in form in training mode, as with auxiliary outputs. Changes nothing."""
+    buffers = [(buffer, buffer.clone()) for buffer in extractor.buffers()]
     with undisturbed(extractor):
         usual = _named(_forward(spec, extractor, images, []))
         got = _named(_forward(spec, extractor.train(), images, [], " in training mode"))
-    for one, before in buffers:
-        one.copy_(before)
+    for buffer, before in buffers:
+        buffer.copy_(before)
     if got == usual:
         return
     auxiliary = any(getattr(module, "aux_logits", False) for module in extractor.modules())
-    mend = f"set {spec.where}.aux_logits=false" if auxiliary else "let its forward give the same in both modes"
-    raise spec.refused(f"gives {got} to its last layer in training mode, and {usual} in evaluation mode; {mend}")
+    mend = f"set {spec.where}.aux_logits=false" if auxiliary else "its forward must return the same form in both modes"
+    raise spec.refused(f"passes {got} to its last layer in training mode, but {usual} in evaluation mode; {mend}")
 
 
 def _named(outputs: Any) -> str:
@@ -154,34 +156,34 @@ def _named(outputs: Any) -> str:
 
 
 def _check_state(spec: OwnSpec, network: Network) -> None:
-    """UserError for what cannot be summed over sites, and for a network that cannot be trained."""
+    """Raise UserError for a state that cannot be summed over sites, and for a network that cannot be trained."""
     for name, item in network.state_dict().items():
         if not isinstance(item, Tensor):
-            raise spec.refused(
-                f"keeps more than tensors in '{name}' (get_extra_state), which cannot be summed; leave it out"
-            )
+            raise spec.refused(f"stores more than tensors in '{name}' (get_extra_state), which cannot be summed; remove it")
         if not item.dtype.is_floating_point and item.dtype != torch.int64:
-            raise spec.refused(f"has '{name}' of {item.dtype}, which cannot be summed; register it with persistent=False")
-    if not any(one.requires_grad for one in network.parameters()):
-        raise spec.refused("has nothing to train: requires_grad is False everywhere")
+            raise spec.refused(
+                f"has '{name}' of the type {item.dtype}, which cannot be summed; register it with persistent=False"
+            )
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise spec.refused("has no trainable weights: requires_grad is False everywhere")
 
 
 def _leave_out_counter(module: nn.Module) -> None:
-    """Keep BatchNorm's count of batches out of the state where nothing depends on it: no mean of counters is one."""
+    """Remove BatchNorm's batch counter from the state if nothing depends on it, since counters cannot be averaged."""
     if isinstance(module, BATCH_NORM) and module.momentum is not None and module.num_batches_tracked is not None:
         module.register_buffer("num_batches_tracked", module.num_batches_tracked, persistent=False)
         module.register_load_state_dict_pre_hook(_forget_counter)
 
 
 def _forget_counter(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Take out the counter that torch adds to a state that has none."""
+    """Remove the counter that torch adds to a state without one."""
     state.pop(f"{prefix}num_batches_tracked", None)
 
 
 def _forward(
     spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tuple[nn.Linear, Tensor]], mode: str = ""
 ) -> Any:
-    """The module's outputs; the linear layers that it passes, with theirs, are added to `passed`."""
+    """Return the module's outputs. Appends the linear layers used, with their outputs, to `passed`."""
 
     def note(layer: nn.Module, _: Any, outputs: Tensor) -> None:
         if isinstance(layer, nn.Linear):
@@ -194,7 +196,7 @@ def _forward(
     except (Exception, SystemExit) as error:
         shape = " x ".join(map(str, images.shape[1:]))
         raise spec.refused(
-            f"fails on images of {shape}{mode} ({told(error)}); data.size and data.grey change them"
+            f"fails on images of {shape}{mode} ({told(error)}); data.size and data.grey change their shape"
         ) from error
     finally:
         for hook in hooks:

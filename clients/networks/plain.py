@@ -1,4 +1,4 @@
-"""Plain convolutional networks: 3x3 convolutions with a norm, max-pooling between them, global average, linear head."""
+"""Plain convolutional networks: 3x3 convolutions with a norm, max-pooling, global average, linear head."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +17,8 @@ POOL = 0  # in a layout: a 2x2 max-pooling instead of a convolution
 class StandardisedConv2d(nn.Conv2d):
     """A convolution whose effective weights have mean 0 and variance 1 / fan_in in each output channel.
 
-    Weight standardisation (Qiao et al. 2019, Eq. 2-3). A positive factor on the weights changes nothing, so the sum of
-    n networks and their mean are one function.
+    Weight standardisation (Qiao et al. 2019, Eq. 2-3). Scaling the weights changes nothing, so the sum of n networks and
+    their mean are the same function.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class StandardisedConv2d(nn.Conv2d):
 
 @dataclass(frozen=True)
 class PlainSpec(NetworkSpec):
-    """Options of the plain networks. `layout` lists the widths, POOL for a pooling."""
+    """Options of the plain networks. `layout` lists the widths of convolutions, and POOL for a pooling."""
 
     layout: ClassVar[tuple[int, ...]] = ()
 
@@ -42,7 +42,7 @@ class PlainSpec(NetworkSpec):
     head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
+        """Build the network. Raises UserError for widths that `groups` does not divide."""
         if size >> self.layout.count(POOL) < 1:
             raise UserError(f"data.size: got {size}, takes at least {1 << self.layout.count(POOL)} for this network")
         convolution = StandardisedConv2d if self.standardise else nn.Conv2d

@@ -1,8 +1,8 @@
 """Residual networks (He et al. 2016, Sec. 4.2) and wide ones (Zagoruyko and Komodakis 2016) for small images.
 
-A 3x3 convolution, stages of blocks with two 3x3 convolutions each, global average, linear head. Every stage but the
-first halves the image. Without norms a branch would double the variance in every block, so there the last convolution
-of each branch starts at 0: each block is the identity at first, as in Fixup (Zhang et al. 2019).
+A 3x3 convolution, stages of blocks with two 3x3 convolutions each, global average, linear head. Every stage except the
+first halves the image. Without norms, each block would double the variance. There the last convolution of each branch
+starts at 0, so each block starts as the identity (Fixup, Zhang et al. 2019).
 """
 
 from collections import OrderedDict
@@ -17,15 +17,15 @@ from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_H
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
 
-VECTOR = 16  # channels that a processor of the x86 family multiplies at once, at most
+VECTOR = 16  # most channels that an x86 processor multiplies at once
 
 
-def _channels_first(layer: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The inputs in torch's standard layout, whatever theirs is.
+def _channels_first(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Convert the inputs to torch's standard memory layout.
 
-    The gradient of such a layer's weights corrupts the heap if few channels come channels last (oneDNN's issue 6035).
+    With few channels in channels-last layout, the gradient of such a layer corrupts the heap (oneDNN's issue 6035).
     """
-    return tuple(images.contiguous() for images in given)
+    return tuple(images.contiguous() for images in inputs)
 
 
 class Residual(nn.Module, Starting):
@@ -66,7 +66,7 @@ class BasicBlock(Residual):
 class PreActivationBlock(Residual):
     """branch(relu(norm(x))) + x: [n, inputs, h, w] to [n, out, h / stride, w / stride].
 
-    Where the shape changes, a 1x1 convolution of relu(norm(x)) takes the place of x (`shortcut`, else empty).
+    Where the shape changes, a 1x1 convolution of relu(norm(x)) (`shortcut`) replaces x.
     """
 
     def __init__(self, spec: "ResidualSpec", inputs: int, out: int, stride: int) -> None:
@@ -87,7 +87,7 @@ class PreActivationBlock(Residual):
 
 @dataclass(frozen=True)
 class ResidualSpec(NetworkSpec):
-    """Options of all residual networks; the subclasses say how many blocks of which widths."""
+    """Options of all residual networks. Subclasses set the number of blocks and their widths."""
 
     width: float = option(1.0, WIDTH_HELP, low=0.01, high=16.0)
     norm: str = option("batch", NORM_HELP, choices=tuple(NORMS))
@@ -96,25 +96,25 @@ class ResidualSpec(NetworkSpec):
     head_bias: bool = option(True, HEAD_HELP)
 
     def convolution(self, inputs: int, out: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
-        """A convolution that keeps the image's size, but for the stride."""
+        """Return a convolution that changes the image's size only by its stride."""
         layer = nn.Conv2d(inputs, out, kernel, stride=stride, padding=kernel // 2, bias=self.bias)
         if kernel == 1 and stride > 1 and inputs < VECTOR:
             layer.register_forward_pre_hook(_channels_first)
         return layer
 
     def norms(self, out: int) -> list[nn.Module]:
-        """The norm layer for `out` channels; none with norm=none."""
+        """Return the norm layer for `out` channels; empty with norm=none."""
         return norm_layers(self.norm, out, self.groups)
 
     def stages(
         self, block: Callable[["ResidualSpec", int, int, int], nn.Module], inputs: int, widths: list[int], blocks: list[int]
     ) -> OrderedDict[str, nn.Module]:
-        """stage1, stage2, ...: as many blocks as `blocks` says; the first block of each but stage1 has stride 2."""
+        """Return stage1, stage2, ... with `blocks[k]` blocks each. From stage2 on, the first block has stride 2."""
         stages: OrderedDict[str, nn.Module] = OrderedDict()
         for number, (out, count) in enumerate(zip(widths, blocks, strict=True), start=1):
             layers = []
-            for place in range(count):
-                layers.append(block(self, inputs, out, 2 if place == 0 and number > 1 else 1))
+            for index in range(count):
+                layers.append(block(self, inputs, out, 2 if index == 0 and number > 1 else 1))
                 inputs = out
             stages[f"stage{number}"] = nn.Sequential(*layers)
         return stages
@@ -122,13 +122,13 @@ class ResidualSpec(NetworkSpec):
 
 @dataclass(frozen=True)
 class ResnetSpec(ResidualSpec):
-    """Basic blocks: `blocks[k]` of them of width `widths[k]` in stage k."""
+    """Networks of basic blocks: `blocks[k]` blocks of width `widths[k]` in stage k."""
 
     widths: ClassVar[tuple[int, ...]] = (64, 128, 256, 512)
     blocks: ClassVar[tuple[int, ...]] = ()
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; raises UserError for widths that `groups` does not divide."""
+        """Build the network. Raises UserError for widths that `groups` does not divide."""
         widths = [scaled(step, self.width) for step in self.widths]
         extractor = OrderedDict[str, nn.Module](
             stem=nn.Sequential(self.convolution(channels, widths[0]), *self.norms(widths[0]), nn.ReLU()),
@@ -142,7 +142,7 @@ class ResnetSpec(ResidualSpec):
 @NETWORKS.register("resnet10")
 @dataclass(frozen=True)
 class Resnet10(ResnetSpec):
-    """A block a stage: 4.9 million parameters."""
+    """ResNet-10: one block per stage, 4.9 million parameters."""
 
     blocks = (1, 1, 1, 1)
 
@@ -150,7 +150,7 @@ class Resnet10(ResnetSpec):
 @NETWORKS.register("resnet14")
 @dataclass(frozen=True)
 class Resnet14(ResnetSpec):
-    """Between ResNet-10 and ResNet-18."""
+    """ResNet-14: stages of 1, 2, 2 and 1 blocks, between ResNet-10 and ResNet-18."""
 
     blocks = (1, 2, 2, 1)
 
@@ -166,7 +166,7 @@ class Resnet18(ResnetSpec):
 @NETWORKS.register("resnet22")
 @dataclass(frozen=True)
 class Resnet22(ResnetSpec):
-    """Between ResNet-18 and ResNet-26."""
+    """ResNet-22: stages of 2, 3, 3 and 2 blocks, between ResNet-18 and ResNet-26."""
 
     blocks = (2, 3, 3, 2)
 
@@ -174,7 +174,7 @@ class Resnet22(ResnetSpec):
 @NETWORKS.register("resnet26")
 @dataclass(frozen=True)
 class Resnet26(ResnetSpec):
-    """Three blocks a stage: 17.4 million parameters."""
+    """ResNet-26: three blocks per stage, 17.4 million parameters."""
 
     blocks = (3, 3, 3, 3)
 
@@ -210,11 +210,11 @@ class Resnet56(ResnetSpec):
 class WideResnet(ResidualSpec):
     """A wide residual network with pre-activation: depth = 6 n + 4, widths 16, then (16, 32, 64) times `widen`."""
 
-    depth: int = option(16, "6 n + 4, for n blocks in each of three stages", low=10)
+    depth: int = option(16, "number of layers: 6 n + 4, for n blocks in each of three stages", low=10)
     widen: int = option(4, "factor of the three stages' widths", low=1)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; UserError for widths or a depth that cannot be."""
+        """Build the network. Raises UserError for an invalid width or depth."""
         if self.depth % 6 != 4:
             raise UserError(f"network.depth: got {self.depth}, takes 6 n + 4 (10, 16, 22, 28, ...)")
         stem = scaled(16, self.width)

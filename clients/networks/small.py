@@ -1,4 +1,4 @@
-"""Small networks: fully connected layers alone, and a network like LeNet-5."""
+"""Small networks: fully connected layers only, and a network like LeNet-5."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from fedloom.conf.typed import option
 
 
 def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
-    """Linear layers, a ReLU after each: [n, inputs] to [n, widths[-1]]."""
+    """Return linear layers with a ReLU after each: [n, inputs] to [n, widths[-1]]."""
     layers: list[nn.Module] = []
     for out in widths:
         layers += [nn.Linear(inputs, out, bias=bias), nn.ReLU(inplace=True)]
@@ -24,12 +24,12 @@ def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
 class Mlp(NetworkSpec):
     """Images flattened, hidden linear layers with ReLU, a linear head."""
 
-    widths: list[int] = option([400, 200, 100], "of the hidden layers; empty: the head alone", low=1)
+    widths: list[int] = option([400, 200, 100], "widths of the hidden layers; empty: only the head", low=1)
     bias: bool = option(True, "hidden layers with a bias")
     head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images."""
+        """Build the network."""
         inputs = channels * size * size
         head = nn.Linear([inputs, *self.widths][-1], classes, bias=self.head_bias)
         return Network(nn.Sequential(nn.Flatten(), *hidden(inputs, self.widths, self.bias)), head)
@@ -45,7 +45,7 @@ class Lenet(NetworkSpec):
     head_bias: bool = option(True, HEAD_HELP)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images; raises UserError for images of less than 16 pixels."""
+        """Build the network. Raises UserError for images smaller than 16 x 16 pixels."""
         if size < 16:
             raise UserError(f"data.size: got {size}, takes at least 16 for this network")
         first, second, third, fourth = (scaled(step, self.width) for step in (6, 16, 120, 84))

@@ -1,7 +1,7 @@
-"""A network cut in two at a named point: an extractor that gives features, and a task head that reads them.
+"""A network cut at a named point into an extractor, which computes features, and a task head, which reads them.
 
-Any network of ours or of the user's own, torchvision's included, can be cut where one tensor alone passes. The head may be
-another network's: features are to it what images are to a whole network (Gygli et al. 2021, Sec. 3 and 5.2).
+Any network, including torchvision's and users' own, can be cut where a single tensor passes. The head may be another
+network, which takes features as a whole network takes images (Gygli et al. 2021, Sec. 3 and 5.2).
 """
 
 from collections import OrderedDict
@@ -22,18 +22,18 @@ from fedloom.fusion.graph.undisturbed import undisturbed
 
 
 class UnitLength(nn.Module):
-    """Features [n, c, ...] divided by their L2 norm over all that is one image's."""
+    """Divides the features [n, c, ...] of each image by their L2 norm."""
 
     def forward(self, features: Tensor) -> Tensor:
         return F.normalize(features.flatten(1)).view_as(features)
 
 
 class SelfStartingSplit(Network, SelfStarting):
-    """A cut network part of which draws its own weights: `whole` is what it was cut from."""
+    """A cut network of which a part draws its own weights. `whole`: the networks it was cut from."""
 
     def __init__(self, extractor: nn.Module, head: nn.Module, whole: Sequence[SelfStarting]) -> None:
         super().__init__(extractor, head)
-        self._whole = tuple(whole)  # which makes them no children
+        self._whole = tuple(whole)  # in a tuple, so that they are not submodules
 
     def restart(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,26 +45,31 @@ class SelfStartingSplit(Network, SelfStarting):
 
 @dataclass(frozen=True)
 class _Cutting(NetworkSpec):
-    """Another network, and where it is cut."""
+    """Another network, and the point where it is cut."""
 
     of: dict[str, Any] = option({"name": "conv6"}, "the network: name and options", named=True)
-    at: str = option("", "the point at which it is cut ('fedloom networks NAME' lists them); empty: before its last layer")
+    at: str = option("", "the point where it is cut ('fedloom networks NAME' lists them); empty: before its last layer")
 
     @property
     def constants(self) -> bool:
         return any(NETWORKS.build(section, where).constants for where, section in self.sections().items())
 
     def sections(self) -> dict[str, Mapping[str, Any]]:
-        """The networks that it is made of, by their keys."""
+        """Return the sections of the networks that it consists of, by key."""
         return {"network.of": self.of}
 
     def cut(self, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Module, Network]:
-        """What is before the point, what is behind it, and the whole network. UserError for a point that there is not."""
+        """Return the part before the point, the part behind it, and the whole network.
+
+        Raises UserError for an unknown point.
+        """
         whole = NETWORKS.build(self.of, "network.of").build(channels, size, classes)
         graph = _traced(whole)
         places = _places(graph)
         if not places:
-            raise UserError(f"network.of: '{self.of.get('name')}' cannot be cut: nowhere one tensor alone passes")
+            raise UserError(
+                f"network.of: '{self.of.get('name')}' cannot be cut: it has no point where only one tensor passes"
+            )
         at = self.at or list(places)[-1]
         if at not in places:
             raise unknown("network.at", at, places)
@@ -75,11 +80,11 @@ class _Cutting(NetworkSpec):
 @NETWORKS.register("split")
 @dataclass(frozen=True)
 class Split(_Cutting):
-    """Extractor: another network up to a point. Head: its rest, or one of its own, which takes features as its images."""
+    """Another network, cut at a point: the first part is the extractor. The head is its rest, or another network."""
 
-    channels: int = option(0, "a 1x1 convolution makes so many channels of the features; 0: as many as there are", low=0)
-    side: int = option(0, "the features are averaged to side x side; 0: as they are", low=0)
-    unit: bool = option(False, "features are divided by their L2 norm, image by image")
+    channels: int = option(0, "channels of the features, made by a 1x1 convolution; 0: unchanged", low=0)
+    side: int = option(0, "height and width of the features, made by averaging; 0: unchanged", low=0)
+    unit: bool = option(False, "divide the features of each image by their L2 norm")
     head: dict[str, Any] = option(
         {}, "a network that reads the features, name and options; empty: the rest of the network", named=True
     )
@@ -88,7 +93,7 @@ class Split(_Cutting):
         return {"network.of": self.of, **({"network.head": self.head} if self.head else {})}
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] images. UserError if head and extractor do not fit, naming both."""
+        """Build the network. Raises UserError, naming both shapes, if head and extractor do not fit."""
         before, head, whole = self.cut(channels, size, classes)
         plain = _shape(before, torch.zeros(1, channels, size, size), "network.of")
         fitted = self._fitted(plain)
@@ -96,22 +101,22 @@ class Split(_Cutting):
         wholes = [whole]
         if self.head:
             if len(shape) != 3:
-                raise UserError(f"network.head: takes features of channels x side x side, there are {_named(shape)}")
+                raise UserError(f"network.head: takes features of channels x side x side, but they are {_named(shape)}")
             wholes.append(NETWORKS.build(self.head, "network.head").build(shape[0], shape[1], classes))
             head = wholes[-1]
         elif plain != shape and not self._fits_rest(head, shape):
-            told = f"the features are {_named(shape)}, and the rest of '{self.of['name']}' behind '{self.at}' takes"
-            raise UserError(f"network: {told} {_named(plain)}; set network.channels={plain[0]}, or a network.head")
+            fault = f"the features are {_named(shape)}, but the rest of '{self.of['name']}' behind '{self.at}' takes"
+            raise UserError(f"network: {fault} {_named(plain)}; set network.channels={plain[0]}, or a network.head")
         extractor = before if isinstance(fitted, nn.Identity) else nn.Sequential(OrderedDict(body=before, fit=fitted))
-        own = [one for one in wholes if isinstance(one, SelfStarting)]
+        own = [network for network in wholes if isinstance(network, SelfStarting)]
         return SelfStartingSplit(extractor, head, own) if own else Network(extractor, head)
 
     def _fitted(self, shape: tuple[int, ...]) -> nn.Module:
-        """What brings features of this shape to what is asked for."""
+        """Return the layers that convert features of this shape as the options say."""
         steps = OrderedDict[str, nn.Module]()
         if (self.channels or self.side) and len(shape) != 3:
             raise UserError(
-                f"network.at: the features at '{self.at}' are {_named(shape)}, and neither channels nor side fit"
+                f"network.at: the features at '{self.at}' are {_named(shape)}; remove network.channels and network.side"
             )
         if self.channels:
             steps["project"] = nn.Conv2d(shape[0], self.channels, 1)
@@ -133,68 +138,74 @@ class Split(_Cutting):
 @NETWORKS.register("rest")
 @dataclass(frozen=True)
 class Rest(_Cutting):
-    """What another network has behind a point, as a head: it takes that network's features for images."""
+    """The part of another network behind a point, as a head: it takes that network's features in place of images."""
 
-    channels: int = option(3, "of the images that the whole network is for", low=1)
-    size: int = option(32, "of the images that the whole network is for", low=1)
+    channels: int = option(3, "channels of the images that the whole network is for", low=1)
+    size: int = option(32, "size of the images that the whole network is for", low=1)
 
     def build(self, channels: int, size: int, classes: int) -> Network:
-        """The network for [n, channels, size, size] features. UserError if they do not fit, naming both shapes."""
+        """Build the head for features [n, channels, size, size]. Raises UserError, naming both shapes, if they differ."""
         before, behind, whole = self.cut(self.channels, self.size, classes)
         takes = _shape(before, torch.zeros(1, self.channels, self.size, self.size), "network.of")
         try:
             _shape(behind, torch.zeros(1, channels, size, size), "network.head")
         except UserError:
-            told = f"the rest of '{self.of['name']}' behind '{self.at}' takes features of {_named(takes)}"
-            raise UserError(f"network.head: {told}, there are {_named((channels, size, size))}") from None
+            fault = f"the rest of '{self.of['name']}' behind '{self.at}' takes features of {_named(takes)}"
+            raise UserError(f"network.head: {fault}, but they are {_named((channels, size, size))}") from None
         parts = nn.Sequential(), behind
         return SelfStartingSplit(*parts, [whole]) if isinstance(whole, SelfStarting) else Network(*parts)
 
 
 def split_points(network: Network, images: Tensor) -> dict[str, tuple[int, ...]]:
-    """The points at which a network can be cut, in order, with the shape of one image's features there.
+    """Return the points where a network can be cut, in order, with the shape of one image's features there.
 
-    UserError for a network that torch.fx cannot trace.
+    Raises UserError for a network that torch.fx cannot trace.
     """
     graph = _traced(network)
     names: dict[fx.Node, str] = {}
     for name, node in _places(graph).items():
-        names.setdefault(node, name)  # of a container and its last layer the container's
+        names.setdefault(node, name)  # a container's name rather than its last layer's
     return {name: _shape(_halves(graph, node)[0], images, "network") for node, name in names.items()}
 
 
 def pieces(network: Network, groups: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """The network as a chain of modules that are its own: one for each group of layers, in order, with all that is behind
-    them up to the next group, and last the head. UserError if groups cannot be told apart, naming their layers.
+    """Divide a network into a chain of modules that share its weights.
+
+    There is one for each group of layers, with everything up to the next group, and last the head. Raises UserError, naming
+    the layers, if the network cannot be cut between two groups.
     """
     graph = _traced(network)
     nodes = list(graph.graph.nodes)
-    inside = [{id(one) for one in graph.get_submodule(str(node.target)).modules()} if node.op == "call_module" else set()
-              for node in nodes]  # fmt: skip
-    ends, places = [], {*_places(graph).values()}
+    inside = [
+        {*map(id, graph.get_submodule(str(node.target)).modules())} if node.op == "call_module" else set() for node in nodes
+    ]
+    ends, points = [], {*_places(graph).values()}
     firsts, lasts = zip(
         *(_reach(inside, {id(network.get_submodule(name)) for name in group}) for group in groups), strict=True
     )
-    head = _reach(inside, {id(one) for one in network.head.modules()})[0]
-    for place, (last, first) in enumerate(zip(lasts, (*firsts[1:], head), strict=True)):
-        between = [node for node in nodes[last:first] if node in places]
+    head = _reach(inside, {*map(id, network.head.modules())})[0]
+    for number, (last, first) in enumerate(zip(lasts, (*firsts[1:], head), strict=True)):
+        between = [node for node in nodes[last:first] if node in points]
         if not between:
-            following = groups[place + 1][0] if place + 1 < len(groups) else "the head"
-            told = f"there is no point between {groups[place][-1]} and {following} at which one tensor alone passes"
-            raise UserError(f"network: {told}; group these layers together")
+            following = groups[number + 1][0] if number + 1 < len(groups) else "the head"
+            fault = f"cannot be cut between {groups[number][-1]} and {following}: several tensors pass"
+            raise UserError(f"network: {fault}; put these layers into one group")
         ends.append(between[-1])
     return [_between(graph, start, end) for start, end in zip([None, *ends], [*ends, None], strict=True)]
 
 
 def _reach(inside: Sequence[set[int]], wanted: set[int]) -> tuple[int, int]:
-    """The places of the first and of the last node that has one of these modules."""
-    found = [place for place, modules in enumerate(inside) if modules & wanted]
-    return (found[0], found[-1]) if found else (0, 0)
+    """Return the indices of the first and the last node with one of these modules."""
+    positions = [position for position, modules in enumerate(inside) if modules & wanted]
+    return (positions[0], positions[-1]) if positions else (0, 0)
 
 
 def _traced(network: Network) -> fx.GraphModule:
-    """The network as a graph of its layers and blocks; containers are opened, blocks stay whole modules (fusion.graph opens
-    these, too), so that they keep what they do at the start. UserError if it cannot be."""
+    """Trace the network as a graph of its layers and blocks.
+
+    Containers are opened. Blocks stay whole modules, so that they retain their initialisation (fusion.graph opens blocks,
+    too). Raises UserError if torch.fx cannot trace the network.
+    """
     body = network.extractor
     steps = list(body.named_children()) if isinstance(body, nn.Sequential) else [("body", body)]
     chain = nn.Sequential(OrderedDict([*steps, ("classifier", network.head)]))
@@ -207,7 +218,7 @@ def _traced(network: Network) -> fx.GraphModule:
 
 
 class _Tracer(fx.Tracer):
-    """Opens containers and one module that is no block but the network itself."""
+    """Opens containers, and the module that is the network itself."""
 
     def __init__(self, body: nn.Module | None) -> None:
         super().__init__()
@@ -218,44 +229,44 @@ class _Tracer(fx.Tracer):
 
 
 def _places(graph: fx.GraphModule) -> dict[str, fx.Node]:
-    """By name of a layer, block or container, the node of its outputs, where these are all that goes on from there."""
+    """Return the output nodes of layers, blocks and containers, by name, where no other tensor is still needed."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     last = {node: max((order[user] for user in node.users), default=order[node]) for node in graph.graph.nodes}
-    found: dict[str, fx.Node] = {}
-    for place, node in enumerate(nodes[:-1]):
-        alive = [one for one in order if order[one] <= order[node] < last[one] and one.op != "get_attr"]
+    points: dict[str, fx.Node] = {}
+    for index, node in enumerate(nodes[:-1]):
+        alive = [other for other in order if order[other] <= order[node] < last[other] and other.op != "get_attr"]
         if alive != [node] or node.op != "call_module":
             continue
-        words, after = str(node.target).split("."), str(nodes[place + 1].target).split(".")
-        for depth in range(1, len(words) + 1):
-            if words[:depth] != after[:depth]:
-                found[".".join(words[:depth]).removeprefix("body.")] = node
-    return {name: node for name, node in found.items() if name != "body"}
+        path, after = str(node.target).split("."), str(nodes[index + 1].target).split(".")
+        for depth in range(1, len(path) + 1):
+            if path[:depth] != after[:depth]:
+                points[".".join(path[:depth]).removeprefix("body.")] = node
+    return {name: node for name, node in points.items() if name != "body"}
 
 
 def _halves(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What computes a node's tensor from the input, and what computes the output from it."""
+    """Return the graph from the input to a node, and the graph from the node to the output."""
     return _between(graph, None, node), _between(graph, node, None)
 
 
 def _between(graph: fx.GraphModule, start: fx.Node | None, end: fx.Node | None) -> fx.GraphModule:
-    """What computes the tensor of node `end` (None: the output) from that of `start` (None: the input)."""
+    """Return the graph from node `start` (None: the input) to node `end` (None: the output)."""
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     first, last = order[start] if start else -1, order[end] if end else len(order)
     part = fx.Graph()
     known = {start: part.placeholder("features")} if start else {}
-    for one, number in order.items():
-        places = [order[user] for user in one.users] if one.op == "get_attr" else [number]
-        if any(first < place <= last for place in places):
-            known[one] = part.node_copy(one, known.__getitem__)
+    for node, number in order.items():
+        positions = [order[user] for user in node.users] if node.op == "get_attr" else [number]
+        if any(first < position <= last for position in positions):
+            known[node] = part.node_copy(node, known.__getitem__)
     if end:
         part.output(known[end])
     return fx.GraphModule(graph, part)
 
 
 def _shape(module: nn.Module, images: Tensor, where: str) -> tuple[int, ...]:
-    """Of one image's features; nothing in the module changes. UserError if it fails."""
+    """Return the shape of one image's features, without changes to the module. Raises UserError if it fails."""
     try:
         with torch.no_grad(), evaluating(module):
             return tuple(module(images).shape[1:])

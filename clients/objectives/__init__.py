@@ -1,4 +1,4 @@
-"""The sites' halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
+"""The clients' halves of methods: one file per method. Import everything that a new one needs from here."""
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Experiment, Objective, Session, Task, objective_of, resolve

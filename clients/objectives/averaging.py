@@ -1,7 +1,7 @@
-"""What averaging methods have in common at a site: the network that the server sent is trained on, and sent back.
+"""Base classes of averaging methods: a site trains the server's network and sends it back.
 
-A method says what it adds to the loss (`extra_loss`, of `constants`), and what else it sends. Whole numbers among the
-network's tensors (BatchNorm's counts of batches) do not travel: every round begins with those of the start.
+A method adds a term to the loss (`extra_loss`, of `constants`), or something to the contribution. Integer tensors of the
+network (BatchNorm's batch counters) are not sent; every round starts with their initial values.
 """
 
 import functools
@@ -26,41 +26,43 @@ AVERAGED, OWN = "averaged", "own"
 
 @dataclass(frozen=True)
 class Averaged(Objective):
-    """Cross-entropy. `requires_strategy`: the strategy that sends what sites need beside the network; empty: any."""
+    """Base class of averaging objectives: cross-entropy, and options for BatchNorm.
+
+    `requires_strategy`: the strategy whose additional records the sites need; empty: any.
+    """
 
     requires_strategy: ClassVar[str] = ""
 
     batchnorm: str = option(
         AVERAGED,
-        "BatchNorm's weights and statistics: averaged as all others are, or each site's own (FedBN, Li et al. 2021)",
+        "BatchNorm's weights and statistics: averaged like all others, or each site's own (FedBN, Li et al. 2021)",
         choices=(AVERAGED, OWN),
     )
 
     def __post_init__(self) -> None:
         if self.mode:
-            raise UserError(f"objective.mode: got '{self.mode}', this objective has no modes; leave it out")
+            raise UserError(f"objective.mode: got '{self.mode}', but this objective has no modes; remove it")
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         return AveragedSession(self, task)
 
     def network(self, task: Task, images: Images) -> State | None:
-        """What was sent, with the site's own BatchNorm if it has one."""
-        return {**task.incoming[MODEL], **self.kept(task)} if MODEL in task.incoming else None
+        """Return the network in the message, with the site's own BatchNorm if it has one."""
+        return {**task.incoming[MODEL], **self.own_batchnorm(task)} if MODEL in task.incoming else None
 
-    def kept(self, task: Task) -> State:
-        """The site's own BatchNorm, if it has one."""
+    def own_batchnorm(self, task: Task) -> State:
+        """Return the tensors of the site's own BatchNorm; empty if it has none."""
         names = norms(task.network) if self.batchnorm == OWN else frozenset()
-        return {name: one for name, one in (task.own or {}).items() if name in names} if names else {}
+        return {name: tensor for name, tensor in (task.own or {}).items() if name in names} if names else {}
 
     def shared(self, network: nn.Module, state: State) -> State:
-        """Of a network's state, what is averaged."""
+        """Return the part of a network's state that the server averages."""
         own = norms(network) if self.batchnorm == OWN else frozenset()
-        return {name: one for name, one in state.items() if one.dtype.is_floating_point and name not in own}
+        return {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and name not in own}
 
 
 class AveragedSession(PlainSession):
-    """From the server's network on; counts its steps."""
+    """Session of an averaging method. It starts from the server's network and counts its steps."""
 
     from_server = frozenset({SITE})
 
@@ -72,19 +74,19 @@ class AveragedSession(PlainSession):
 
     def start(self) -> State:
         sent = {name: self.task.incoming[MEAN][name] for name in self.network.state_dict()}
-        return {**sent, **self.objective.kept(self.task)}
+        return {**sent, **self.objective.own_batchnorm(self.task)}
 
     @functools.cached_property
     def sent(self) -> State:
-        """The weights as they came: asked for before the first step."""
+        """The server's weights. Read this before the first step."""
         return {name: weight.detach().clone() for name, weight in self.parts.items()}
 
     def constants(self) -> tuple[State, ...]:
-        """What `extra_loss` needs beside the weights; the same in all steps of the round."""
+        """Return the inputs of `extra_loss` other than the weights. They are the same in all steps of a round."""
         return ()
 
     def extra_loss(self, weights: Mapping[str, Tensor], constants: tuple[State, ...], /) -> Tensor | None:
-        """What the method adds to the loss of a batch, a pure function of the weights; None: nothing."""
+        """Return the method's term of the loss, a pure function of weights and constants, or None."""
         return None
 
     def per_step_inputs(self) -> tuple[State, ...]:
@@ -96,7 +98,7 @@ class AveragedSession(PlainSession):
         return loss if extra is None else loss + extra
 
     def effective_steps(self) -> float:
-        """What the steps so far make of a gradient: the sum of the weights with which gradients enter the change."""
+        """Return the sum of the weights with which the gradients so far enter the change of the network."""
         return gradient_weight(self.task.experiment.training, self.task.config.rounds, self.task.round, self.steps)
 
     def contribution(self) -> dict[str, State]:
@@ -106,15 +108,15 @@ class AveragedSession(PlainSession):
         if self.objective.batchnorm != OWN:
             return None
         names = norms(self.network)
-        return {name: one for name, one in state_of(self.network).items() if name in names}
+        return {name: tensor for name, tensor in state_of(self.network).items() if name in names}
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: State) -> Tensor:
-    """||weights - others||^2 over the tensors of `others`."""
+    """Return ||weights - others||^2 over the tensors of `others`."""
     return torch.stack([(weights[name] - other).square().sum() for name, other in others.items()]).sum()
 
 
 def norms(network: nn.Module) -> frozenset[str]:
-    """The names of the tensors of a network's BatchNorm layers, counts of batches included."""
-    layers = {place: module for place, module in network.named_modules() if isinstance(module, BATCH_NORM)}
-    return frozenset(f"{place}.{name}" for place, module in layers.items() for name in module.state_dict())
+    """Return the names of all tensors of a network's BatchNorm layers, including batch counters."""
+    layers = {path: module for path, module in network.named_modules() if isinstance(module, BATCH_NORM)}
+    return frozenset(f"{path}.{name}" for path, module in layers.items() for name in module.state_dict())

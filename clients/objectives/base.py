@@ -23,18 +23,24 @@ from fedloom.fusion.state import State
 
 
 def nothing_held_out(split: str) -> Images:
-    """No images of any split."""
-    raise UserError(f"{split}: this site has no such images")
+    """Raise UserError: the site has no held-out images."""
+    raise UserError(f"{split}: this site has no {split} images")
 
 
 @dataclass
 class Task:
-    """All that a site has at hand in one round.
+    """Everything an objective needs at one site in one round.
 
-    `members` is the number of sites in the aggregate. `network` is on the device to train on, its weights still to be
-    loaded. `incoming` are the records that the server sent, `load_local_state` reads the site's own state after the round
-    before. `generator` is for the objective's own random choices. `held_out` gives the site's own images that it does not
-    train on: those of "validation" or "test".
+    Attributes:
+        experiment: The resolved configuration.
+        site: The site.
+        round: The round, from 1.
+        members: Number of sites in the aggregate.
+        network: The network on the device to train on. The objective must load its weights.
+        incoming: The records from the server, by name.
+        load_local_state: Reads the site's own state after the previous round; use `own`.
+        generator: Source of the objective's random choices.
+        held_out: Returns the site's "validation" or "test" images.
     """
 
     experiment: "Experiment"
@@ -49,32 +55,32 @@ class Task:
 
     @property
     def config(self) -> Config:
-        """The configuration."""
+        """The run's configuration."""
         return self.experiment.config
 
     @property
     def architecture(self) -> Architecture:
-        """Of the site's network."""
+        """The architecture of the site's network."""
         return self.experiment.architecture(self.site)
 
     @functools.cached_property
     def own(self) -> State | None:
-        """The site's own state after the round before; None if it never trained. Raises LostStateError if it is gone."""
+        """The site's own state after the previous round; None if it has not trained. Raises LostStateError if lost."""
         return self.load_local_state()
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy of scores [n, classes] with labels [n], as training.label_smoothing says."""
+        """Return the mean cross-entropy of scores [n, classes] with labels [n], with training.label_smoothing."""
         return task_loss(scores, labels, self.config.training.label_smoothing)
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """The network's device."""
         return next(self.network.parameters()).device
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a site says to a question other than TRAIN: states by record name, and numbers by name."""
+    """A site's reply to a question: states by record name, and numbers by name."""
 
     records: dict[str, State] = field(default_factory=dict[str, State])
     metrics: Mapping[str, int | float | list[int]] = field(default_factory=dict[str, int | float | list[int]])
@@ -82,25 +88,34 @@ class Answer:
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """The options of an objective: the site's half of a method. `baselines` of a configuration are other modes of it."""
+    """Base class of a method's client half: a frozen dataclass of options.
 
-    mode: str = option("", "its variant, by name")
+    A configuration's `baselines` name other values of `mode`.
+    """
+
+    mode: str = option("", "variant of the method, by name")
 
     @abstractmethod
     def session(self, task: Task) -> Session:
-        """Start on a task."""
+        """Return a session that trains the task's network for one round."""
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """Answer a question of the method's own strategy. UserError for a kind that the method does not know.
+        """Answer a question of the method's strategy.
 
-        `task.network` is in training mode, and is so again afterwards: the next site trains in it.
+        Args:
+            kind: The question's name.
+            task: The site's task. Its network is in training mode, and must be so afterwards.
+            images: The site's training images.
+
+        Raises:
+            UserError: The method does not know this question.
         """
-        raise UserError(f"order.kind: '{kind}' is no question to objective '{type(self).__name__}'")
+        raise UserError(f"order.kind: objective '{type(self).__name__}' does not know the question '{kind}'")
 
     def network(self, task: Task, images: Images) -> State | None:
-        """What is measured at the site: the network that was sent (MODEL), or else the site's own; None: it has none.
+        """Return the state to measure at the site: the server's network (MODEL), else the site's own, else None.
 
-        A personalised method fits it to the site's training `images` first.
+        A personalised method first fits it to `images`, the site's training images.
         """
         return task.incoming.get(MODEL) or task.own
 
@@ -115,9 +130,9 @@ OBJECTIVES: Registry[Objective] = Registry("objective", Objective, "fedloom.clie
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """A configuration, resolved: what it names is built once in each process, and handed down.
+    """A resolved configuration: its objective and training recipe are built, once in each process.
 
-    `config`: as it was written. Numbers and switches of its sections are here, too.
+    `config`: the unresolved configuration. Its sections are also properties of this class.
     """
 
     config: Config
@@ -126,12 +141,12 @@ class Experiment:
 
     @property
     def seed(self) -> int:
-        """Of everything that is random."""
+        """The seed of all random draws."""
         return self.config.seed
 
     @property
     def rounds(self) -> int:
-        """Federated rounds."""
+        """The number of federated rounds."""
         return self.config.rounds
 
     @property
@@ -141,27 +156,27 @@ class Experiment:
 
     @property
     def data(self) -> DataConfig:
-        """Where domains come from, and what every image becomes."""
+        """The section `data`."""
         return self.config.data
 
     @property
     def engine(self) -> EngineConfig:
-        """What carries messages."""
+        """The section `engine`."""
         return self.config.engine
 
     @property
     def federation(self) -> FederationConfig:
-        """The round loop."""
+        """The section `federation`."""
         return self.config.federation
 
     @property
     def privacy(self) -> PrivacyConfig:
-        """Differential privacy."""
+        """The section `privacy`."""
         return self.config.privacy
 
     @property
     def evaluation(self) -> EvaluationConfig:
-        """Measuring."""
+        """The section `evaluation`."""
         return self.config.evaluation
 
     @functools.cached_property
@@ -169,7 +184,7 @@ class Experiment:
         return {}
 
     def architecture(self, site: Site | None = None) -> Architecture:
-        """The architecture of a site, or (None) that of the configuration's own `network`."""
+        """Return the architecture of a site, or (None) of the configuration's `network`."""
         key = -1 if site is None else site.index
         if key not in self._architectures:
             self._architectures[key] = architecture_of(self.config, site)
@@ -177,26 +192,26 @@ class Experiment:
 
     @property
     def architectures(self) -> set[Architecture]:
-        """Those of all sites."""
+        """The architectures of all sites."""
         return {self.architecture(site) for site in self.sites}
 
     def common_architecture(self) -> Architecture:
-        """The architecture that all sites share. UserError naming a site whose own is another one."""
+        """Return the architecture that all sites share. Raises UserError, naming a site, if they differ."""
         sites = self.sites
         first = self.architecture(sites[0])
         for site in sites:
             if self.architecture(site) != first:
-                odd = f"{site.name} ({label(site.spec)}): its network is another one than {sites[0].name}'s"
-                takes = "takes one network for all sites (cla_ot and its rivals take several)"
+                odd = f"{site.name} ({label(site.spec)}): its network differs from {sites[0].name}'s"
+                takes = "needs the same network at all sites. Use cla_ot, for example, for different ones."
                 raise UserError(f"{odd}; strategy '{self.config.strategy.get('name')}' {takes}")
         return first
 
 
 def resolve(config: Config) -> Experiment:
-    """The configuration, resolved. UserError for unknown names and options."""
+    """Resolve a configuration. Raises UserError for unknown names and options."""
     return Experiment(config, objective_of(config), recipe_of(config.training))
 
 
 def objective_of(config: Config) -> Objective:
-    """The configured objective; UserError if there is no such objective or option."""
+    """Return the configured objective. Raises UserError for an unknown objective or option."""
     return OBJECTIVES.build(config.objective, "objective")

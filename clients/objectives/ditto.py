@@ -1,6 +1,6 @@
-"""Ditto at a site (Li et al. 2021, Fair and Robust Federated Learning Through Personalization): a network of its own.
+"""Ditto at a site (Li et al. 2021, Fair and Robust Federated Learning Through Personalization).
 
-Beside the shared network w, trained as in FedAvg, the site trains v, which stays here (Alg. 1):
+The site trains the shared network w as in FedAvg, and its own network v, which stays at the site (Alg. 1):
 v <- v - rate (grad F_k(v) + lambda (v - w_t)), on the same batches.
 """
 
@@ -14,10 +14,11 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
 from fedloom.clients.objectives.base import OBJECTIVES, Task
 from fedloom.clients.objectives.fedavg import FedAvg
+from fedloom.clients.objectives.plain import below
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
-PERSONAL = "personal/"  # before the names of v's tensors
+PERSONAL = "personal/"  # prefix of the names of v's tensors
 
 
 @OBJECTIVES.register("ditto")
@@ -25,29 +26,30 @@ PERSONAL = "personal/"  # before the names of v's tensors
 class Ditto(FedAvg):
     """min_v F_k(v) + lambda/2 ||v - w_t||^2 (Eq. 1)."""
 
-    strength: float = option(0.1, "of the pull of the site's own network to the shared one (the paper's lambda)", low=0.0)
+    strength: float = option(
+        0.1, "weight of the distance between the site's network and the shared one (the paper's lambda)", low=0.0
+    )
 
     def session(self, task: Task) -> AveragedSession:
-        """Start on a task."""
         return DittoSession(self, task)
 
     def network(self, task: Task, images: Images) -> State | None:
-        """What was sent, or the site's own network, which begins as the shared one did."""
+        """Return the network in the message, or the site's own, which starts from the shared initial state."""
         return super().network(task, images) or personal(task.own or {}) or initial_state(task.config)
 
 
 class DittoSession(AveragedSession):
-    """One optimiser moves both; no term of the loss has weights of both."""
+    """Session of Ditto. One optimiser trains both networks; w_t is constant, so no term couples w and v."""
 
     def __init__(self, objective: Ditto, task: Task) -> None:
         super().__init__(objective, task)
         first = personal(task.own or {}) or initial_state(task.config)
-        moving = {name: one.to(task.device, copy=True) for name, one in first.items()}
-        self.personal = {name: nn.Parameter(moving.pop(name), one.requires_grad) for name, one in self.parts.items()}
+        moving = {name: tensor.to(task.device, copy=True) for name, tensor in first.items()}
+        self.personal = {name: nn.Parameter(moving.pop(name), tensor.requires_grad) for name, tensor in self.parts.items()}
         self.statistics = moving
 
     def weights(self) -> dict[str, nn.Parameter]:
-        return {**super().weights(), **{PERSONAL + name: one for name, one in self.personal.items()}}
+        return {**super().weights(), **{PERSONAL + name: weight for name, weight in self.personal.items()}}
 
     def constants(self) -> tuple[State, ...]:
         return self.sent, self.statistics
@@ -59,11 +61,11 @@ class DittoSession(AveragedSession):
         return loss + self.objective.strength / 2 * squared_distance(v, w_t)
 
     def local_state(self) -> State | None:
-        mine = {**self.statistics, **self.personal}
-        kept = {PERSONAL + name: one.detach().to("cpu", copy=True) for name, one in mine.items()}
-        return {**(super().local_state() or {}), **kept}
+        state = {**self.statistics, **self.personal}
+        stored = {PERSONAL + name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        return {**(super().local_state() or {}), **stored}
 
 
 def personal(own: Mapping[str, Tensor]) -> State:
-    """The site's own network, of what the site keeps; empty if it has none yet."""
-    return {name.removeprefix(PERSONAL): one for name, one in own.items() if name.startswith(PERSONAL)}
+    """Return the site's own network from its stored state; empty if it has none yet."""
+    return below(own, PERSONAL)

@@ -1,8 +1,8 @@
 """FedNova at a site (Wang et al. 2020, Tackling the Objective Inconsistency Problem): changes per unit of work.
 
-Sites take different numbers of steps, and a mean of what they come to favours those that take more. Each sends its change
-divided by what its own steps make of a gradient (||a_i||_1 times the rate), times what the server says that the sites' steps
-make of one on average: a change as large as those of other methods, to which the same bounds apply.
+Sites take different numbers of steps, and a plain mean favours sites with more steps. Each site's work is ||a_i||_1 times
+the rate. The site divides its change by its work, and multiplies it by the sites' mean work, which the server sends. So the
+change is as large as in other methods, and the same bounds apply.
 """
 
 import torch
@@ -13,23 +13,22 @@ from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.state import State
 
-WORK = "work"  # record from the server: the sites' work, a mean
+WORK = "work"  # record from the server: the sites' mean work
 AVERAGE = "average"  # its tensor
 
 
 @OBJECTIVES.register("fednova")
 class FedNova(FedAvg):
-    """SGD, with momentum or without."""
+    """min F_k(w), for SGD with or without momentum."""
 
     requires_strategy = "fednova"
 
     def session(self, task: Task) -> AveragedSession:
-        """Start on a task."""
         return FedNovaSession(self, task)
 
 
 class FedNovaSession(AveragedSession):
-    """Sends x + (y - x) * average work / work; BatchNorm's statistics as they are."""
+    """Session of FedNova. Sends x + (y - x) * average work / work, and BatchNorm's statistics unchanged."""
 
     def contribution(self) -> dict[str, State]:
         state, begin = super().contribution()[SITE], self.task.incoming[MEAN]

@@ -1,4 +1,4 @@
-"""FedProto at a site (Tan et al. 2022): a network of its own, whose features come near the prototypes of the classes."""
+"""FedProto at a site (Tan et al. 2022): the site's own network, with features drawn to the prototypes of the classes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,31 +10,32 @@ from torch.func import functional_call
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.evaluation.accuracy import pieces
+from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import FUSED, AloneSession, Heterogeneous
+from fedloom.clients.objectives.plain import below
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
 PROTOTYPES = "prototypes"  # a question, and the record of prototypes, up and down
-SUMS, COUNTS = "sums", "counts"  # up: of every class the sum of features, and images, both as shares of the site's images
-ROUNDING = 1e-3  # what half precision may lose of shares
-MEANS, KNOWN = "means", "known"  # down: of every class the mean feature, and 1 where there is one
+SUMS, COUNTS = "sums", "counts"  # up: by class, the sum of features and the number of images, divided by all images
+ROUNDING = 1e-3  # tolerance for rounding in half precision
+MEANS, KNOWN = "means", "known"  # down: by class, the mean feature, and 1 if there is one, else 0
 
 
 @OBJECTIVES.register("fedproto")
 @dataclass(frozen=True)
 class FedProto(Heterogeneous):
-    """CE + weight MSE(features, prototype of the label), the latter where the server knows one (Eq. 7)."""
+    """CE + weight MSE(features, prototype of the label), for labels with a prototype (Eq. 7)."""
 
-    weight: float = option(1.0, "of the distance to the classes' prototypes (lambda of the paper)", low=0.0)
+    weight: float = option(1.0, "weight of the distance to the classes' prototypes (the paper's lambda)", low=0.0)
 
     def session(self, task: Task) -> Session:
-        """Start on a task: from the site's own network on."""
         return ProtoSession(self.weight, task) if self.mode == FUSED else super().session(task)
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """PROTOTYPES: sums and counts of the features of each class, in evaluation mode."""
+        """Answer PROTOTYPES with sums of features and counts of images by class, in evaluation mode."""
         if kind != PROTOTYPES:
             return super().answer(kind, task, images)
         session, total = ProtoSession(self.weight, task), torch.zeros(())
@@ -42,27 +43,27 @@ class FedProto(Heterogeneous):
         classes = F.one_hot(images.y, len(task.network.state_dict()["head.weight"])).float()
         parts = pieces(len(images), task.config.evaluation.batch)
         with torch.no_grad():
-            for pixels, one in zip(images.x.tensor_split(parts), classes.tensor_split(parts), strict=True):
-                total = total + one.T @ session.network.extractor(to_float(pixels.to(task.device))).cpu()
+            for pixels, members in zip(images.x.tensor_split(parts), classes.tensor_split(parts), strict=True):
+                total = total + members.T @ session.network.extractor(to_float(pixels.to(task.device))).cpu()
         return Answer({PROTOTYPES: {SUMS: total / len(images), COUNTS: classes.mean(0)}})
 
 
-def check_prototypes(given: State, samples: int, largest: float) -> None:
-    """Raises ReplyError for sums that no `samples` images have, or features larger than `largest` (0: any)."""
-    sums, counts = given[SUMS].double(), given[COUNTS].double()
+def check_prototypes(state: State, samples: int, largest: float) -> None:
+    """Raise ReplyError for sums impossible with `samples` images, or features larger than `largest` (0: no bound)."""
+    sums, counts = state[SUMS].double(), state[COUNTS].double()
     least = counts[counts != 0].min() if counts.any() else 0.0
     if abs(float(counts.sum()) - 1.0) > ROUNDING or least < (1.0 - ROUNDING) / samples:
-        raise ReplyError(f"record '{PROTOTYPES}': '{COUNTS}' are no shares of {samples} images, which add up to 1")
+        raise ReplyError(f"record '{PROTOTYPES}': '{COUNTS}' must be shares of {samples} images that add up to 1")
     size = sums.flatten(1).abs().amax(1)
     if bool((size[counts == 0] > 0).any()):
         raise ReplyError(f"record '{PROTOTYPES}': '{SUMS}' has features of a class without images")
     if largest and bool((size > largest * counts).any()):
-        told = f"'{SUMS}' and '{COUNTS}' make a feature larger than federation.largest_weight={largest:g}"
-        raise ReplyError(f"record '{PROTOTYPES}': {told}")
+        fault = f"'{SUMS}' and '{COUNTS}' make a feature larger than federation.largest_weight={largest:g}"
+        raise ReplyError(f"record '{PROTOTYPES}': {fault}")
 
 
 class ProtoSession(AloneSession):
-    """The site's own network; nothing of it goes to the server."""
+    """Session of FedProto. It trains the site's own network, and sends nothing of it."""
 
     def __init__(self, weight: float, task: Task) -> None:
         super().__init__(task)
@@ -73,18 +74,14 @@ class ProtoSession(AloneSession):
         return (self.given,) if self.given else ()
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        features = functional_call(self.network.extractor, _of(weights, "extractor."), (images,))
-        scores = functional_call(self.network.head, _of(weights, "head."), (features,))
+        features = functional_call(self.network.extractor, below(weights, EXTRACTOR), (images,))
+        scores = functional_call(self.network.head, below(weights, HEAD), (features,))
         loss = self.task.loss(scores[:, self.outputs], labels)
-        for given in drawn:
+        for prototypes in drawn:
             classes = labels + self.outputs.start
-            apart = (features - given[MEANS][classes]) * given[KNOWN][classes, None]
+            apart = (features - prototypes[MEANS][classes]) * prototypes[KNOWN][classes, None]
             loss = loss + self.weight * apart.square().mean()
         return loss
 
     def contribution(self) -> dict[str, State]:
         return {}
-
-
-def _of(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: weight for name, weight in weights.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""FedProx at a site (Li et al. 2020, Federated Optimization in Heterogeneous Networks): near where the round began."""
+"""FedProx at a site (Li et al. 2020, Federated Optimization in Heterogeneous Networks): a proximal term in the loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +20,11 @@ class FedProx(FedAvg):
     mu: float = option(0.01, "weight of the proximal term", low=0.0)
 
     def session(self, task: Task) -> AveragedSession:
-        """Start on a task."""
         return FedProxSession(self, task)
 
 
 class FedProxSession(AveragedSession):
-    """w_t is what the server sent."""
+    """Session of FedProx. w_t is the server's network."""
 
     def constants(self) -> tuple[State, ...]:
         return (self.sent,)

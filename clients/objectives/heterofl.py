@@ -1,4 +1,4 @@
-"""HeteroFL at a site (Diao et al. 2021): the first channels of a wider network, and the labels that it has."""
+"""HeteroFL at a site (Diao et al. 2021): a site trains the first channels of a wider network, on its own labels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,21 +14,24 @@ from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.fusion.state import State
 
 LABELS = "labels"  # the question which labels a site has, and a record
-HELD = "held"  # what is in it: of every output 1 if the site has images of that label, else 0
-RATES = "rates"  # a record: of weights and biases of narrowed layers, the share of the wider one's channels
+HELD = "held"  # its tensor: for every output, 1 if the site has images of that label, else 0
+RATES = "rates"  # a record: for weights and biases of narrowed layers, the share of the wider layer's channels
 
 
 @OBJECTIVES.register("heterofl")
 @dataclass(frozen=True)
 class HeteroFL(Heterogeneous):
-    """What hidden layers give is divided by the share of the channels that the site has (Scaler); outputs of labels that it
-    has not are 0 in the loss (Masked Cross-Entropy, Sec. 3)."""
+    """Cross-entropy with scaled layers and masked outputs (Sec. 3).
+
+    Outputs of hidden layers are divided by the site's share of their channels (Scaler). Outputs for labels that the site
+    lacks are 0 in the loss (Masked Cross-Entropy).
+    """
 
     def joint(self, task: Task) -> Session:
         return HeteroFLSession(task)
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """LABELS: of which outputs the site has images."""
+        """Answer LABELS: for which outputs the site has images."""
         if kind != LABELS:
             return super().answer(kind, task, images)
         held = torch.zeros(task.architecture.classes)
@@ -36,15 +39,17 @@ class HeteroFL(Heterogeneous):
         return Answer({LABELS: {HELD: held}})
 
 
-def check_labels(given: State) -> None:
-    """Raises ReplyError for labels that no images have: every output is held (1) or not (0), and some are."""
-    held = given[HELD]
+def check_labels(state: State) -> None:
+    """Raise ReplyError unless every entry is 1 or 0, and at least one is 1."""
+    held = state[HELD]
     if not bool(((held == 0) | (held == 1)).all() and held.any()):
-        raise ReplyError(f"record '{LABELS}': '{HELD}' takes 1 for labels that a site has, 0 for others, and some 1")
+        raise ReplyError(
+            f"record '{LABELS}': '{HELD}' must be 1 for labels that a site has and 0 for others, with at least one 1"
+        )
 
 
 class HeteroFLSession(LocalSession):
-    """From the part that the server sent on, with its rates and the site's labels."""
+    """Session of HeteroFL. It starts from the server's part of the network, with its rates and the site's labels."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -56,6 +61,6 @@ class HeteroFLSession(LocalSession):
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         (lacks,) = drawn
-        rates = self.rates  # (W x + b) / r is what W / r and b / r give
+        rates = self.rates  # (W x + b) / r = (W / r) x + b / r
         scaled = {name: weight / rates[name] if name in rates else weight for name, weight in weights.items()}
         return self.task.loss(self.scores(scaled, images).masked_fill(lacks[HELD], 0.0), labels)

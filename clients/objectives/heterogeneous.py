@@ -1,4 +1,4 @@
-"""Sites of different networks: each trains the one of its own architecture that the server sent."""
+"""Training where sites have different networks: each trains the server's network of its architecture."""
 
 from dataclasses import dataclass
 
@@ -16,27 +16,26 @@ FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
 @OBJECTIVES.register("heterogeneous")
 @dataclass(frozen=True)
 class Heterogeneous(Local):
-    """Cross-entropy. `mode` is for the server: whose networks are brought together."""
+    """Cross-entropy. `mode` tells the server which networks to combine."""
 
     mode: str = option(
         FUSED,
-        "networks of all architectures are fused, or averaged with those of their own (exclusive), or not at all (alone)",
+        "fused: networks of all architectures are combined; exclusive: networks of the same architecture; alone: none",
         choices=(FUSED, EXCLUSIVE, ALONE),
     )
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         if MEAN not in task.incoming:
             return AloneSession(task)
         return LocalSession(task) if self.mode == EXCLUSIVE else self.joint(task)
 
     def joint(self, task: Task) -> Session:
-        """The same where networks are brought together; methods with a loss of their own have another one."""
+        """Return the session for mode `fused`. Methods with another loss override it."""
         return LocalSession(task)
 
 
 class AloneSession(LocalSession):
-    """From the site's own network on, which starts as its name draws it; the server is told, and tells nothing."""
+    """Trains the site's own network, whose initial weights the site's name seeds. The server sends nothing back."""
 
     from_server = frozenset()
 

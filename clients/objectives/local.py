@@ -1,4 +1,4 @@
-"""Plain training of the network that the server sent; all of its weights and statistics come back."""
+"""Plain training of the server's network. All its weights and statistics are sent back."""
 
 from dataclasses import dataclass
 
@@ -14,21 +14,21 @@ TOGETHER, FORWARD, BACKWARD = "together", "sequential_ab", "sequential_ba"
 @OBJECTIVES.register("local")
 @dataclass(frozen=True)
 class Local(Objective):
-    """Cross-entropy. `mode` is for the server: who starts from what."""
+    """Cross-entropy. `mode` tells the server which network each site starts from."""
 
     mode: str = option(
         TOGETHER,
-        "all sites start from one network, or each where the one before ended, in the roster's order or against it",
+        "together: all sites start from one network; sequential_ab, sequential_ba: each site starts where the previous site "
+        "ended, in the roster's order or in reverse",
         choices=(TOGETHER, FORWARD, BACKWARD),
     )
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         return LocalSession(task)
 
 
 class LocalSession(PlainSession):
-    """From the server's network on; the whole trained state is the contribution."""
+    """Trains the server's network. The whole trained state is the contribution."""
 
     from_server = frozenset({SITE})
 

@@ -1,4 +1,4 @@
-"""What the objectives build on: a session of one network and one loss, a pure function of the weights."""
+"""`PlainSession`, the base class of most sessions: one network, and a loss that is a pure function of the weights."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,10 @@ from fedloom.fusion.state import State
 
 
 class PlainSession(Session):
-    """Cross-entropy of one network that starts where the server says; nothing is kept for the next round."""
+    """Session that minimises the cross-entropy of one network, starting from the server's. It stores nothing.
+
+    Most methods override only `loss_of` or `contribution`.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -22,19 +25,26 @@ class PlainSession(Session):
         self.parts = dict(self.network.named_parameters())
 
     def start(self) -> State:
-        """Where the network starts: at the aggregate."""
+        """Return the network's state at the start of the round; the default is the aggregate."""
         return self.task.incoming[MEAN]
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """What the optimiser moves, by name."""
+        """Return the parameters that the optimiser updates, by name."""
         return self.parts
 
     def per_step_inputs(self) -> tuple[State, ...]:
-        """What the loss of the next batch needs beside the weights; a random choice is made here."""
+        """Return the inputs of the next batch's loss other than weights and images. Make random choices here."""
         return ()
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a batch at these weights: a pure function, the same one for all sites of a configuration."""
+        """Return the loss of a batch, a scalar: a pure function, the same for all sites of a configuration.
+
+        Args:
+            weights: The network's weights by name.
+            drawn: The result of `per_step_inputs`.
+            images: float32 [n, c, h, w].
+            labels: int64 [n].
+        """
         return self.cross_entropy(weights, images, labels)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -44,22 +54,27 @@ class PlainSession(Session):
         return self.loss_of(self.weights(), self.per_step_inputs(), images, labels)
 
     def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the network with these weights (its own where there is none) over the outputs of the site's domain."""
+        """Return the cross-entropy over the outputs of the site's domain. Missing weights are the network's own."""
         config = self.task.config
         if config.engine.compile and len(images) == config.training.batch:
-            from fedloom.clients.training.compiled import compiled_loss  # torch's compiler: only where it is asked for
+            from fedloom.clients.training.compiled import compiled_loss  # torch's compiler: imported only where it is used
 
             smoothing = config.training.label_smoothing
             return compiled_loss(self.network, self.outputs.start, self.outputs.stop, smoothing)(weights, images, labels)
         return self.task.loss(self.scores(weights, images), labels)
 
     def scores(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """The outputs of the site's domain, [n, outputs], of the network at these weights (its own where there is none)."""
+        """Return the outputs of the site's domain, [n, outputs]. Missing weights are the network's own."""
         as_it_is = all(weights.get(name, weight) is weight for name, weight in self.parts.items())
         scores = self.network(images) if as_it_is else functional_call(self.network, dict(weights), (images,))
         return scores[:, self.outputs]
 
 
+def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names start with a prefix, without it."""
+    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
 def state_of(module: nn.Module) -> State:
-    """Parameters and buffers as they are now, on the CPU: a copy."""
+    """Return a copy of the module's parameters and buffers, on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}

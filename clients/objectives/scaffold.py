@@ -1,7 +1,7 @@
 """SCAFFOLD at a site (Karimireddy et al. 2020, Alg. 1): gradients corrected by control variates.
 
-y <- y - rate (g(y) - c_i + c). After the round the site's own variate c_i becomes c_i - c + (x - y) / (K rate) (Option II),
-the mean of the gradients of its steps, and goes to the server beside the network.
+y <- y - rate (g(y) - c_i + c). After the round, the site's variate c_i becomes c_i - c + (x - y) / (K rate) (Option II).
+This is the mean of its steps' gradients. The site sends it with the network.
 """
 
 from collections.abc import Mapping
@@ -15,22 +15,21 @@ from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.state import State
 
-CONTROL = "control/"  # before the names of parameters: down c, up and in the site's own state c_i
+CONTROL = "control/"  # prefix of parameters' names: c from the server, c_i to the server and in the site's state
 
 
 @OBJECTIVES.register("scaffold")
 class Scaffold(FedAvg):
-    """SGD, with momentum or without."""
+    """min F_k(w) with control variates, for SGD with or without momentum."""
 
     requires_strategy = "scaffold"
 
     def session(self, task: Task) -> AveragedSession:
-        """Start on a task."""
         return ScaffoldSession(self, task)
 
 
 class ScaffoldSession(AveragedSession):
-    """The correction is a term of the loss, linear in the weights: its gradient is c - c_i."""
+    """Session of SCAFFOLD. The correction is a term of the loss, linear in the weights, with gradient c - c_i."""
 
     from_server = frozenset()  # c_i is the site's own
 
@@ -45,14 +44,14 @@ class ScaffoldSession(AveragedSession):
 
     def extra_loss(self, y: Mapping[str, Tensor], constants: tuple[State, ...], /) -> Tensor:
         x, shift = constants
-        return torch.stack([((y[name] - x[name]) * one).sum() for name, one in shift.items()]).sum()
+        return torch.stack([((y[name] - x[name]) * tensor).sum() for name, tensor in shift.items()]).sum()
 
     def controls(self) -> State:
-        """c_i as it is after the steps so far, by the names that it travels under."""
+        """Return c_i after the steps so far, under its names in records."""
         c_i = self.c_i
         if work := self.effective_steps():  # K rate
             c_i = {name: (x - self.parts[name].detach()) / work - self.shift[name] for name, x in self.sent.items()}
-        return {CONTROL + name: one.detach().cpu() for name, one in c_i.items()}
+        return {CONTROL + name: tensor.detach().cpu() for name, tensor in c_i.items()}
 
     def contribution(self) -> dict[str, State]:
         return {SITE: {**super().contribution()[SITE], **self.controls()}}

@@ -1,28 +1,28 @@
-"""What a site's steps of SGD make of its gradients: some methods divide a round's change by it."""
+"""The total weight of the gradients in a round's change under SGD. SCAFFOLD and FedNova divide by it."""
 
 from fedloom.clients.training.optimizers import SGD
 from fedloom.clients.training.recipe import Recipe
 
 
 def gradient_weight(training: Recipe, rounds: int, round: int, steps: int) -> float:
-    """The sum over a round's gradients of the weight with which each enters the change of the weights.
+    """Return the sum of the weights with which the gradients of a round enter the change of the network.
 
-    Step t moves by rate_t times the sum over s <= t of momentum ** (t - s) g_s, so that the change is a weighted sum of the
-    gradients g_s. With a constant rate it is rate * ||a_i||_1 of FedNova (Wang et al. 2020, Sec. 4.2); without momentum
-    it is rate * steps. `round` (from 1) of `rounds` says where the schedule is.
+    Step t moves by rate_t times the sum over s <= t of momentum ** (t - s) g_s. The change is therefore a weighted sum of
+    the gradients g_s. With a constant rate the result is rate * ||a_i||_1 of FedNova (Wang et al. 2020, Sec. 4.2). Without
+    momentum it is rate * steps. `round` (from 1) of `rounds` is the position in the schedule.
     """
     rates = [training.rate_at(rounds, round - 1 + step / steps) for step in range(steps)]
     momentum = momentum_of(training)
-    assert momentum is not None  # the strategy has refused other optimisers
+    assert momentum is not None  # the strategy refuses other optimisers
     return sum(rate * _geometric(momentum, step + 1) for step, rate in enumerate(rates))
 
 
 def momentum_of(training: Recipe) -> float | None:
-    """The momentum of the sites' SGD; None for other optimisers, and for variants whose change is another sum."""
-    found = training.optimizer
-    if not isinstance(found, SGD) or found.dampening or found.nesterov or found.maximize:
+    """Return the momentum of the sites' SGD; None for other optimisers and variants of SGD with another sum."""
+    optimizer = training.optimizer
+    if not isinstance(optimizer, SGD) or optimizer.dampening or optimizer.nesterov or optimizer.maximize:
         return None
-    return training.momentum if found.momentum is None else found.momentum
+    return training.momentum if optimizer.momentum is None else optimizer.momentum
 
 
 def _geometric(momentum: float, terms: int) -> float:

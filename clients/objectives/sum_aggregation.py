@@ -1,11 +1,11 @@
 """Sum aggregation at a site: train N_i so that the sum of all sites' networks is a good network too.
 
-Four modes. `exact` (ours): the aggregate is S/n = (N_1 + ... + N_n) / n by construction, and each site minimises the
-loss of its own network and of the aggregate as its own steps move it. `regularised` (sum aggregation, Eq. 1-4): a free
-N* is tied to the sum by a penalty. `independent` and `fedavg` are the baselines.
+There are four modes. `exact` (ours): the aggregate is S/n = (N_1 + ... + N_n) / n by construction. Each site minimises the
+loss of its own network, and of the aggregate as its own steps move it. `regularised` (sum aggregation, Eq. 1-4): a penalty
+ties a free network N* to the sum. `independent` and `fedavg` are the baselines.
 
-Each loss is a pure function `loss_of` of the weights and of what the site has drawn for the batch, so that
-clients.training.vectorised can train several sites as one.
+Each loss is a pure function `loss_of` of the weights and the batch's random draws, so that clients.training.vectorised can
+train several sites together.
 """
 
 import copy
@@ -19,23 +19,23 @@ from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.networks.initial import SHARED, initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Objective, Session, Task
 from fedloom.clients.objectives.modes import AGGREGATE, MODES
-from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.clients.objectives.plain import PlainSession, below, state_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
-STAR_ = "star."  # before the names of N*'s weights, beside those of N_i
+STAR_ = "star."  # prefix of the names of N*'s weights
 
 
 @OBJECTIVES.register("sum_aggregation")
 @dataclass(frozen=True)
 class SumAggregation(Objective):
-    """Networks whose sum is a good one, too; modes exact, regularised (the paper's), independent and fedavg."""
+    """Networks whose sum is a good network, too. Modes: exact, regularised (the paper's), independent, fedavg."""
 
-    mode: str = option("exact", "how the sum is made a good network", choices=tuple(MODES))
+    mode: str = option("exact", "method that makes the sum a good network", choices=tuple(MODES))
     initialisation: str = option(
         "shared",
-        "of the sites' networks; aggregate (exact): a site that joins begins at what there is",
+        "initial weights of the sites' networks; aggregate (exact): a new site starts from the aggregate",
         choices=("shared", "own", AGGREGATE),
     )
     own_weight: float = option(1.0, "weight of the loss of the site's own network (the aggregate's has 1)", low=0.0)
@@ -44,17 +44,16 @@ class SumAggregation(Objective):
     norm: str = option("squared", "regularised: ||.||_F^2 or ||.||_F of each layer", choices=("squared", "frobenius"))
     others: str = option(
         "alike",
-        "regularised: the other sites' weights move as the site's own do (ours), or stay within a round (Eq. 3's gradient)",
+        "regularised: the other sites' weights move like the site's (ours), or stay still within a round (Eq. 3)",
         choices=("alike", "still"),
     )
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         return SESSIONS[self.mode](self, task)
 
 
 class AverageSession(PlainSession):
-    """One network, one loss: `fedavg` starts from the aggregate in each round."""
+    """Session of mode `fedavg`: one network and one loss, from the aggregate in each round."""
 
     from_server = frozenset({ROUND})
 
@@ -67,7 +66,7 @@ class AverageSession(PlainSession):
 
 
 class OwnSession(AverageSession):
-    """A site that holds a network of its own for good (`independent`): it is trained alone, head included."""
+    """Session of mode `independent`: the site trains its own network, including the head, in all rounds."""
 
     from_server = frozenset()
 
@@ -86,11 +85,11 @@ class OwnSession(AverageSession):
 
 
 class ExactSession(OwnSession):
-    """Minimise own_weight CE(phi_i) + CE(S/n + phi_i - phi_i at the start of the round), the head shared.
+    """Session of mode `exact`. It minimises own_weight CE(phi_i) + CE(S/n + phi_i - phi_i at the round's start).
 
-    All sites move at once, each by its own step: S/n then moves by the mean of the steps, as in FedAvg. With
-    `subset_probability` a batch sees (S - phi_j) / (n - 1) for a random other site j instead of S/n, so that the sum stays
-    good when a site is taken out.
+    Both losses share the head. All sites train at once, and S/n moves by the mean of their steps, as in FedAvg. With
+    probability `subset_probability`, a batch sees (S - phi_j) / (n - 1) for a random other site j instead of S/n. Then the
+    sum stays good when a site is removed.
     """
 
     from_server = frozenset({ROUND})
@@ -99,9 +98,9 @@ class ExactSession(OwnSession):
         super().__init__(objective, task)
         self.phi = dict(self.network.extractor.named_parameters())
         begin = {name: tensor.detach().clone() for name, tensor in self.phi.items()}
-        mine = SUBSET + task.site.name
+        own = SUBSET + task.site.name
         records = [task.incoming[MEAN]]
-        records += [record for name, record in task.incoming.items() if name.startswith(SUBSET) and name != mine]
+        records += [record for name, record in task.incoming.items() if name.startswith(SUBSET) and name != own]
         self.offsets = [
             {name: record[EXTRACTOR + name].to(task.device) - begin[name] for name in begin} for record in records
         ]
@@ -134,12 +133,11 @@ class ExactSession(OwnSession):
 
 
 class RegularisedSession(OwnSession):
-    """The paper's: CE(N_i) + CE(N*) + strength * sum over convolutions of ||W* - (W_1 + ... + W_n)||.
+    """Session of mode `regularised`: CE(N_i) + CE(N*) + strength * sum over convolutions of ||W* - (W_1 + ... + W_n)||.
 
-    The other sites' weights are not here. `others`: they move alike, so that the sum is S + n (W_i - W_i at the start of
-    the round) and the penalty's gradient on W_i is n times that of Eq. 3; or they stay still, and the sum is
-    S + W_i - W_i at the start: the gradient of Eq. 3, while the sum as it will be is not seen. The head is shared by N_i
-    and N*.
+    The site does not know the other sites' weights. `others` says what to assume. `alike`: they move like W_i, so the sum
+    is S + n (W_i - W_i at the round's start), and the penalty's gradient on W_i is n times that of Eq. 3. `still`: they
+    stay, so the sum is S + W_i - W_i at the start, with the gradient of Eq. 3. N_i and N* share the head.
     """
 
     from_server = frozenset({ROUND})
@@ -147,7 +145,7 @@ class RegularisedSession(OwnSession):
     def __init__(self, objective: SumAggregation, task: Task) -> None:
         super().__init__(objective, task)
         star = task.incoming[STAR]
-        self.star = _like(self.network.extractor, {name[len(EXTRACTOR) :]: tensor for name, tensor in star.items()})
+        self.star = _like(self.network.extractor, below(star, EXTRACTOR))
         mean, own = task.incoming[MEAN], dict(self.network.extractor.named_parameters())
         tied = [name for name, weight in self.star.named_parameters() if weight.ndim == 4]
         self.mean = {name: mean[EXTRACTOR + name].to(task.device) for name in tied}
@@ -164,17 +162,20 @@ class RegularisedSession(OwnSession):
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         own = {name: weight for name, weight in weights.items() if not name.startswith(STAR_)}
-        star = {EXTRACTOR + name[len(STAR_) :]: weight for name, weight in weights.items() if name.startswith(STAR_)}
+        star = {EXTRACTOR + name: weight for name, weight in below(weights, STAR_).items()}
         entropy = self.objective.own_weight * self.cross_entropy(own, images, labels)
         entropy = entropy + self.cross_entropy({**own, **star}, images, labels)
         return entropy + self.objective.strength * self.penalty_of(weights, *drawn)
 
     def penalty(self) -> Tensor:
-        """penalty_of at the present weights."""
+        """Return penalty_of at the current weights."""
         return self.penalty_of(self.weights(), *self.per_step_inputs())
 
     def penalty_of(self, weights: Mapping[str, Tensor], mean: State, begin: State) -> Tensor:
-        """sum over convolutions of the (squared) Frobenius norm of W* - (S + k (W_i - W_i at the start)), k = n or 1."""
+        """Return the penalty on W* - (S + k (W_i - W_i at the start)), with k = n (`alike`) or 1 (`still`).
+
+        It is the sum over convolutions of the (squared) Frobenius norm.
+        """
         total = torch.zeros((), device=self.task.device)
         for name in mean:
             own = weights[EXTRACTOR + name]

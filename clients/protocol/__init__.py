@@ -1,1 +1,1 @@
-"""What server and sites exchange: messages, their bytes, checks of replies, signatures, partial sums."""
+"""The protocol between server and sites: messages, their encoding, checks of replies, signatures, partial sums."""

@@ -1,4 +1,4 @@
-"""The configurations that a process knows, by the sha256 of their JSON. A site keeps the latest ones on its disk."""
+"""A cache of configurations by the sha256 of their JSON, in memory and, at a real site, on disk."""
 
 import functools
 from collections import OrderedDict
@@ -12,23 +12,23 @@ from fedloom.clients.storage.states import write_bytes
 from fedloom.conf import Config, from_json
 from fedloom.conf.errors import UserError
 
-MOST = 8  # configurations that a process holds
-MOST_KEPT = 32  # that a site keeps on its disk
-MOST_BYTES = 64 * 2**20  # of one, in a real federation
+MOST = 8  # configurations in memory
+MOST_KEPT = 32  # configurations on a site's disk
+MOST_BYTES = 64 * 2**20  # size of one configuration in a real federation
 
 _TEXTS: OrderedDict[str, str] = OrderedDict()
 
 
 @functools.lru_cache(maxsize=MOST)
 def parsed(text: str, run: str = "") -> Config:
-    """The configuration that a text holds, the same object within a run: what depends on a run's data is kept with it."""
+    """Parse a configuration. Within a run the same object is returned, since caches of the run's data hang on it."""
     return from_json(text)
 
 
 def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
-    """The configuration's JSON: the one that the message brings, or one that came before.
+    """Return a configuration's JSON, from the message or from the cache. `store`: the site's folder, or None: memory only.
 
-    `store`: where the site keeps it (None: nowhere). Raises UnknownConfigurationError, and UserError for another one.
+    Raises UnknownConfigurationError if neither has it, and UserError for one that is invalid or has another digest.
     """
     if digest in _TEXTS:
         _TEXTS.move_to_end(digest)
@@ -36,13 +36,13 @@ def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
     path = store / "configurations" / f"{digest}.json" if store else None
     if (text := read_config_record(content, digest)) is not None:
         if store and len(text) > MOST_BYTES:
-            raise UserError(f"order.config: has {len(text) / 1e6:.0f} MB, and a site takes {MOST_BYTES / 1e6:.0f}")
-        parsed(text)  # UserError for what is none: nothing of it is kept
+            raise UserError(f"order.config: has {len(text) / 1e6:.0f} MB, a site takes at most {MOST_BYTES / 1e6:.0f} MB")
+        parsed(text)  # UserError for an invalid one, before it is stored
         if path is not None:
             write_bytes(path, text.encode(), private=True)
             _prune(path.parent)
-    elif path is not None and path.is_file() and config_digest(there := path.read_text(encoding="utf-8")) == digest:
-        text = there
+    elif path is not None and path.is_file() and config_digest(stored := path.read_text(encoding="utf-8")) == digest:
+        text = stored
     else:
         raise UnknownConfigurationError(digest)
     _TEXTS[digest] = text
@@ -52,7 +52,7 @@ def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
 
 
 def _prune(folder: Path) -> None:
-    """Delete the oldest configurations; a server sends one again if it is needed."""
+    """Delete the oldest configurations. The server sends a deleted one again when needed."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
     for file in files[:-MOST_KEPT]:
         file.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""Failures at a site that the server is meant to hear of: it can help, or begins the round again."""
+"""Failures at a site that are reported to the server, which can mend them or restart the round."""
 
 from fedloom.conf.errors import UserError
 
 
 class LostStateError(UserError):
-    """The site has no state of the round that it should go on from."""
+    """The site lost its state of the round that it should continue from."""
 
     def __init__(self, text: str, round: int) -> None:
         super().__init__(text)
@@ -12,7 +12,7 @@ class LostStateError(UserError):
 
 
 class UnknownConfigurationError(LookupError):
-    """The site has no configuration of the digest that an order names; the server sends it when it hears of this."""
+    """The site does not have the configuration that an order names. The server then sends it."""
 
     def __init__(self, digest: str) -> None:
         super().__init__(f"no configuration {digest}")
@@ -20,7 +20,7 @@ class UnknownConfigurationError(LookupError):
 
 
 class SummedBeforeError(UserError):
-    """The site's training of this round was summed over other sites already; with other batches it may be summed again."""
+    """The site's training of this round is already in a sum over other sites. The site must train on other batches."""
 
     def __init__(self, text: str, round: int) -> None:
         super().__init__(text)
@@ -28,7 +28,7 @@ class SummedBeforeError(UserError):
 
 
 class BlamedError(UserError):
-    """A site's shares for this one cannot be used."""
+    """The secret shares that another site sent to this one are unusable."""
 
     def __init__(self, site: str, why: str) -> None:
         super().__init__(f"secure aggregation: {site}'s shares cannot be used: {why}")
@@ -36,4 +36,4 @@ class BlamedError(UserError):
 
 
 class RefusedError(UserError):
-    """The server wants what this site's policy does not allow."""
+    """The site's policy does not allow the server's request."""

@@ -1,6 +1,6 @@
-"""Contributions in half of their bytes: bfloat16, or 16-bit integers with a scale for each tensor (federation.packed).
+"""Pack contributions in half their bytes: as bfloat16, or as int16 with a scale for each tensor (federation.packed).
 
-What the server adds up is what was sent, exactly; packing happens before, and the site keeps what it sent.
+The server sums exactly the packed values. The site keeps the packed values too.
 """
 
 import math
@@ -23,7 +23,7 @@ SCALE = struct.Struct("<d")
 
 @dataclass(frozen=True)
 class Packing:
-    """How a float32 tensor of any shape travels. `error`: how far what arrives may be from it, for people."""
+    """An encoding of a float32 tensor of any shape. `error`: the largest rounding error, as text for people."""
 
     pack: Callable[[Tensor], bytes]
     unpack: Callable[[bytes], Tensor]  # float32, one dimension
@@ -33,14 +33,14 @@ class Packing:
 
 def _to_int16(tensor: Tensor) -> bytes:
     scale = float(tensor.abs().max()) / STEPS if tensor.numel() else 0.0
-    whole = (tensor.double() / scale).round().clamp(-STEPS, STEPS) if scale else torch.zeros_like(tensor)
-    return SCALE.pack(scale) + whole.to(torch.int16).numpy().tobytes()
+    integers = (tensor.double() / scale).round().clamp(-STEPS, STEPS) if scale else torch.zeros_like(tensor)
+    return SCALE.pack(scale) + integers.to(torch.int16).numpy().tobytes()
 
 
 def _from_int16(data: bytes) -> Tensor:
     (scale,) = SCALE.unpack_from(data)
     if not 0.0 <= scale < math.inf:
-        raise ValueError("its scale is no finite number")
+        raise ValueError("the tensor's scale is not a finite number")
     return (_words(data[SCALE.size :]).double() * scale).float()
 
 
@@ -56,31 +56,34 @@ PACKINGS = {
     "bf16": Packing(_to_bfloat16, _from_bfloat16, 0, "each entry is off by at most 1/256 of itself"),
     "int16": Packing(_to_int16, _from_int16, SCALE.size, "each entry is off by at most 1/65,534 of its tensor's largest"),
 }
-"""By name. Both round to the nearest, so that the same network gives the same bytes everywhere. In figures, for finite x:
+"""Packings by name. Both round to the nearest value, so the same network gives the same bytes everywhere. For finite x:
 
 bf16: |x' - x| <= 2^-8 |x| + 2^-134. int16: |x' - x| <= (1/65534 + 2^-24) max|x| + 2^-149, the maximum over the tensor.
 """
 
 
 def packed(state: Mapping[str, Tensor], name: str) -> ArrayRecord:
-    """A state as a Flower record, its float32 tensors packed; those that packing would not keep finite go as they are."""
+    """Pack a state's float32 tensors into a Flower record. A tensor that packing would make infinite stays unpacked."""
     return ArrayRecord({key: _packed(tensor.detach().cpu(), name) for key, tensor in state.items()})
 
 
 def unpacked(record: ArrayRecord) -> State:
-    """The inverse, and of records that are not packed. Raises ValueError for bytes that are neither."""
+    """Unpack a record, packed or not. Raises ValueError for bytes of neither form."""
     return {key: _unpacked(array) for key, array in record.items()}
 
 
-def as_sent(own: State, given: Mapping[str, State], sent: Mapping[str, ArrayRecord]) -> State:
-    """A site's own state, of which those tensors that were `given` to the server are as they were `sent`."""
-    alike = {
+def as_sent(own: State, contribution: Mapping[str, State], sent: Mapping[str, ArrayRecord]) -> State:
+    """Return a site's state `own`, with the tensors that the server received replaced by their unpacked values.
+
+    `sent`: the contribution, packed.
+    """
+    record_of = {
         name: record
-        for record, state in given.items()
+        for record, state in contribution.items()
         for name, tensor in state.items()
         if name in own and torch.equal(own[name], tensor)
     }
-    return {**own, **{name: _unpacked(sent[record][name]) for name, record in alike.items()}}
+    return {**own, **{name: _unpacked(sent[record][name]) for name, record in record_of.items()}}
 
 
 def _packed(tensor: Tensor, name: str) -> Array:
@@ -98,7 +101,7 @@ def _unpacked(array: Array) -> Tensor:
     if packing is None:
         return decode(array)
     if not all(isinstance(size, int) and size >= 0 for size in array.shape) or array.dtype != "float32":
-        raise ValueError("a packed tensor has no shape, or is not of float32")
+        raise ValueError("a packed tensor has no valid shape, or is not float32")
     if len(array.data) != packing.head + 2 * math.prod(array.shape):
         raise ValueError(f"a packed tensor of shape {list(array.shape)} has {len(array.data)} bytes")
     return packing.unpack(array.data).reshape(array.shape)

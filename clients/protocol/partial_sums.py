@@ -1,9 +1,10 @@
-"""Partial sums: a worker adds up what its sites send and hands over one exact sum. Integers: the bits are the same.
+"""Partial sums: a worker adds up its sites' records as integers and returns one exact sum, with the same bits.
 
-What the server must keep for each site is written here, by the worker, where the server will look for it. The sum travels
-beside the replies and in none of them, so that no site's reply can be taken for one.
+The worker writes each site's contribution to the server's ledger folder. The sum travels apart from the replies, so that a
+site cannot send one.
 
-With federation.node_store both stay on the worker's node (Keeping): the server is told where, and fetches one sum a node.
+With federation.node_store both stay on the worker's node (Keeping). The server receives their place, and fetches one sum
+per node.
 """
 
 import json
@@ -47,11 +48,11 @@ ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 
 @dataclass(frozen=True)
 class PartialSum:
-    """The exact sums over the replies of some sites: all of them count, or none.
+    """Exact sums over the replies of some sites. Either all of these sites count, or none.
 
-    `messages`: ids of those that the replies answer. `samples`: of each site that is in it, by name. `addends`: of each
-    record, those that it holds. `records`: int64 sums; of contributions, the change of the sum. Where a `node` has kept the
-    records, they are under `ticket` there, and the sites' contributions are `blobs`, by name of the site.
+    `messages`: ids of the answered messages. `samples`: by site. `addends`: their number by record. `records`: int64 sums;
+    for contributions, the change of the sum. If a `node` stores the records, `ticket` is their name there, and `blobs` are
+    the digests of the sites' contributions.
     """
 
     run: str
@@ -66,23 +67,23 @@ class PartialSum:
 
 
 class Keeping(Protocol):
-    """A node's own part of what is kept of runs."""
+    """A node's store of contributions and sums."""
 
     def put(self, run: str, state: State) -> str:
-        """Keep a contribution; its digest."""
+        """Store a contribution and return its digest."""
         ...
 
     def get(self, run: str, digest: str, holder: str) -> State:
-        """A contribution that is kept here, or at the node `holder`."""
+        """Return a contribution, from this node or from the node `holder`."""
         ...
 
     def leave(self, sum: PartialSum) -> PartialSum:
-        """Keep the records of a sum; the sum without them, and with where they are."""
+        """Store the records of a sum. Returns the sum without records, with `node` and `ticket` set."""
         ...
 
 
 def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
-    """What the records that are added up on the way must hold: names and shapes, the same object for all sites."""
+    """Return the names and shapes that summed records must have, as one record for all sites."""
     return text_record(json.dumps({record: {name: list(tensor.shape) for name, tensor in like.items()} for record, like in
                                    likes.items()}))  # fmt: skip
 
@@ -90,10 +91,10 @@ def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
 def combine(
     asked: Sequence[Message], replies: Sequence[Message], part: Keeping | None = None
 ) -> tuple[list[Message], list[PartialSum]]:
-    """The replies, and one sum for each run and round over the records of those that allow it (TaskInstructions.sums).
+    """Sum the records of the replies whose orders allow it. Returns the replies, and one sum for each run and round.
 
-    Those hold METRICS alone then. A reply that cannot be added becomes an error of its own site. `part`: where contributions
-    and sums are kept, if not at the server.
+    A summed reply retains only METRICS. A reply that cannot be added becomes an error of its site. `part`: the node's store
+    of contributions and sums; None: the server's ledger folder.
     """
     sums: dict[tuple[str, int, str], _Sums] = {}
     answers = []
@@ -111,8 +112,8 @@ def combine(
             continue
         reply.content = RecordDict({METRICS: reply.content[METRICS]})
         answers.append(reply)
-    found = [one.sum() for one in sums.values() if one.samples]
-    return answers, found if part is None else [part.leave(one) for one in found]
+    totals = [total.sum() for total in sums.values() if total.samples]
+    return answers, totals if part is None else [part.leave(total) for total in totals]
 
 
 class _Sums:
@@ -131,30 +132,30 @@ class _Sums:
         self.blobs: dict[str, str] = {}
 
     def add(self, order: TaskInstructions, message: Message, content: RecordDict) -> None:
-        """Add one site's records and write what the server keeps of it. Raises ExactSumError or ReplyError."""
+        """Add one site's records and store its contribution. Raises ExactSumError or ReplyError."""
         site = self.config.roster[order.site]
         with at_round(order.run, order.round):
             bounds = Bounds.of(self.config.federation, site_size(self.config, site))
         samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])
-        given, sent = _read(content), _read(message.content)
+        records, sent = _read(content), _read(message.content)
         start = {**sent[MEAN], **sent.get(STAR, {})}
         changed = {}
         for record, counted in order.sums.items():
             before = self._before(order, record, sent)
-            check_record(record, given.get(record), before or self.likes[record], integers=False)
-            bounds.check(record, given[record], dequantise(before, self.bits) if before else start)
-            mine, times = quantise(given[record], self.bits), samples if counted == SAMPLES else 1
+            check_record(record, records.get(record), before or self.likes[record], integers=False)
+            bounds.check(record, records[record], dequantise(before, self.bits) if before else start)
+            integers, times = quantise(records[record], self.bits), samples if counted == SAMPLES else 1
             changed[record] = self.sums[record].copy()
-            changed[record].add(mine, times)
+            changed[record].add(integers, times)
             if before:
                 changed[record].add(before, -order.weight)
         if order.slot:
-            self._keep(order, site.name, given[order.slot])
+            self._keep(order, site.name, records[order.slot])
         self.sums, self.samples[site.name] = changed, samples
         self.messages.add(message.metadata.message_id)
 
     def _before(self, order: TaskInstructions, record: str, sent: Mapping[str, State]) -> State:
-        """Of the record that is the site's contribution, what is in the sum now (int64)."""
+        """Return the site's contribution (int64) that is now in the sum; empty for other records."""
         if record != order.slot or not order.before:
             return {}
         if self.part is None:
@@ -168,9 +169,9 @@ class _Sums:
             self.blobs[site] = self.part.put(order.run, state)
 
     def sum(self) -> PartialSum:
-        """All that was added."""
-        records = {record: to_arrays(one.totals) for record, one in self.sums.items()}
-        addends = {record: one.addends for record, one in self.sums.items()}
+        """Return the sums so far."""
+        records = {record: to_arrays(total.totals) for record, total in self.sums.items()}
+        addends = {record: total.addends for record, total in self.sums.items()}
         messages = frozenset(self.messages)
         return PartialSum(self.order.run, self.order.round, messages, self.samples, addends, records, blobs=self.blobs)
 
@@ -178,5 +179,5 @@ class _Sums:
 def _read(content: RecordDict) -> dict[str, State]:
     try:
         return to_states(content)
-    except Exception as error:  # what an app returns may be anything: NumPy raises EOFError, BadZipFile and more
-        raise ReplyError(f"its arrays cannot be read ({error})") from None
+    except Exception as error:  # untrusted bytes: NumPy raises EOFError, BadZipFile and more
+        raise ReplyError(f"the reply's arrays cannot be read ({error})") from None

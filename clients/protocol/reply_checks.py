@@ -1,4 +1,4 @@
-"""What a reply must hold to count. Whoever adds contributions up asks here: the server, and workers with partial sums."""
+"""Checks of replies, which the server and workers with partial sums run before they add a contribution."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from fedloom.clients.protocol.messages import BY_CLASS, CLASSES, METRICS, TOTAL
 from fedloom.conf.schema import FederationConfig
 
 MOST_LOSS = 1e30  # losses are averaged
-MOST_IMAGES = 2**31  # that a site can have measured on
-MOST_CLASSES, MOST_NAME = 100_000, 100  # of a site that enrols: names, and characters of each
+MOST_IMAGES = 2**31  # images that a site can measure on
+MOST_CLASSES, MOST_NAME = 100_000, 100  # number of class names of a site, and characters of each
 
 
 class ReplyError(ValueError):
@@ -23,9 +23,9 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large what a site sends may be; 0: no bound. Options of the same names in the section `federation`.
+    """Bounds on a site's contribution; 0: no bound. Options with the same names are in the section `federation`.
 
-    `counted`: a site that says more samples counts as so many.
+    `counted`: a site that reports more samples counts with this number.
     """
 
     largest_weight: float = 0.0
@@ -36,46 +36,49 @@ class Bounds:
 
     @classmethod
     def of(cls, federation: FederationConfig, images: int) -> "Bounds":
-        """As configured, for a site of so many training images."""
+        """Return the configured bounds for a site with `images` training images."""
         return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images,
                    federation.clip_change)  # fmt: skip
 
-    def check(self, kind: str, given: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
-        """Raises ReplyError if a record's floating-point weights are too large, or (`change`) too far from its start's."""
-        floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point and tensor.numel()}
+    def check(self, kind: str, state: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
+        """Raise ReplyError if a record's floating-point weights are too large, or (`change`) too far from `start`."""
+        floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and tensor.numel()}
         if not floats:
             return
-        whole = torch.cat([tensor.flatten() for tensor in floats.values()])
-        if self.largest_weight and self.largest_weight < float(whole.abs().max()) < math.inf:
-            name, largest = max(((name, float(one.abs().max())) for name, one in floats.items()), key=lambda pair: pair[1])
-            told = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
-            raise ReplyError(f"{told}, more than federation.largest_weight={self.largest_weight:g}")
+        weights = torch.cat([tensor.flatten() for tensor in floats.values()])
+        if self.largest_weight and self.largest_weight < float(weights.abs().max()) < math.inf:
+            name, largest = max(
+                ((name, float(tensor.abs().max())) for name, tensor in floats.items()), key=lambda pair: pair[1]
+            )
+            fault = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
+            raise ReplyError(f"{fault}, more than federation.largest_weight={self.largest_weight:g}")
         if self.largest_change and change:
-            moved = float(torch.dist(whole, torch.cat([start[name].flatten() for name in floats])))
+            moved = float(torch.dist(weights, torch.cat([start[name].flatten() for name in floats])))
             if self.largest_change < moved < math.inf:
-                told = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
-                raise ReplyError(f"{told}, more than federation.largest_change={self.largest_change:g}")
+                fault = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
+                raise ReplyError(f"{fault}, more than federation.largest_change={self.largest_change:g}")
 
-    def clipped(self, given: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """The record, its floating-point weights scaled back to `clip_change` from its start's (L2 norm); and how far they
-        were, 0 if they are as they came. What is not finite stays so.
+    def clipped(self, state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """Clip a record's change from `start` to the L2 norm `clip_change`, over its floating-point weights.
+
+        Returns the record, and the norm before clipping (0 if nothing was clipped). Values that are not finite stay so.
         """
-        floats = {name: tensor for name, tensor in given.items() if tensor.dtype.is_floating_point}
+        floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}
         moved = math.hypot(*(float(torch.dist(tensor, start[name])) for name, tensor in floats.items()))
         if not 0 < self.clip_change < moved < math.inf:
-            return dict(given), 0.0
+            return dict(state), 0.0
         share = self.clip_change / moved
         near = {name: torch.lerp(start[name].to(tensor), tensor, share) for name, tensor in floats.items()}
-        return {**given, **near}, moved
+        return {**state, **near}, moved
 
 
 FREE = Bounds()
 
 
 def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> dict[str, float]:
-    """What a reply to TRAIN reports: loss, samples, and what its privacy has cost if it says so. Raises ReplyError.
+    """Return the loss, samples and privacy cost (`epsilon`, if present) of a reply to TRAIN. Raises ReplyError.
 
-    `hidden`: sites hide what they train, and may withhold the loss.
+    `hidden`: sites hide their training, and may withhold the loss.
     """
     metrics = content.metric_records.get(METRICS) or {}
     loss, samples, cost = (metrics.get(name) for name in ("loss", "samples", "epsilon"))
@@ -92,7 +95,7 @@ def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> 
 
 
 def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> dict[str, float]:
-    """The numbers that a reply to another question reports, these at least. Raises ReplyError."""
+    """Return the numbers in a reply to a question. Raises ReplyError if one of `names` is missing."""
     numbers = check_numbers(content, names)
     if "samples" in numbers:
         check_samples(numbers["samples"], bounds)
@@ -101,32 +104,32 @@ def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> 
 
 
 def check_samples(samples: object, bounds: Bounds) -> None:
-    """Raises ReplyError for a number of samples that is none, or more than the site has."""
+    """Raise ReplyError unless the number of samples is positive and at most the number that the site has."""
     if not isinstance(samples, int) or not 1 <= samples < 2**31:
-        raise ReplyError("its number of samples is not positive")
+        raise ReplyError("the reply's number of samples is not positive")
     if bounds.most_samples and samples > bounds.most_samples:
         raise ReplyError(
-            f"it claims {samples} samples and has {bounds.most_samples} (federation.most_samples sets another bound)"
+            f"the site claims {samples} samples and has {bounds.most_samples} (federation.most_samples sets another bound)"
         )
 
 
 def check_record(
-    kind: str, given: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
+    kind: str, state: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor], integers: bool | None = None
 ) -> None:
-    """Names, shapes and kinds of number of a reply's record. Raises ReplyError naming the record and the tensor.
+    """Check names, shapes and dtypes of a reply's record. Raises ReplyError naming the record and the tensor.
 
-    `integers`: whether all are (int64) or none is; None: those that are in `expected`.
+    `integers`: True: all tensors are int64; False: all are floating point; None: as in `expected`.
     """
-    if given is None:
+    if state is None:
         raise ReplyError(f"the reply has no record '{kind}'")
-    if missing := expected.keys() - given.keys():
+    if missing := expected.keys() - state.keys():
         raise ReplyError(f"record '{kind}' lacks the tensor '{min(missing)}'")
-    if odd := given.keys() - expected.keys():
+    if odd := state.keys() - expected.keys():
         raise ReplyError(f"record '{kind}' has an unknown tensor '{min(odd)}'")
-    for name, tensor in given.items():
-        whole = expected[name].dtype == torch.int64 if integers is None else integers
-        if tensor.dtype != torch.int64 if whole else not tensor.dtype.is_floating_point:
-            wanted = "int64" if whole else "floating point"
+    for name, tensor in state.items():
+        is_integer = expected[name].dtype == torch.int64 if integers is None else integers
+        if tensor.dtype != torch.int64 if is_integer else not tensor.dtype.is_floating_point:
+            wanted = "int64" if is_integer else "floating point"
             raise ReplyError(f"record '{kind}', tensor '{name}': {tensor.dtype}, expected {wanted}")
         if tensor.shape != expected[name].shape:
             raise ReplyError(
@@ -135,48 +138,47 @@ def check_record(
 
 
 def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
-    """The names of its classes that a site enrols with, in the order of their numbers; none if it says none. ReplyError.
+    """Return the class names in a reply to ENROL, in the order of their numbers; empty without names.
 
-    `key`: names, or `things`, which say of numbers what they stand for, too.
+    `key`: `names`, or `things`, which also say what numbers stand for. Raises ReplyError.
     """
     names = content.config_records.get(CLASSES, ConfigRecord()).get(key, [])
-    if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(one, str) for one in names):
-        raise ReplyError(f"its record '{CLASSES}' holds no list of at most {MOST_CLASSES} names")
+    if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(name, str) for name in names):
+        raise ReplyError(f"the reply's record '{CLASSES}' must be a list of at most {MOST_CLASSES} names")
     return tuple(str(name)[:MOST_NAME] for name in names)
 
 
 def can_be(right: float, total: float) -> bool:
-    """Whether there can be so many right answers of so many images: whole numbers, no more of them right than there are."""
+    """Return whether both counts are whole numbers, with no more right answers than images."""
     return isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES
 
 
 def check_score(content: RecordDict, name: str) -> Score:
-    """The right answers of that name that a reply reports, and by class if it does. ReplyError for what cannot be.
+    """Return the right answers with this name in a reply, also by class if the reply has them.
 
-    Of each class as of all there are whole numbers of images, no more of them right than there are, and those of the classes
-    add up to all.
+    Raises ReplyError unless all counts are possible and those of the classes add up to the totals.
     """
     numbers = check_numbers(content, [name, TOTAL])
     if not can_be(numbers[name], numbers[TOTAL]):
-        raise ReplyError(f"its number '{name}' of right answers cannot be")
-    metrics, whole = content.metric_records[METRICS], (int(numbers[name]), int(numbers[TOTAL]))
+        raise ReplyError(f"the reply's number '{name}' of right answers is impossible")
+    metrics, both = content.metric_records[METRICS], (int(numbers[name]), int(numbers[TOTAL]))
     right, total = metrics.get(BY_CLASS + name), metrics.get(BY_CLASS + TOTAL)
     if right is None and total is None:
-        return Score(*whole)
-    told = ReplyError(f"its numbers '{name}' of right answers by class cannot be")
+        return Score(*both)
+    error = ReplyError(f"the reply's numbers '{name}' of right answers by class are impossible")
     if not isinstance(right, list) or not isinstance(total, list) or len(right) != len(total) or len(right) > MOST_CLASSES:
-        raise told
+        raise error
     pairs = list(zip(right, total, strict=True))
-    if not all(can_be(*pair) for pair in pairs) or (sum(right), sum(total)) != whole:
-        raise told
-    return Score(*whole, {place: (int(hit), int(there)) for place, (hit, there) in enumerate(pairs) if there})
+    if not all(can_be(*pair) for pair in pairs) or (sum(right), sum(total)) != both:
+        raise error
+    return Score(*both, {number: (int(hit), int(count)) for number, (hit, count) in enumerate(pairs) if count})
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:
-    """The finite numbers that a reply reports; these at least. Raises ReplyError."""
+    """Return the finite numbers in a reply. Raises ReplyError if one of `names` is missing."""
     metrics = content.metric_records.get(METRICS) or {}
-    numbers = {str(name): given for name, given in metrics.items() if isinstance(given, int | float)}
-    found: dict[str, float] = {name: given for name, given in numbers.items() if abs(given) < MOST_LOSS}
-    if missing := [name for name in names if name not in found]:
+    numbers = {str(name): value for name, value in metrics.items() if isinstance(value, int | float)}
+    finite: dict[str, float] = {name: value for name, value in numbers.items() if abs(value) < MOST_LOSS}
+    if missing := [name for name in names if name not in finite]:
         raise ReplyError(f"the reply has no finite number '{missing[0]}' in its record '{METRICS}'")
-    return found
+    return finite

@@ -1,4 +1,4 @@
-"""A site's word, signed: by the key with which its node joined the federation, so that others can tell whose word it is.
+"""Signatures of a site's statements, by the key with which its node joined the federation.
 
 ECDSA over P-384 with SHA-384 (FIPS 186-5), keys in OpenSSH's formats, by the `cryptography` package.
 """
@@ -28,41 +28,41 @@ SIGNED = "signed"  # a record of a reply
 
 @dataclass(frozen=True)
 class Identity:
-    """`key`: the file of this site's private key. `peers`: that of all sites' public keys, a line for each: NAME KEY."""
+    """A site's keys. `key`: file of its private key. `peers`: file of all sites' public keys, one line `NAME KEY` each."""
 
     key: str = ""
     peers: str = ""
 
     def signed(self, text: bytes) -> bytes:
-        """The signature; empty without a key. UserError for a file that holds none."""
+        """Return the signature of a text; empty without a key. Raises UserError for a file without a valid key."""
         return _private(self.key).sign(text, ECDSA(SHA384())) if self.key else b""
 
     def sign(self, *parts: object) -> ConfigRecord | None:
-        """A signed word as it travels: the signature and the public key; None without a key."""
+        """Sign a statement. Returns a record with the signature and the public key, or None without a key."""
         if not self.key:
             return None
         public = _private(self.key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         return ConfigRecord({"signature": self.signed(signing_payload(*parts)).hex(), "key": public})
 
     def known(self) -> Mapping[str, str]:
-        """By name the public keys of the sites that this one knows; none without a file of them."""
+        """Return the public keys in the file `peers`, by site; empty without the file."""
         return _known(self.peers, _changed(self.peers)) if self.peers else {}
 
     def check(self, site: str, text: bytes, signature: bytes) -> None:
-        """UserError unless the text is signed by this site, if this one knows whose keys are whose."""
+        """Raise UserError unless `site` signed the text. Checks nothing without the file `peers`."""
         if self.peers:
             known = self.known()
             if site not in known or not is_signed(known[site], text, signature):
-                raise UserError(f"what is said to be {site}'s word is not signed by its key (site.yaml: peers)")
+                raise UserError(f"a statement in {site}'s name is not signed by its key (site.yaml: peers)")
 
 
 def signing_payload(*parts: object) -> bytes:
-    """What is signed, of its parts."""
+    """Return the bytes to sign for a statement with these parts."""
     return "\n".join(("fedloom", *map(str, parts))).encode()
 
 
 def update_payload(run: str, site: str, round: int, content: RecordDict) -> tuple[object, ...]:
-    """What a site says by signing a reply: that it sent these arrays (a digest of all their names and bytes)."""
+    """Return the statement that a site sent the arrays of a reply (a digest of all their names and bytes)."""
     total = hashlib.sha256()
     for record, arrays in sorted(content.array_records.items()):
         for name, array in sorted(arrays.items()):
@@ -71,12 +71,12 @@ def update_payload(run: str, site: str, round: int, content: RecordDict) -> tupl
 
 
 def erased_words(run: str, site: str, files: int, size: int, request: str) -> tuple[object, ...]:
-    """What a site says when it has deleted all that it kept of a run, for a request."""
+    """Return the statement that a site deleted all its files of a run, for a request."""
     return "erased", run, site, files, size, *([request] if request else [])
 
 
 def verified_signature(content: RecordDict, *parts: object) -> dict[str, str]:
-    """The signature (hex) and the public key (one line of OpenSSH's) of a signed word; empty if there is none that holds."""
+    """Return the signature (hex) and public key (an OpenSSH line) of a signed statement; empty unless it is valid."""
     record = content.config_records.get(SIGNED) or {}
     signature, key = str(record.get("signature", ""))[: 2 * MOST_BYTES], str(record.get("key", ""))[:MOST_KEY]
     try:
@@ -87,7 +87,7 @@ def verified_signature(content: RecordDict, *parts: object) -> dict[str, str]:
 
 
 def fingerprint(public: str) -> str:
-    """The SHA-256 of a public key as Flower knows it; empty for what is none."""
+    """Return Flower's SHA-256 of a public key; empty for an invalid key."""
     try:
         key = load_ssh_public_key(public.encode())
     except (ValueError, UnsupportedAlgorithm):
@@ -96,7 +96,7 @@ def fingerprint(public: str) -> str:
 
 
 def is_signed(public: str, text: bytes, signature: bytes) -> bool:
-    """Whether the holder of a public key, one line of OpenSSH's, signed this."""
+    """Return whether the holder of a public key (an OpenSSH line) signed the text."""
     try:
         key = load_ssh_public_key(public.encode())
         if not isinstance(key, EllipticCurvePublicKey):
@@ -112,14 +112,14 @@ def _private(path: str) -> EllipticCurvePrivateKey:
     try:
         key = load_ssh_private_key(Path(path).read_bytes(), None)
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path}: holds no private key ({type(error).__name__})") from None
+        raise UserError(f"{path}: does not contain a readable private key ({type(error).__name__})") from None
     if not isinstance(key, EllipticCurvePrivateKey):
-        raise UserError(f"{path}: holds no key of ECDSA; 'ssh-keygen -t ecdsa -b 384' makes one")
+        raise UserError(f"{path}: is not an ECDSA key. Make one with 'ssh-keygen -t ecdsa -b 384'.")
     return key
 
 
 def _changed(path: str) -> int:
-    """When the file was written last; 0 if it is not there."""
+    """Return when the file was last written; 0 if it is missing."""
     return Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
 
 
@@ -128,4 +128,4 @@ def _known(path: str, changed: int) -> Mapping[str, str]:
     try:
         return dict(line.split(None, 1) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, ValueError):
-        raise UserError(f"{path}: takes lines of a site's name and its public key") from None
+        raise UserError(f"{path}: cannot be read; each line must be a site's name and its public key") from None

@@ -1,1 +1,1 @@
-"""What a site keeps on its own disk."""
+"""A site's files on its own disk."""

@@ -1,6 +1,6 @@
-"""What a site has sent, as the server adds it up: kept in its own store, so that the next round can begin at it.
+"""A site's copy of its contributions, in the server's integers. With masks or noise, the next round starts from them.
 
-The record that the server keeps for the site (TaskInstructions.slot) has a file of its own; others share one.
+The site's contribution (TaskInstructions.slot) has its own file. The other records share one file.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from fedloom.clients.storage.states import read_state, write_private_state
 from fedloom.clients.storage.store import SiteStore
 from fedloom.fusion.state import State
 
-SUMMED, OTHERS = "summed", "sent"  # how the names of the files begin
+SUMMED, OTHERS = "summed", "sent"  # prefixes of file names
 
 
 @dataclass(frozen=True)
@@ -22,30 +22,30 @@ class Sent:
     store: SiteStore
 
     def summed(self, round: int) -> State:
-        """The contribution as it was summed after a round. LostStateError if it is missing."""
+        """Return the contribution in the sum after a round. Raises LostStateError if it is missing."""
         return self._read(SUMMED, round)
 
     def keep(self, round: int, base: int, contribution: State) -> None:
-        """Save the contribution of a round, beside the one that it replaces; delete older ones."""
+        """Save the contribution of a round. Retain the one of round `base`, which it replaces; delete older ones."""
         self._write(SUMMED, round, base, contribution)
 
     def records(self, round: int) -> dict[str, State]:
-        """The other records that were sent in a round, by name. LostStateError if they are missing."""
-        found: dict[str, State] = {}
+        """Return the other records of a round, by name. Raises LostStateError if they are missing."""
+        records: dict[str, State] = {}
         for name, tensor in self._read(OTHERS, round).items():
             record, _, tensor_name = name.partition("/")
-            found.setdefault(record, {})[tensor_name] = tensor
-        return found
+            records.setdefault(record, {})[tensor_name] = tensor
+        return records
 
     def keep_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
-        """Save the other records of a round, beside those of the round that it is based on; delete older ones."""
-        whole = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
-        self._write(OTHERS, round, base, whole)
+        """Save the other records of a round. Retain those of round `base`; delete older ones."""
+        joined = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
+        self._write(OTHERS, round, base, joined)
 
     def _read(self, kind: str, round: int) -> State:
         path = self._path(kind, round)
         if not path.is_file():
-            raise LostStateError(f"{self.store.site}: what it sent in round {round} is lost, and nobody else has it", round)
+            raise LostStateError(f"{self.store.site}: its contribution of round {round} is lost, and no copy exists", round)
         return read_state(path)
 
     def _write(self, kind: str, round: int, base: int, state: State) -> None:

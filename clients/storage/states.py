@@ -1,4 +1,4 @@
-"""States on disk: safetensors, written to a temporary file and renamed, so that a reader sees all of a file or none."""
+"""States as safetensors files. Each is written to a temporary file and renamed, so a reader never sees half a file."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from torch import Tensor
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
-HEADER = 8  # bytes that say how long a safetensors file's header is
+HEADER = 8  # bytes that hold the length of a safetensors file's header
 
 
 def round_file(root: Path, name: str, round: int) -> Path:
-    """Where the state that belongs to `name` after a round is kept."""
+    """Return the path of the state of `name` after a round."""
     return root / name / f"round-{round:06d}.safetensors"
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = True, private: bool = False) -> None:
-    """Replace the file at `path` in one step: temporary file beside it, fsync (if `durable`), rename.
+    """Replace the file at `path` in one step: write a temporary file, fsync (if `durable`), rename.
 
-    `private`: nobody but the user may read it.
+    `private`: only the user may read the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -50,7 +50,7 @@ def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> Non
 
 
 def write_private_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
-    """The same; nobody but the user may read it."""
+    """Write a state that only the user may read."""
     write_bytes(path, _packed(state, metadata), private=True)
 
 
@@ -60,7 +60,7 @@ def _packed(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def _ordered(packed: bytes) -> bytes:
-    """The same file with its metadata in order, which safetensors writes in another one each time."""
+    """Sort a file's metadata, which safetensors writes in random order."""
     end = HEADER + int.from_bytes(packed[:HEADER], "little")
     header = json.loads(packed[HEADER:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -70,28 +70,28 @@ def _ordered(packed: bytes) -> bytes:
 
 
 def read_state(path: Path) -> State:
-    """The state that write_state wrote. Raises UserError naming a file that is missing or no safetensors file."""
+    """Read a state. Raises UserError for a file that is missing or not in the safetensors format."""
     try:
-        return dict(sorted(load_file(path).items()))  # safetensors has no order of its own
+        return dict(sorted(load_file(path).items()))  # safetensors has no order
     except FileNotFoundError:
-        raise UserError(f"{path}: no such state") from None
+        raise UserError(f"{path}: the file does not exist") from None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is no readable safetensors file ({error})") from None
+        raise UserError(f"{path}: is not a readable safetensors file ({error})") from None
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a state on disk, its tensors unread."""
+    """Read the metadata of a state on disk, without its tensors. Raises UserError."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is no readable safetensors file ({error})") from None
+        raise UserError(f"{path}: is not a readable safetensors file ({error})") from None
 
 
 def read_names(path: Path) -> list[str]:
-    """The names of a state's tensors on disk, which stay unread. Raises UserError as read_metadata does."""
+    """Read the names of a state's tensors on disk, without the tensors. Raises UserError."""
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is no readable safetensors file ({error})") from None
+        raise UserError(f"{path}: is not a readable safetensors file ({error})") from None

@@ -1,6 +1,6 @@
-"""The site's own store: its state after each round, on its own disk. Server and other sites never read it.
+"""The site's store: its state after each round, on its own disk. The server and other sites never read it.
 
-Keyed by run, site and round, so that a round can be repeated without harm: it starts from the round it is based on.
+States are stored by run, site and round. A repeated round therefore starts from the same state.
 """
 
 import re
@@ -28,34 +28,34 @@ class SiteStore:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the site's files."""
         return self.root / self.run / self.site
 
     def load(self, round: int) -> State:
-        """The state after `round`. Raises LostStateError if this site has none, naming the rounds that it has."""
+        """Return the state after `round`. Raises LostStateError, naming the rounds that exist, if it is missing."""
         path = self._path(round)
         if not path.exists():
             have = ", ".join(map(str, self.rounds())) or "none"
             raise LostStateError(
-                f"{self.site}: its own state is lost: that after round {round} ({self.folder} has rounds: {have})", round
+                f"{self.site}: its own state after round {round} is lost ({self.folder} has rounds: {have})", round
             )
         return read_state(path)
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the state after `round`, and the one it is based on; older ones go."""
+        """Save the state after `round`. Retain the one of round `base`; delete older ones."""
         write_private_state(self._path(round), state)
         for other in self.rounds():
             if other < round and other != base:
                 self._path(other).unlink()
 
     def rounds(self) -> list[int]:
-        """The rounds of which a state is kept."""
+        """Return the rounds whose states are stored."""
         if not self.folder.is_dir():
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))
 
     def erase(self) -> tuple[int, int]:
-        """Delete all that is kept of the site in the run and in those beside it (its baselines); files, and their bytes."""
+        """Delete all files of the site in the run and its baselines. Returns the number of files and of bytes."""
         runs = [self.root / self.run, *self.root.glob(f"{self.run}-*")]
         folders = [run / self.site for run in runs if (run / self.site).is_dir()]
         sizes = [path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()]

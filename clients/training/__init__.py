@@ -1,1 +1,1 @@
-"""What `training` of a configuration names: optimisers, schedules of the learning rate, augmentations, the task's loss."""
+"""The local learner, and the section `training`: optimisers, schedules of the learning rate, augmentations, the loss."""

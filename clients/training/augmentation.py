@@ -1,4 +1,4 @@
-"""Augmentations of training images, by the names that torchvision.transforms.v2 has for them."""
+"""Augmentations of training images, by their names in torchvision.transforms.v2."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,21 +16,22 @@ from fedloom.conf.schema import TrainingConfig
 WHERE = "training.augment"
 CPU = torch.device("cpu")
 OF_BATCHES = ("CutMix", "MixUp")
-SLACK = 0.5  # by which noise may go beyond 0 and 1
-TRIALS = 16  # images, some of which a transform that changes sizes by chance will change
+SLACK = 0.5  # how far noise may exceed the range 0 to 1
+TRIALS = 16  # enough images for a transform that changes sizes at random to change one
 Transform = Callable[[Any], Any]
 
 
 class Augmentation:
-    """Transforms in their order. They see uint8 images and give these, or floats from 0 to 1, as torchvision has them."""
+    """A sequence of transforms. They take uint8 images and return uint8, or floats from 0 to 1, as in torchvision."""
 
     def __init__(self, transforms: Mapping[str, Transform]) -> None:
         self._transforms = transforms
 
     def __call__(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
-        """uint8 [n, c, h, w] on the CPU to float32 in [-1, 1], each image with draws of its own, all from the generator.
+        """Augment uint8 images [n, c, h, w] on the CPU, each with its own random draws. Returns float32 in [-1, 1].
 
-        torch's own generators stay as they are. Raises UserError for a transform that fails or changes the images' shape.
+        All draws come from `generator`; torch's own generators stay unchanged. Raises UserError for a transform that fails
+        or changes the images' shape.
         """
         seed = int(torch.randint(2**62, (), generator=generator))
         with drawing(seed, CPU):
@@ -43,67 +44,71 @@ class Augmentation:
             try:
                 image = transform(image)
             except Exception as error:
-                hint = "" if _floats(image) else "; for floats, {name: ToDtype, dtype: float32, scale: true} before it"
+                hint = (
+                    "" if _floats(image) else "; if it needs floats, put {name: ToDtype, dtype: float32, scale: true} first"
+                )
                 raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({told(error)}){hint}") from error
         if not isinstance(image, Tensor) or not (image.dtype == torch.uint8 or _floats(image)):
             got = image.dtype if isinstance(image, Tensor) else type(image).__name__
-            raise UserError(f"{WHERE}: ends in {got}, takes images of uint8 or of floats from 0 to 1")
+            raise UserError(f"{WHERE}: the result is {got}, takes images as uint8 or as floats from 0 to 1")
         if image.shape != pixels.shape:
-            raise UserError(f"{WHERE}: makes images of {_shape(pixels)} (data.size, data.grey) ones of {_shape(image)}; "
-                            "networks take them in one shape")  # fmt: skip
+            raise UserError(f"{WHERE}: changes the shape of images from {_shape(pixels)} (data.size, data.grey) to "
+                            f"{_shape(image)}; it must stay the same")  # fmt: skip
         return image.as_subclass(Tensor)
 
 
 def augmentation_of(training: TrainingConfig) -> Augmentation | None:
-    """The configured augmentations; None: there are none. UserError for unknown names and options."""
+    """Return the configured augmentations, or None without any. Raises UserError for unknown names and options."""
     return Augmentation(dict(_transforms(training.augment, WHERE))) if training.augment else None
 
 
 def check_augmentation(augmentation: Augmentation | None, channels: int, size: int) -> None:
-    """UserError for augmentations that fail on images [channels, size, size], or change their shape."""
+    """Raise UserError for augmentations that fail on images [channels, size, size], or change their shape."""
     if augmentation:
         generator = torch_generator(0, "augmentation", "trial")
         trial = torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8)
-        least, most = ((float(one) + 1.0) / 2.0 for one in augmentation(trial, generator).aminmax())
+        least, most = ((float(bound) + 1.0) / 2.0 for bound in augmentation(trial, generator).aminmax())
         if not (least >= -SLACK and most <= 1.0 + SLACK):
-            raise UserError(f"{WHERE}: gives floats from {least:.3g} to {most:.3g}, takes them from 0 to 1: ToDtype with "
-                            "scale: true, and no Normalize (networks get what is 0 to 1 as -1 to 1)")  # fmt: skip
+            raise UserError(f"{WHERE}: returns floats from {least:.3g} to {most:.3g}, takes 0 to 1. Use ToDtype with "
+                            "scale: true, and remove Normalize (networks receive 0 to 1 as -1 to 1)")  # fmt: skip
 
 
-def _transforms(given: Any, where: str) -> list[tuple[str, Transform]]:
-    if not isinstance(given, list):
-        raise UserError(f"{where}: got {given!r}, takes a list such as [RandomHorizontalFlip]")
-    return [(f"{where}[{place}]", _transform(one, f"{where}[{place}]")) for place, one in enumerate(given)]
+def _transforms(entries: Any, where: str) -> list[tuple[str, Transform]]:
+    if not isinstance(entries, list):
+        raise UserError(f"{where}: got {entries!r}, takes a list such as [RandomHorizontalFlip]")
+    return [(f"{where}[{index}]", _transform(entry, f"{where}[{index}]")) for index, entry in enumerate(entries)]
 
 
-def _transform(given: Any, where: str) -> Transform:
+def _transform(entry: Any, where: str) -> Transform:
     from torchvision.transforms import v2  # imports torch's compiler
 
-    section = section_of(given, where, "{name: RandomCrop, size: 32, padding: 4}")
-    known = [name for name, one in vars(v2).items() if isinstance(one, type) and issubclass(one, v2.Transform)]
+    section = section_of(entry, where, "{name: RandomCrop, size: 32, padding: 4}")
+    known = [name for name, value in vars(v2).items() if isinstance(value, type) and issubclass(value, v2.Transform)]
     if (name := section.get("name")) not in known:
         raise unknown("augmentation", name, known)
     if name in OF_BATCHES:
-        raise UserError(f"{where}: '{name}' mixes images of a batch and their labels; here each is changed by itself")
+        raise UserError(
+            f"{where}: '{name}' mixes images of a batch and their labels; an augmentation changes each image alone"
+        )
     options = {key: _option(key, item, f"{where}.{key}") for key, item in section.items() if key != "name"}
     return call(getattr(v2, name), options, {}, name, where)
 
 
-def _option(key: str, given: Any, where: str) -> Any:
-    """What torchvision takes where a configuration has a text or a list of sections."""
+def _option(key: str, value: Any, where: str) -> Any:
+    """Convert an option from the configuration to torchvision's type."""
     from torchvision.transforms import v2
 
     if key == "transforms":
-        return [transform for _, transform in _transforms(given, where)]
+        return [transform for _, transform in _transforms(value, where)]
     kinds: dict[str, Any] = {"interpolation": v2.InterpolationMode, "policy": v2.AutoAugmentPolicy}
-    if key in kinds and isinstance(given, str):
-        known = {one.value: one for one in kinds[key]}
-        if given not in known:
-            raise unknown(where, given, known)
-        return known[given]
-    if key == "dtype" and isinstance(given, str):
-        return getattr(torch, given, given)
-    return given
+    if key in kinds and isinstance(value, str):
+        known = {member.value: member for member in kinds[key]}
+        if value not in known:
+            raise unknown(where, value, known)
+        return known[value]
+    if key == "dtype" and isinstance(value, str):
+        return getattr(torch, value, value)
+    return value
 
 
 def _floats(image: Any) -> bool:

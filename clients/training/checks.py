@@ -1,4 +1,4 @@
-"""Whether what `training` names can work, before anything is started."""
+"""Checks of the section `training` before a run starts."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,56 +17,52 @@ from fedloom.conf.schema import EngineConfig, TrainingConfig
 
 
 def check_training(experiment: Experiment, architectures: Iterable[Architecture]) -> None:
-    """UserError for options that the networks or images do not take."""
+    """Raise UserError for training options that do not fit the networks or the images."""
     config, training, optimizer = experiment.config, experiment.config.training, experiment.training.optimizer
     if isinstance(optimizer, SGD):
         _step(optimizer, [torch.zeros(1)], training)
     else:
         _check_handed_on(training)
         for architecture in architectures:
-            _try(optimizer, architecture, training)
+            _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
     check_augmentation(experiment.training.augmentation, 1 if config.data.grey else 3, config.data.size)
     _check_stacking(config.engine, training, optimizer)
 
 
 def check_sizes(experiment: Experiment) -> None:
-    """UserError for a site of whose images no batch is one that its network can train on. Reads labels."""
+    """Raise UserError for a site without a batch that its network can train on. Reads labels."""
     config = experiment.config
     for site, size in zip(config.roster, site_sizes(config), strict=True):
         check_batches(size, experiment, site)
 
 
 def _check_handed_on(training: TrainingConfig) -> None:
-    """UserError for options of sgd that another optimiser would not hear of."""
+    """Raise UserError for options of sgd that another optimiser would ignore."""
     name, usual = optimizer_section(training)["name"], TrainingConfig()
     for key in ("momentum", "weight_decay"):
         if getattr(training, key) != getattr(usual, key):
-            raise UserError(f"training.{key}: is handed on to sgd alone; '{name}' takes its options in {WHERE}")
-
-
-def _try(optimizer: Optimizer, architecture: Architecture, training: TrainingConfig) -> None:
-    """UserError if the optimiser cannot be made for a network's weights, or fails in a first step."""
-    _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
+            raise UserError(f"training.{key}: applies to sgd only; set the options of '{name}' in {WHERE}")
 
 
 def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConfig) -> None:
+    """Raise UserError if the optimiser does not take these weights, or fails in a first step."""
     step = optimizer.bind(moving, training)
     try:
         with torch.no_grad():
-            step(training.rate, [torch.ones_like(one) for one in moving])
+            step(training.rate, [torch.ones_like(weight) for weight in moving])
     except Exception as error:
         name = optimizer_section(training)["name"]
         raise UserError(f"{WHERE}: '{name}' failed in a step ({told(error)})") from error
 
 
 def _check_stacking(engine: EngineConfig, training: TrainingConfig, optimizer: Optimizer) -> None:
-    """UserError for options that sites trained as one cannot have."""
+    """Raise UserError for options that do not work with engine.vectorise."""
     if engine.vectorise == 1:
         return
     if not optimizer.elementwise:
         name = optimizer_section(training)["name"]
-        raise UserError(f"engine.vectorise: optimizer '{name}' may look at whole weights, which sites trained as one have "
-                        "in common; leave it at 1, or take an optimizer such as adamw")  # fmt: skip
+        raise UserError(f"engine.vectorise: optimizer '{name}' may mix the weights of sites that are trained together; "
+                        "set engine.vectorise=1, or choose an optimizer such as adamw")  # fmt: skip
     if training.channels_last:
-        raise UserError("engine.vectorise: sites trained as one have their own order of memory; leave it at 1, or "
-                        "training.channels_last at false")  # fmt: skip
+        raise UserError("engine.vectorise: does not work with training.channels_last; set engine.vectorise=1, or "
+                        "training.channels_last=false")  # fmt: skip

@@ -1,6 +1,6 @@
-"""engine.compile: the loss of a network's full batches through torch.compile, once in a process.
+"""engine.compile: compute the loss of full batches with torch.compile, compiled once per process.
 
-It agrees with the eager loss up to rounding. Smaller batches stay eager: each other shape would be compiled anew.
+It agrees with the eager loss up to rounding. Smaller batches stay eager, since each shape would be compiled again.
 """
 
 import functools
@@ -18,9 +18,9 @@ Loss = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 @functools.lru_cache(maxsize=16)
 def compiled_loss(network: nn.Module, start: int, stop: int, smoothing: float = 0.0) -> Loss:
-    """The task's loss over outputs start to stop, at given weights by name, images [n, c, h, w] and labels [n].
+    """Return the compiled loss over outputs start to stop, a function of weights, images [n, c, h, w] and labels [n].
 
-    UserError where nothing can be compiled: torch.compile needs a C++ compiler.
+    It raises UserError where torch.compile fails, for example without a C++ compiler.
     """
 
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler
@@ -36,7 +36,7 @@ def compiled_loss(network: nn.Module, start: int, stop: int, smoothing: float = 
         except TorchDynamoException as error:
             first = next(iter(str(error).splitlines()), "")
             raise UserError(
-                f"engine.compile: torch.compile failed ({first}); it needs a C++ compiler such as g++, or set it to false"
+                f"engine.compile: torch.compile failed ({first}). Install a C++ compiler such as g++, or set it to false."
             ) from error
 
     return guarded

@@ -1,4 +1,4 @@
-"""Where to compute."""
+"""The choice of the device to compute on."""
 
 import torch
 
@@ -7,9 +7,9 @@ from fedloom.conf.schema import EngineConfig
 
 
 def pick_device(name: str, share: float = 1.0) -> torch.device:
-    """The device of engine.device: `auto` takes a GPU if this process sees one. UserError for a GPU that is not there.
+    """Return the device of engine.device. `auto` takes a GPU if this process sees one.
 
-    `share`: of the GPU's memory, above which this process gets no more.
+    `share`: the largest share of the GPU's memory for this process. Raises UserError for `cuda` without a GPU.
     """
     seen = torch.cuda.is_available()
     if name == "cuda" and not seen:
@@ -20,5 +20,5 @@ def pick_device(name: str, share: float = 1.0) -> torch.device:
 
 
 def memory_share(engine: EngineConfig) -> float:
-    """Of a GPU's memory, how much a simulated site may take: where several workers share a GPU, its worker's part."""
+    """Return the share of a GPU's memory for a simulated site: its worker's share of the GPU."""
     return engine.num_gpus if engine.name == "ray" and 0.0 < engine.num_gpus < 1.0 else 1.0

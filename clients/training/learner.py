@@ -1,4 +1,4 @@
-"""The local learner: some epochs of the optimiser's steps on a session's loss."""
+"""The local learner: it takes the optimiser's steps on a session's loss for a round."""
 
 import contextlib
 import math
@@ -27,9 +27,9 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a site reports of its training: mean loss over the steps, and how many images it trained on.
+    """The result of a site's training in a round: mean loss over the steps, number of images and of steps.
 
-    `steps`: how many it took; `drew`: whether the network drew something at random, as Dropout does.
+    `drew`: whether the network drew random numbers, as Dropout does.
     """
 
     loss: float
@@ -42,10 +42,10 @@ def learn(
     session: Session, images: Images, experiment: Experiment, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Train for training.epochs or steps; all randomness from (seed, site, words). Raises DivergedError.
+    """Train a session for training.epochs or steps. All randomness comes from (seed, site, words). Raises DivergedError.
 
-    `words`: of the round's draw (TaskInstructions.words); empty: the first one. `least`: fewest images of a batch; the last
-    ones of a pass are left out if they are fewer.
+    `words`: names of the round's draw (TaskInstructions.words); empty: the first one. `least`: fewest images of a batch; a
+    smaller last batch of an epoch is left out.
     """
     images, words = session.training_images(images), words or (str(round),)
     steps, number = (
@@ -64,41 +64,43 @@ def learn(
 
 
 def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The same; ValueError for a loss that is not one number for the batch, whose gradient would be that of its sum."""
+    """Wrap a loss so that it raises ValueError if its value is not a scalar."""
 
     def checked(images: Tensor, labels: Tensor) -> Tensor:
         value = loss(images, labels)
         if value.ndim:
-            raise ValueError(f"the loss of a batch has the shape {list(value.shape)}, takes one number: its mean, say")
+            raise ValueError(f"the loss of a batch has the shape {list(value.shape)}; return one number, such as its mean")
         return value
 
     return checked
 
 
 def step_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:
-    """How many steps a round has on so many images. `site`: whose network it is; None: the configuration's."""
+    """Return the number of steps in a round on `images` images, for the network of `site` (None: the configuration's)."""
     training = experiment.training
     return training.steps or training.epochs * batch_count(images, experiment, site, least)
 
 
 def batch_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:
-    """How many batches a pass over so many images has. One of a single image is left out where the network takes two, and
-    one of fewer than `least` behind others."""
-    whole, rest = divmod(images, experiment.training.batch)
-    if whole and rest < least:
-        return whole
+    """Return the number of batches in an epoch over `images` images.
+
+    A batch of one image is left out where the network's BatchNorm needs two. So is a last batch of fewer than `least`.
+    """
+    full, rest = divmod(images, experiment.training.batch)
+    if full and rest < least:
+        return full
     if 1 in (rest, experiment.training.batch) and min_batch_size(experiment.architecture(site)) > 1:
-        return whole if experiment.training.batch > 1 else 0
-    return whole + (rest > 0)
+        return full if experiment.training.batch > 1 else 0
+    return full + (rest > 0)
 
 
 def check_batches(images: int, experiment: Experiment, site: Site) -> None:
-    """UserError if a site has no batch that its network can train on."""
+    """Raise UserError if a site has no batch that its network can train on."""
     batch = experiment.training.batch
     if images and not batch_count(images, experiment, site):
         key = "training.batch" if batch == 1 else "partition.min_samples"
         raise UserError(f"{key}: {site.name} has {images} training images in batches of {batch}, "
-                        "and BatchNorm in its network takes two at once; set it to 2 or more")  # fmt: skip
+                        f"but BatchNorm in its network needs two images; set {key} to 2 or more")  # fmt: skip
 
 
 def batches(
@@ -110,7 +112,10 @@ def batches(
     words: Sequence[str] = (),
     least: int = 0,
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """The steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. UserError if there are none."""
+    """Yield the steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b].
+
+    Raises UserError if the site has no batch that its network can train on.
+    """
     check_batches(len(images), experiment, site)
     return _batches(images, experiment, site, round, device, words or (str(round),), least)
 
@@ -122,8 +127,8 @@ def _batches(
     generator, draws = (torch_generator(experiment.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
     augmentation = training.augmentation
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
-    number, each = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
-    for step, batch in enumerate(islice(_drawn(len(images), training.batch, each, generator), number)):
+    number, per_epoch = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
+    for step, batch in enumerate(islice(_drawn(len(images), training.batch, per_epoch, generator), number)):
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)
@@ -132,14 +137,14 @@ def _batches(
         yield training.rate_at(rounds, round - 1 + step / number), inputs, labels[batch]
 
 
-def _drawn(images: int, batch: int, each: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Places of images, batch by batch, pass after pass of so many batches `each`, in an order of its own."""
+def _drawn(images: int, batch: int, per_epoch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield batches of image indices without end: `each` batches per epoch, every epoch in a new random order."""
     while True:
-        yield from torch.randperm(images, generator=generator).split(batch)[:each]
+        yield from torch.randperm(images, generator=generator).split(batch)[:per_epoch]
 
 
 def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
-    """The gradients, scaled so that the norm of all of them together is at most `limit`."""
+    """Scale the gradients so that their joint norm is at most `limit`."""
     scale = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
     return [gradient * scale for gradient in gradients]
 
@@ -151,12 +156,12 @@ def descend(
     training: Recipe,
     clip: Callable[[Sequence[Tensor], float], list[Tensor]] = clip_all,
 ) -> Tensor:
-    """The optimiser's steps on `loss`; the losses of all steps: [steps], or [steps, k] for a loss [k] of k sites.
+    """Take the optimiser's steps on `loss`. Returns the losses: [steps], or [steps, k] for a loss [k] of k sites.
 
-    Parameters that are frozen (requires_grad=False) stay as they are; they and their gradients are float32 under
-    training.precision=bf16 as well.
+    Frozen parameters (requires_grad=False) stay unchanged. Parameters and gradients are float32, also under
+    training.precision=bf16.
     """
-    losses, moving = [], [cast("Tensor", one) for one in parameters if one.requires_grad]
+    losses, moving = [], [cast("Tensor", parameter) for parameter in parameters if parameter.requires_grad]
     step = training.optimizer.bind(moving, training)
     for rate, inputs, labels in steps:
         with _precise(training, inputs.device):
@@ -171,15 +176,15 @@ def descend(
 
 
 def _precise(training: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Where training.precision says so, bfloat16 for what autocast deems fit for it: convolutions and matrix products."""
+    """Return a context in which torch.autocast uses bfloat16, if training.precision says so."""
     if training.precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def outcome(losses: Tensor, samples: int, site: Site, round: int) -> Outcome:
-    """What a site reports of the losses [steps] of a round on `samples` images. Raises DivergedError."""
+    """Return the outcome of a round with losses [steps] on `samples` images. Raises DivergedError."""
     mean = float(losses.mean())
     if not math.isfinite(mean):
-        raise DivergedError(f"{site.name}: the loss is {mean} in round {round}; a smaller training.rate may help")
+        raise DivergedError(f"{site.name}: the loss is {mean} in round {round}; try a smaller training.rate")
     return Outcome(mean, samples)

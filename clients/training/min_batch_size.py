@@ -1,4 +1,4 @@
-"""How few images a network can train on at once."""
+"""The smallest batch that a network can train on."""
 
 import functools
 
@@ -11,7 +11,7 @@ from fedloom.fusion.state import BATCH_NORM
 
 @functools.lru_cache(maxsize=256)
 def min_batch_size(architecture: Architecture) -> int:
-    """2 for a network whose BatchNorm would see one value of each channel of a single image, which torch refuses; else 1."""
+    """Return 2 if a BatchNorm would get one value per channel from a single image, which torch refuses; else 1."""
     network = architecture.build().train()
     if not any(isinstance(module, BATCH_NORM) for module in network.modules()):
         return 1
@@ -24,6 +24,6 @@ def min_batch_size(architecture: Architecture) -> int:
 def _takes(network: torch.nn.Module, images: torch.Tensor) -> bool:
     try:
         network(images)
-    except Exception:  # torch's BatchNorm raises ValueError, a network of the user's own whatever it likes
+    except Exception:  # torch's BatchNorm raises ValueError, a user's network may raise anything
         return False
     return True

@@ -1,4 +1,4 @@
-"""Optimisers by name: torch.optim's with their own options, or the user's own. Their state begins anew in every round."""
+"""Optimisers by name: torch.optim's with their options, or the user's own. Their state is reset in every round."""
 
 import dataclasses
 import functools
@@ -23,34 +23,36 @@ Step = Callable[[float, Sequence[Tensor]], None]
 
 
 class Rates(Protocol):
-    """What optimisers take of the section `training`."""
+    """The options of the section `training` that optimisers use."""
 
     @property
     def rate(self) -> float:
-        """The learning rate at the start."""
+        """The initial learning rate."""
         ...
 
     @property
     def momentum(self) -> float:
-        """Of sgd."""
+        """The momentum of sgd."""
         ...
 
     @property
     def weight_decay(self) -> float:
-        """Of sgd."""
+        """The weight decay of sgd."""
         ...
 
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """The options of an optimiser. `elementwise`: every entry of a weight moves by itself, so that sites can be stacked."""
+    """Base class of an optimiser's options. `elementwise`: each entry moves on its own, so stacked sites stay separate."""
 
     elementwise: ClassVar[bool] = False
 
     @abstractmethod
     def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
-        """What moves the parameters in place, given a learning rate and their gradients. UserError for options that it does
-        not take."""
+        """Return the step function, which updates the parameters in place from a learning rate and their gradients.
+
+        Raises UserError for invalid options.
+        """
 
 
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", Optimizer)
@@ -59,14 +61,14 @@ OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", Optimizer)
 @OPTIMIZERS.register("sgd")
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """torch.optim.SGD in its functional form: the class would import torch's compiler, a second for each new worker."""
+    """torch.optim.SGD, in its functional form, which starts faster because it does not import torch's compiler."""
 
     elementwise = True
-    momentum: float | None = option(None, "in the place of training.momentum", low=0.0, high=1.0)
-    weight_decay: float | None = option(None, "in the place of training.weight_decay", low=0.0)
-    dampening: float = option(0.0, "of the gradient in the momentum")
+    momentum: float | None = option(None, "replaces training.momentum", low=0.0, high=1.0)
+    weight_decay: float | None = option(None, "replaces training.weight_decay", low=0.0)
+    dampening: float = option(0.0, "dampening of the gradient in the momentum")
     nesterov: bool = option(False, "Nesterov's momentum")
-    maximize: bool = option(False, "go uphill")
+    maximize: bool = option(False, "maximise the objective instead of minimising it")
 
     def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
         momentum = training.momentum if self.momentum is None else self.momentum
@@ -85,26 +87,26 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class OfTorch(Optimizer):
-    """One of torch.optim's classes; the fields are its own options, with its own defaults."""
+    """One of torch.optim's classes. The fields are its options, with its defaults."""
 
     make: ClassVar[type[torch.optim.Optimizer]]
 
     def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
-        options = {one.name: self._given(one.name) for one in dataclasses.fields(self)}
+        options = {field.name: self._given(field.name) for field in dataclasses.fields(self)}
         return _stepping(self.make, options, self.make.__name__.lower(), parameters, training.rate)
 
     def _given(self, name: str) -> Any:
-        given, default = getattr(self, name), inspect.signature(self.make).parameters[name].default
+        value, default = getattr(self, name), inspect.signature(self.make).parameters[name].default
         if not isinstance(default, tuple):
-            return given
-        if len(given) != len(default):
-            raise UserError(f"{WHERE}.{name}: got {given}, takes {len(default)} numbers such as {list(default)}")
-        return tuple(given)
+            return value
+        if len(value) != len(default):
+            raise UserError(f"{WHERE}.{name}: got {value}, takes {len(default)} numbers such as {list(default)}")
+        return tuple(value)
 
 
 @dataclass(frozen=True, eq=False)
 class OwnOptimizer(Optimizer):
-    """A class of optimisers of the user's own, or a function that makes one: make(parameters, lr=rate, **options)."""
+    """The user's own optimiser: a class, or a function that makes one, called as make(parameters, lr=rate, **options)."""
 
     name: str
     make: Callable[..., Any]
@@ -115,21 +117,21 @@ class OwnOptimizer(Optimizer):
 
 
 @OPTIMIZERS.adapter
-def own_optimizer(name: str, found: Any, options: Mapping[str, Any], where: str) -> Optimizer:
-    """The optimiser that a name from outside stands for."""
-    if not callable(found):
-        raise UserError(f"{where}.name: '{name}' is of the type {type(found).__name__}, takes a class of optimisers "
-                        "or a function that makes one")  # fmt: skip
-    return OwnOptimizer(name, found, options)
+def own_optimizer(name: str, made: Any, options: Mapping[str, Any], where: str) -> Optimizer:
+    """Wrap the user's optimiser `name`. Raises UserError if it is not callable."""
+    if not callable(made):
+        raise UserError(f"{where}.name: '{name}' has the type {type(made).__name__}; it must be an optimiser class "
+                        "or a function that returns an optimiser")  # fmt: skip
+    return OwnOptimizer(name, made, options)
 
 
 def _stepping(
     make: Callable[..., Any], options: Mapping[str, Any], name: str, parameters: Sequence[Tensor], rate: float
 ) -> Step:
-    """Steps of make(parameters, lr=rate, **options). Rates that it gives groups of parameters keep their ratio to `rate`."""
+    """Return the step function of make(parameters, lr=rate, **options). Parameter groups retain their ratio to `rate`."""
     made = call(functools.partial(make, list(parameters)), options, {"lr": rate}, name, WHERE)
     if not isinstance(made, torch.optim.Optimizer):
-        raise UserError(f"{WHERE}.name: '{name}' gave a {type(made).__name__}, takes a torch.optim.Optimizer")
+        raise UserError(f"{WHERE}.name: '{name}' returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
     shares = [group["lr"] / rate if rate else 1.0 for group in made.param_groups]
 
     def step(rate: float, gradients: Sequence[Tensor]) -> None:
@@ -144,26 +146,26 @@ def _stepping(
 
 
 STACKED = {"adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop"}
-UNFIT = {"lbfgs": "asks for the loss of a batch several times in one step", "sparseadam": "takes sparse gradients alone"}
-OURS = {"params", "lr", "differentiable"}  # parameters of torch's constructors that are no options here
+UNFIT = {"lbfgs": "needs the loss of a batch several times per step", "sparseadam": "takes only sparse gradients"}
+OURS = {"params", "lr", "differentiable"}  # parameters of torch's constructors that are not options here
 
 
 def _file(make: type[torch.optim.Optimizer]) -> None:
-    """Register one of torch's classes under its name in small letters; its options are what its constructor takes."""
-    name, told = make.__name__.lower(), f"as torch.optim.{make.__name__} has it"
-    listed = [one for one in inspect.signature(make).parameters.values() if one.name not in OURS]
-    fields = [(one.name, *_kind(one, told)) for one in listed]
-    namespace = {"make": make, "elementwise": name in STACKED, "__module__": __name__, "__doc__": f"{told}."}
+    """Register one of torch's classes under its lower-case name. Its options are its constructor's parameters."""
+    name, help = make.__name__.lower(), f"as in torch.optim.{make.__name__}"
+    listed = [parameter for parameter in inspect.signature(make).parameters.values() if parameter.name not in OURS]
+    fields = [(parameter.name, *_kind(parameter, help)) for parameter in listed]
+    namespace = {"make": make, "elementwise": name in STACKED, "__module__": __name__, "__doc__": f"{help}."}
     made = dataclasses.make_dataclass(make.__name__, fields, bases=(OfTorch,), namespace=namespace, frozen=True)
     OPTIMIZERS.register(name)(made)
 
 
-def _kind(one: inspect.Parameter, help: str) -> tuple[Any, Any]:
-    """The type and the field of an option."""
-    if not isinstance(one.default, tuple):
-        return one.annotation, option(one.default, help)
-    numbers = all(isinstance(entry, int | float) for entry in one.default)
-    return list[float] if numbers else list[Any], option([*one.default], help)
+def _kind(parameter: inspect.Parameter, help: str) -> tuple[Any, Any]:
+    """Return the type and the field of an option."""
+    if not isinstance(parameter.default, tuple):
+        return parameter.annotation, option(parameter.default, help)
+    numbers = all(isinstance(entry, int | float) for entry in parameter.default)
+    return list[float] if numbers else list[Any], option([*parameter.default], help)
 
 
 for _one in [one for one in vars(torch.optim).values() if isinstance(one, type)]:
@@ -172,16 +174,16 @@ for _one in [one for one in vars(torch.optim).values() if isinstance(one, type)]
 
 
 def optimizer_section(training: TrainingConfig) -> Mapping[str, Any]:
-    """The configured optimiser: its name (none: sgd), in small letters if it is one of torch's, and options."""
+    """Return the configured optimiser's section: name (default: sgd; lower-case for torch's) and options."""
     section = {"name": "sgd", **section_of(training.optimizer, WHERE, "{name: adamw}")}
     lower = str(section["name"]).lower()
     if lower in UNFIT:
-        raise UserError(f"{WHERE}.name: '{section['name']}' {UNFIT[lower]}; take another one, such as adamw")
+        raise UserError(f"{WHERE}.name: '{section['name']}' {UNFIT[lower]}; choose another optimizer, such as adamw")
     if "lr" in section:
-        raise UserError(f"{WHERE}.lr: the learning rate stands in training.rate")
+        raise UserError(f"{WHERE}.lr: set the learning rate in training.rate instead")
     return {**section, "name": lower} if OPTIMIZERS.shipped(lower) else section
 
 
 def optimizer_of(training: TrainingConfig) -> Optimizer:
-    """The configured optimiser; UserError if there is no such optimiser or option."""
+    """Return the configured optimiser. Raises UserError for an unknown optimiser or option."""
     return OPTIMIZERS.build(optimizer_section(training), WHERE)

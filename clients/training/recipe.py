@@ -1,4 +1,4 @@
-"""How a site trains: the section `training` of a configuration, with what it names built."""
+"""The section `training` of a configuration, with its optimiser, schedule and augmentations built."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from fedloom.conf.schema import TrainingConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """`training`, resolved; its numbers are those of TrainingConfig."""
+    """The resolved section `training`. Its numbers are those of TrainingConfig."""
 
     optimizer: Optimizer
     schedule: Schedule
@@ -27,12 +27,12 @@ class Recipe:
     channels_last: bool
 
     def rate_at(self, rounds: int, progress: float) -> float:
-        """The learning rate after `progress` rounds (a fraction counts) of `rounds`."""
+        """Return the learning rate after `progress` rounds (a fraction counts) of `rounds`."""
         return self.schedule.rate(self.rate, progress, rounds)
 
 
 def recipe_of(training: TrainingConfig) -> Recipe:
-    """What a section names, built. UserError for unknown names and options."""
+    """Resolve a section `training`. Raises UserError for unknown names and options."""
     return Recipe(
         optimizer=optimizer_of(training),
         schedule=schedule_of(training),

@@ -1,4 +1,4 @@
-"""A session: what an objective and the learner have in common while a site trains."""
+"""`Session`: the interface between an objective and the learner while a site trains."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,38 +12,48 @@ from fedloom.fusion.state import State
 
 
 class Session(ABC):
-    """An objective at work on one task: it holds the parameters and computes the loss of a batch.
+    """Base class of an objective's work at one site in one round. It holds the parameters and computes the loss.
 
-    `from_server`: the records of its contribution that begin, in every round, at what the server has just sent, and at
-    nothing that only the site knows. Privacy and masks count the change of all others from what the site sent last.
+    Attributes:
+        from_server: The records of the contribution that start every round from the server's records, and from nothing
+            that only the site knows. For all other records, privacy and masks count the change since the site's last
+            contribution.
     """
 
     from_server: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
         refuse_renamed(cls, OF_SESSIONS)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimiser moves."""
+        """Return the parameters that the optimiser updates."""
 
     def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
-        """One after the other, until which share of the round's steps, and what the optimiser moves until then."""
+        """Return the stages of a round, in order: (share of the round's steps at its end, parameters to update).
+
+        The default is one stage: `[(1.0, self.parameters())]`.
+        """
         return [(1.0, self.parameters())]
 
     def training_images(self, images: Images) -> Images:
-        """Those of the site's images that it trains on; asked once, before the first step."""
+        """Return the images to train on; called once, before the first step. The default is all."""
         return images
 
     @abstractmethod
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of one batch: float32 images [n, c, h, w], int64 labels [n]."""
+        """Return the loss of one batch, a scalar.
+
+        Args:
+            images: float32 [n, c, h, w], from -1 to 1.
+            labels: int64 [n].
+        """
 
     @abstractmethod
     def contribution(self) -> dict[str, State]:
-        """What goes to the server, by record name (clients.protocol.messages)."""
+        """Return the states to send to the server, by record name: SITE, ROUND (clients.protocol.messages)."""
 
     def local_state(self) -> State | None:
-        """What the site keeps for its next round; None if nothing."""
+        """Return the state to store at the site for its next round; None stores nothing."""
         return None

@@ -1,7 +1,7 @@
-"""Same-shape sites as one: their weights stacked, [k, ...], and trained by one SGD on a vmapped loss.
+"""engine.vectorise: train k sites of the same shape together, with stacked weights [k, ...] and a vmapped loss.
 
-Every site keeps its own batches, random choices, gradients and clipping. The result agrees with training the sites one
-after the other up to rounding, not bit by bit: k convolutions as one grouped convolution add up in another order.
+Every site has its own batches, random choices, gradients and clipping. The result equals training one site after another
+up to rounding, but not bit by bit: one grouped convolution adds up in another order than k convolutions.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -24,44 +24,43 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Functional(Protocol):
-    """What a session offers beside clients.objectives.Session so that it can be stacked with others."""
+    """The additional methods of a session that can be stacked with others."""
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """What the optimiser moves, by name; the same names and shapes for all sites of a configuration."""
+        """Return the trained weights by name. Names and shapes are the same for all sites of a configuration."""
         ...
 
     def per_step_inputs(self) -> tuple[State, ...]:
-        """What the loss of the next batch needs beside the weights, random choices made."""
+        """Return the inputs of the next batch's loss other than weights and images, with random choices already drawn."""
         ...
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a batch: a pure function, the same one for all sites of a configuration and round."""
+        """Return the loss of a batch: a pure function, the same for all sites of a configuration and round."""
         ...
 
 
 def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
-    """The places of `jobs` in groups of at most `most` that train_cohort can train as one.
+    """Group the indices of `jobs` that train_cohort can train together, at most `most` per group.
 
-    Together go sites of one configuration, round, network, outputs and number of images: all their batches are of one size.
+    Sites of a group share configuration, round, network, outputs and number of images, so all batches have one size.
     """
     groups: dict[Hashable, list[int]] = {}
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         images = _attempt(job.images)
-        alone = isinstance(images, Exception)  # it will say so when it is trained
+        alone = isinstance(images, Exception)  # training it alone raises this error again
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, job.experiment.architecture(job.site)
-        one = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
-        shape = place if alone or job.config.privacy.noise else (*one, len(images), outs)
-        groups.setdefault(shape, []).append(place)
+        common = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
+        shape = index if alone or job.config.privacy.noise else (*common, len(images), outs)
+        groups.setdefault(shape, []).append(index)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
 
 
 def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
-    """The replies of jobs of one shape (same_shape), as clients.work.train gives them, agreeing up to rounding; all saved.
+    """Train the jobs of one group (same_shape) together. Returns the reply of each job, or its exception if it fails.
 
-    In the place of a site that fails is its exception; the others are not touched by it. A job that is the only one, or
-    whose session is not Functional or trains in stages, is trained alone; so are all whose network vmap refuses, such as one
-    with Dropout.
+    Replies equal those of clients.work.train up to rounding. A single job is trained alone. So is a job whose session is not
+    Functional or has several stages. If vmap refuses the network (for example, with Dropout), all are trained alone.
     """
     torch.set_num_threads(jobs[0].config.engine.threads)
     if len(jobs) == 1:
@@ -70,23 +69,23 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     starts = [None if isinstance(session, Exception) else started(job, session)
               for job, session in zip(jobs, opened, strict=True)]  # fmt: skip
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
-    found = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
-    if isinstance(found, Exception):  # each will say so itself
+    result = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
+    if isinstance(result, Exception):  # training each alone raises its error again
         return [_attempt(train, job) for job in jobs]
-    losses = iter(found.T)  # one row per stacked site
+    losses = iter(result.T)  # one row per stacked site
     replies: list[RecordDict | Exception] = []
-    for place, (job, session) in enumerate(zip(jobs, opened, strict=True)):
+    for index, (job, session) in enumerate(zip(jobs, opened, strict=True)):
         if isinstance(session, Exception):
             replies.append(session)
         elif _stackable(session):
-            replies.append(_attempt(_close, job, session, next(losses), starts[place]))
+            replies.append(_attempt(_close, job, session, next(losses), starts[index]))
         else:
             replies.append(_attempt(train, job))
     return replies
 
 
 def _stackable(session: object) -> TypeGuard[Functional]:
-    """Whether a session trains all of its weights in all steps, by a loss that can be stacked."""
+    """Return whether a session trains all its weights in all steps, with a loss that can be stacked."""
     if not isinstance(session, Functional) or not isinstance(session, Session):
         return False
     stages = session.stages()
@@ -98,10 +97,13 @@ def _close(job: Job, session: Session, losses: Tensor, start: Mapping[str, State
 
 
 def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
-    """Train k sessions in place; the losses, [steps, k]."""
+    """Train k sessions in place. Returns their losses, [steps, k]."""
     first = jobs[0]
-    each = [session.weights() for session in sessions]
-    stacked = {name: nn.Parameter(weight, each[0][name].requires_grad) for name, weight in _stack(each).items()}
+    weights_of_each = [session.weights() for session in sessions]
+    stacked = {
+        name: nn.Parameter(weight, weights_of_each[0][name].requires_grad)
+        for name, weight in _stack(weights_of_each).items()
+    }
     of_each = vmap(sessions[0].loss_of)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -110,14 +112,14 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
 
     losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.experiment.training, clip_each)
     with torch.no_grad():
-        for place, session in enumerate(sessions):
+        for index, session in enumerate(sessions):
             for name, weight in session.weights().items():
-                weight.copy_(stacked[name][place])
+                weight.copy_(stacked[name][index])
     return losses
 
 
 def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """The steps of all jobs: the learning rate that they share, images [k, b, c, h, w], labels [k, b]."""
+    """Yield the steps of all jobs: their common learning rate, images [k, b, c, h, w], labels [k, b]."""
     streams = [batches(job.images(), job.experiment, job.site, job.order.round, job.device, job.order.words) for job in jobs]
     for steps in zip(*streams, strict=True):
         rates, images, labels = zip(*steps, strict=True)
@@ -125,21 +127,21 @@ def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tenso
 
 
 def clip_each(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
-    """clients.training.learner.clip_all for each of the k networks whose gradients are stacked, [k, ...]."""
+    """Apply learner.clip_all to each of the k networks whose gradients are stacked, [k, ...]."""
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
     factors = (limit / (norms + 1e-6)).clamp(max=1.0)
     return [gradient * factors.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
 
 
 def _stack(states: Sequence[Mapping[str, Tensor]]) -> State:
-    """k states of one shape as one whose tensors are [k, ...]."""
+    """Stack k states of one shape into one whose tensors are [k, ...]."""
     return {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
 
 
-def _attempt(make: Callable[..., T], *given: object) -> T | Exception:
+def _attempt(make: Callable[..., T], *arguments: object) -> T | Exception:
     try:
-        return make(*given)
-    except SystemExit as error:  # of the user's own code
+        return make(*arguments)
+    except SystemExit as error:  # from the user's code
         return RuntimeError(f"SystemExit: {error}")
     except Exception as error:
         return error

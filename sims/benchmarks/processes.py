@@ -60,7 +60,7 @@ class Processes:
 
         Shared memory counts in the object store and in the driver's `rss` only. `private` is the driver's USS.
         """
-        sample = dict.fromkeys(("driver", "rss", "private", "workers", "largest worker", "object store"), 0)
+        sample: dict[str, int] = dict.fromkeys(("driver", "rss", "private", "workers", "largest worker", "object store"), 0)
         for process in [*self._driver, *self.running()]:
             with contextlib.suppress(psutil.Error, OSError):  # it has just ended
                 kind = "driver" if process in self._driver else kind_of(process.cmdline())

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Fault, str]] = {
         changed(SITE, lambda state: {name: tensor + 60.0 for name, tensor in state.items()}),
         "more than federation.largest_change=1000",
     ),
-    "samples 2**30": (metrics(loss=1.0, samples=2**30), "it claims 1073741824 samples and has 20 (federation.most_samples"),
+    "samples 2**30": (metrics(loss=1.0, samples=2**30), "claims 1073741824 samples and has 20 (federation.most_samples"),
     "empty bytes": (unreadable(b""), "arrays cannot be read"),
     "half a zip file": (unreadable(b"PK\x03\x04"), "arrays cannot be read"),
     "a pickle": (unreadable(b"\x80\x04N."), "arrays cannot be read"),

@@ -42,9 +42,9 @@ class Few(Task):
 
     each: int = 0
 
-    def selected(self, whole: Images) -> Images:
-        order = torch.randperm(len(whole), generator=torch_generator(self.seed, self.domain, "few"))
-        x, y = whole.x[order], whole.y[order]
+    def selected(self, images: Images) -> Images:
+        order = torch.randperm(len(images), generator=torch_generator(self.seed, self.domain, "few"))
+        x, y = images.x[order], images.y[order]
         if not self.each:
             return Images(x, y)
         indices = torch.cat([(y == label).nonzero()[: self.each, 0] for label in range(int(y.max()) + 1)])
@@ -145,8 +145,8 @@ class Ten(Task):
 
     labels: tuple[int, ...] = ()
 
-    def selected(self, whole: Images) -> Images:
-        return Images(whole.x[:MOST], whole.y[:MOST])
+    def selected(self, images: Images) -> Images:
+        return Images(images.x[:MOST], images.y[:MOST])
 
     def entry(self) -> str:
         if self.domain != "cifar100":

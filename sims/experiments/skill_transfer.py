@@ -38,11 +38,11 @@ class Skill(Task):
 
     rest: bool = False
 
-    def selected(self, whole: Images) -> Images:
-        draws = torch.rand(len(whole), generator=torch_generator(self.seed, self.domain, "skill"))
-        own = (whole.y == LABEL) | (draws < SHARE)
+    def selected(self, images: Images) -> Images:
+        draws = torch.rand(len(images), generator=torch_generator(self.seed, self.domain, "skill"))
+        own = (images.y == LABEL) | (draws < SHARE)
         picked = ~own if self.rest else own
-        return Images(whole.x[picked], whole.y[picked])
+        return Images(images.x[picked], images.y[picked])
 
 
 @dataclass(frozen=True)

@@ -195,29 +195,29 @@ def test_num_classes_is_the_largest() -> None:
         (
             {"domain": "digits", "samples": 3},
             {},
-            "site-0000 (digits): 3 training images, fewer than partition.min_samples=10; "
+            "site-0000 (digits): 3 training images are fewer than partition.min_samples=10; "
             "use fewer sites, more samples or a smaller min_samples",
         ),
         (
             {"domain": "digits", "samples": 2000, "name": "lab"},
             {},
-            "lab (digits): samples=2000, but 1294 training images are there; use at most 1294",
+            "lab (digits): samples=2000, but there are 1294 training images; set samples to at most 1294",
         ),
         (
             {"domain": "digits", "rotation": 45, "count": 2000, "partition": {"min_samples": 1}},
             {},
-            "site-0000 (digits_r45): 1294 training images for 2000 sites, fewer than partition.min_samples=1 each; "
+            "site-0000 (digits_r45): 1294 training images for 2000 sites are fewer than partition.min_samples=1 each; "
             "use fewer sites or a smaller min_samples",
         ),
         (
             {"domain": "digits", "classes": [1, 12]},
             {},
-            "site-0000 (digits_c1-12): classes: 12 is not among digits's 0 to 9",
+            "site-0000 (digits_c1-12): classes: got 12, but digits has the classes 0 to 9",
         ),
         (
             {"domain": "digits", "count": 100, "partition": {"name": "dirichlet", "alpha": 0.01}},
             {},
-            "site-0000 (digits): no division of 1294 training images among 100 sites by dirichlet with "
+            "site-0000 (digits): 1294 training images cannot be divided among 100 sites by dirichlet with "
             "partition.alpha=0.01 and partition.min_samples=10; use fewer sites, a larger alpha or a smaller",
         ),
         (
@@ -228,21 +228,21 @@ def test_num_classes_is_the_largest() -> None:
                 "partition": {"name": "classes", "classes_per_site": 3},
             },
             {},
-            "site-0000 (digits_c1-2): no division of 259 training images among 2 sites by classes with "
+            "site-0000 (digits_c1-2): 259 training images cannot be divided among 2 sites by classes with "
             "partition.classes_per_site=3; use fewer sites or fewer classes_per_site",
         ),
         (
             {"domain": "digits", "count": 40, "partition": {"name": "size", "growth": 3}},
             {},
-            "site-0000 (digits): 1 training images, fewer than partition.min_samples=10; "
+            "site-0000 (digits): 1 training images are fewer than partition.min_samples=10; "
             "use fewer sites, more samples or a smaller min_samples",
         ),
         (
             {"domain": "digits", "partition": {"alpha": 0.3}},
             {},
-            "site-0000 (digits): partition.alpha: is of partition.name=dirichlet, and the name is 'iid': give that name, or",
+            "site-0000 (digits): partition.alpha: belongs to partition.name=dirichlet, but the name is 'iid'. Set",
         ),
-        ({"domain": "digits"}, {"root": "/nowhere"}, "data.root: /nowhere is not a folder; correct the path or"),
+        ({"domain": "digits"}, {"root": "/nowhere"}, "data.root: /nowhere is not an existing folder. Correct the path, or"),
     ],
 )
 def test_site_sizes_says_what_is_wrong(site: dict[str, Any], settings: dict[str, Any], message: str) -> None:
@@ -258,5 +258,5 @@ def test_validation_and_test_images_refuse_what_there_is_not() -> None:
     for ask in (data.validation_images, data.test_images):
         with pytest.raises(UserError, match="unknown domain 'x'"):
             ask(settings, SiteConfig(domain="x"))
-        with pytest.raises(UserError, match="classes: 10 is not among digits's 0 to 9"):
+        with pytest.raises(UserError, match="classes: got 10, but digits has the classes 0 to 9"):
             ask(settings, SiteConfig(domain="digits", classes=[10]))

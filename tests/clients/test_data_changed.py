@@ -145,7 +145,7 @@ def test_within_a_run_classes_do_not_change_their_numbers(tmp_path: Path):
     with listing.of_run():
         assert len(images(domain, grey=True))
         picture(root / "ants" / "0.png")
-        with pytest.raises(UserError, match=r"domain 'pets': .* has other classes than when the run began; put them back"):
+        with pytest.raises(UserError, match=r"domain 'pets': .* has other classes than when the run began. Restore them"):
             images(domain, grey=True)
     assert len(images(domain, grey=True))
 
@@ -206,7 +206,7 @@ def test_a_listing_that_is_out_of_date_is_refused(tmp_path: Path):
     with listing.held():
         listing.state(root)
         (root / "cats" / "0.png").unlink()
-        with pytest.raises(UserError, match=r"domain 'pets': .* changed while it was in use; once it is complete, go on"):
+        with pytest.raises(UserError, match=r"domain 'pets': .* changed while it was read. Once it is complete, resume"):
             images(domain, grey=True)
     assert len(images(domain, grey=True))
 

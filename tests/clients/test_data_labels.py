@@ -62,12 +62,12 @@ FINE, COARSE = (FOUR, list("abcd")), (TWO, list("xy"))
 
 
 @pytest.mark.parametrize("columns, message", [
-    ({"image": X, "fine_label": FINE, "coarse_label": COARSE}, r"has fine_label, coarse_label, each of which may be"),
-    ({"image": X, "label": TWO.tolist(), "labels": FINE}, r"has label, labels, each of which may be the labels"),
-    ({"image": X, "writer": WRITER, "digit": TWO.tolist()}, r"has writer, digit, each of which may be the labels"),
-    ({"photo": X, "mask": X, "label": TWO.tolist()}, r"has photo, mask, each of which may be the images; choose with"),
-    ({"image": X, "img": X, "label": TWO.tolist()}, r"has image, img, each of which may be the images"),
-    ({"image": X, "digit": TWO.tolist()}, r"takes one of images .*; choose with 'dataset:PATH\?label="),
+    ({"image": X, "fine_label": FINE, "coarse_label": COARSE}, r"may be the labels: fine_label, coarse_label\. "),
+    ({"image": X, "label": TWO.tolist(), "labels": FINE}, r"columns that may be the labels: label, labels\. "),
+    ({"image": X, "writer": WRITER, "digit": TWO.tolist()}, r"columns that may be the labels: writer, digit\. "),
+    ({"photo": X, "mask": X, "label": TWO.tolist()}, r"columns that may be the images: photo, mask\. Choose with"),
+    ({"image": X, "img": X, "label": TWO.tolist()}, r"columns that may be the images: image, img\. "),
+    ({"image": X, "digit": TWO.tolist()}, r"takes one column of images .*\. Choose with 'dataset:PATH\?label="),
 ])  # fmt: skip
 def test_where_several_columns_fit_one_is_to_be_chosen(tmp_path: Path, columns: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
@@ -80,7 +80,7 @@ def test_the_domain_may_name_its_columns(tmp_path: Path):
     assert classes(f"{domain}?label=fine_label&image=photo") == (4, tuple("abcd"))
     for query, message in {
         "?image=mask&label=fine": r"has no column 'fine' in all; has photo, mask, fine_label, coarse_label",
-        "?labels=fine_label": r"'labels' is not a key of it; takes \?image=COLUMN&label=COLUMN",
+        "?labels=fine_label": r"unknown key 'labels'; takes \?image=COLUMN&label=COLUMN",
     }.items():
         with pytest.raises(UserError, match=message):
             classes(domain + query)
@@ -114,7 +114,7 @@ def of(path: Path, y: Any) -> int:
     np.arange(60) * 1000,
 ])  # fmt: skip
 def test_a_target_that_differs_from_image_to_image_is_no_class(tmp_path: Path, y: np.ndarray):
-    with pytest.raises(UserError, match=r"has \d+ different labels for \d+ images, nearly one for each; takes classes"):
+    with pytest.raises(UserError, match=r"has \d+ different labels for \d+ images, nearly one per image; takes classes"):
         of(tmp_path / "a.npz", y)
 
 
@@ -135,8 +135,8 @@ def test_labels_of_python_objects_are_taken_where_they_are_of_one_kind(tmp_path:
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert classes("objects:texts") == (2, ("a", "b")) and classes("objects:numbers") == (4, ())
-    with pytest.raises(UserError, match=r"has labels of the types NoneType, str; takes texts alone, or whole numbers alone"):
+    with pytest.raises(UserError, match=r"has labels of the types NoneType, str; takes only texts, or only whole numbers"):
         classes("objects:mixed")
     np.savez(tmp_path / "a.npz", x=X, y=np.array(["a", "b"] * 20, dtype=object))
-    with pytest.raises(UserError, match=r"holds Python objects in 'y', which are not read; save it as .* y\.astype\(str\)"):
+    with pytest.raises(UserError, match=r"has Python objects in 'y', which are not read. Save .* y\.astype\(str\)"):
         classes(f"npz:{tmp_path}/a.npz")

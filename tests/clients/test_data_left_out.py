@@ -48,7 +48,7 @@ def test_a_loop_of_links_or_a_folder_that_is_there_twice_is_refused(tmp_path: Pa
     goal = {".": root / "cats", "..": root}.get(target, root / target)
     (root / place).symlink_to(goal, target_is_directory=True)
     with pytest.raises(
-        UserError, match=r"domain 'pets': .* is a link to .*, so that the same images are there twice; remove one"
+        UserError, match=r"domain 'pets': .* is a link to .*, so the same images would count twice; remove one"
     ):
         found(root)
 
@@ -68,16 +68,16 @@ def test_what_is_not_read_is_named_by_number_and_ending(tmp_path: Path):
     number, said = found(root)
     assert number == 20
     assert said == (
-        "domain 'pets': left out: 4 files of the ending .heic, 2 files without an ending, 1 file of the ending .txt, "
-        "1 hidden image, 1 image in no class folder, the class 'fish', whose folder has no image, "
-        "the class 'newts', whose folder has no image"
+        "domain 'pets': left out: 4 files ending in .heic, 2 files without an ending, 1 file ending in .txt, "
+        "1 hidden image, 1 image outside the class folders, the class 'fish', whose folder has no images, "
+        "the class 'newts', whose folder has no images"
     )
 
 
 def test_a_domain_without_a_single_image_that_is_read_says_what_is_there(tmp_path: Path):
     (tmp_path / "pets" / "cats").mkdir(parents=True)
     (tmp_path / "pets" / "cats" / "1.heic").write_text("x")
-    with pytest.raises(UserError, match=r"has no images in class folders .*; left out: 1 file of the ending \.heic"):
+    with pytest.raises(UserError, match=r"has no images in class folders .*; left out: 1 file ending in \.heic"):
         found(tmp_path / "pets")
 
 
@@ -87,7 +87,7 @@ def test_parts_beside_train_and_test_are_named(tmp_path: Path):
     (tmp_path / "pets" / "test" / "fish").mkdir()
     assert found(tmp_path / "pets") == (
         40,
-        "domain 'pets': left out: the class 'fish', whose folder has no image, the folder 'val' beside train and test",
+        "domain 'pets': left out: the class 'fish', whose folder has no images, the folder 'val' next to train and test",
     )
 
 
@@ -116,5 +116,5 @@ def test_arrays_and_splits_that_are_not_read_are_named(tmp_path: Path):
         "domain 'b': left out: the split 'extra' of 40 rows"
     ]
     np.savez(tmp_path / "two.npz", x=x, y=y, images=x, labels=1 - y)
-    with pytest.raises(UserError, match=r"has x, y and images, labels; keep one pair of images and labels"):
+    with pytest.raises(UserError, match=r"has x, y and images, labels\. Remove all but one pair of images and labels"):
         data.site_sizes(config({"domain": f"npz:{tmp_path}/two.npz"}))

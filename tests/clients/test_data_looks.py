@@ -78,10 +78,10 @@ def twelve_bits(number: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("make, ending, message", [
-    (lambda _: rgba(255), "png", "show nothing but one and the same colour"),
-    (lambda _: Image.new("L", (12, 12), 7), "png", "show nothing but one and the same colour"),
-    (twelve_bits, "png", r"use the levels 0 to 16 of 0 to 255 alone \(such as 12 bits"),
-    (twelve_bits, "tif", r"use the levels 0 to 16 of 0 to 255 alone \(such as 12 bits"),
+    (lambda _: rgba(255), "png", "show only the same single colour"),
+    (lambda _: Image.new("L", (12, 12), 7), "png", "show only the same single colour"),
+    (twelve_bits, "png", r"use only the levels 0 to 16 of 0 to 255 \(such as 12 bits"),
+    (twelve_bits, "tif", r"use only the levels 0 to 16 of 0 to 255 \(such as 12 bits"),
 ])  # fmt: skip
 def test_images_that_became_flat_or_dark_are_refused_before_the_run_and_at_a_site(
     tmp_path: Path, make: Callable[[int], Image.Image], ending: str, message: str
@@ -111,12 +111,12 @@ def test_images_of_a_single_colour_each_are_told(tmp_path: Path):
     np.savez(tmp_path / "tones.npz", x=x, y=np.arange(40) % 2)
     settings = config({"domain": f"npz:{tmp_path}/tones.npz"})
     assert data.site_sizes(settings)
-    assert "are of a single colour each; see whether that is meant" in data.remarks(settings)[0]
+    assert "have a single colour each; check that this is intended" in data.remarks(settings)[0]
 
 
 def test_deep_colours_of_sixteen_bits_are_looked_at_as_well(tmp_path: Path):
     """PIL reads them with eight."""
     x = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3)).astype(np.uint8) // 16
     np.savez(tmp_path / "deep.npz", x=x, y=np.arange(40) % 2)
-    with pytest.raises(UserError, match=r"levels 0 to 15 of 0 to 255 alone"):
+    with pytest.raises(UserError, match=r"only the levels 0 to 15 of 0 to 255"):
         data.site_sizes(config({"domain": f"npz:{tmp_path}/deep.npz"}))

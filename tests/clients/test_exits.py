@@ -71,11 +71,11 @@ def test_an_exit_at_the_end_alone_is_the_network_itself():
 
 
 @pytest.mark.parametrize(("options", "told"), [
-    ({"after": [2, 1]}, "network.after: got [2, 1], takes rising places of its 3 blocks, from 1"),
-    ({"after": [1, 4]}, "network.after: got [1, 4], takes rising places of its 3 blocks"),
-    ({"after": [1, 2], "depth": 3}, "network.depth: got 3, takes at most 2, one for each place of network.after"),
-    ({"of": {"name": "mlp", "widths": []}}, "network.of: 'mlp' is no chain of layers and blocks"),
-    ({"of": {"name": "exits"}}, "network.of: 'exits' is no chain of layers and blocks"),
+    ({"after": [2, 1]}, "network.after: got [2, 1], takes rising numbers of its blocks, from 1 to 3"),
+    ({"after": [1, 4]}, "network.after: got [1, 4], takes rising numbers of its blocks"),
+    ({"after": [1, 2], "depth": 3}, "network.depth: got 3, takes at most 2, the number of blocks in network.after"),
+    ({"of": {"name": "mlp", "widths": []}}, "network.of: 'mlp' is not a chain of layers and blocks"),
+    ({"of": {"name": "exits"}}, "network.of: 'exits' is not a chain of layers and blocks"),
     ({"of": {"name": "resnet181"}}, "unknown network 'resnet181'; did you mean 'resnet18'?"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(options, told):

@@ -68,13 +68,13 @@ def test_peers_are_known_by_the_file_as_it_is_now(keys: dict[str, tuple[str, str
     one, signature = Identity(peers=str(peers)), Identity(keys["a"][0]).signed(b"text")
     one.check("a", b"text", signature)
     for site, text, word in (("b", b"text", signature), ("a", b"texts", signature), ("a", b"text", b"")):
-        with pytest.raises(UserError, match=f"said to be {site}'s word is not signed by its key"):
+        with pytest.raises(UserError, match=f"a statement in {site}'s name is not signed by its key"):
             one.check(site, text, word)
     Identity().check("anybody", b"text", b"")
     peers.write_text("nonsense\n")
-    with pytest.raises(UserError, match="takes lines of a site's name and its public key"):
+    with pytest.raises(UserError, match="each line must be a site's name and its public key"):
         one.check("a", b"text", signature)
-    with pytest.raises(UserError, match="holds no private key"):
+    with pytest.raises(UserError, match="does not contain a readable private key"):
         Identity(str(peers)).signed(b"")
 
 

@@ -290,7 +290,7 @@ def test_configurations_have_names():
         (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (1, 0, 0, 0)
     ]  # fmt: skip
     assert len({*every(5)}) == 32
-    with pytest.raises(UserError, match=r"objective.mode: '01' has 2 places, there are 4 groups of layers"):
+    with pytest.raises(UserError, match=r"objective.mode: '01' has 2 digits, but there are 4 groups of layers"):
         named("01", 4, "objective.mode")
     for odd in ("top-5", "top-0", "middle", "top", "", "012", "only", "only-5", "only-"):
         with pytest.raises(UserError, match="takes learned, all, none, alternating"):
@@ -299,10 +299,10 @@ def test_configurations_have_names():
 
 def test_groups_cover_the_layers_and_there_are_not_too_many():
     assert [len(group) for group in layers(RESIDUAL, [7, 6, 6]).groups] == [7, 7, 7]  # two with a shortcut's convolution
-    with pytest.raises(UserError, match=r"objective.groups: 7 \+ 6 = 13, there are \d+ layers: extractor"):
+    with pytest.raises(UserError, match=r"objective.groups: 7 \+ 6 = 13, but there are \d+ layers: extractor"):
         layers(RESIDUAL, [7, 6])
     with pytest.raises(
-        UserError, match=r"configurations, objective.limit=10 takes 1024; group the \d+ layers, as in groups="
+        UserError, match=r"configurations, objective.limit=10 allows 1024; group the \d+ layers, as in groups="
     ):
         layers(RESIDUAL, [])
     with pytest.raises(UserError, match=r"df_cnn takes convolutions with odd square kernels; 'extractor.1' has weights"):
@@ -312,9 +312,7 @@ def test_groups_cover_the_layers_and_there_are_not_too_many():
 def test_groups_that_one_tensor_does_not_separate_are_named():
     network = built(RESIDUAL)
     names = layers_of(network)[1]
-    with pytest.raises(
-        UserError, match=r"there is no point between .* at which one tensor alone passes; group these layers"
-    ):
+    with pytest.raises(UserError, match=r"cannot be cut between .*: several tensors pass; put these layers"):
         Tree(network, [names[:2], names[2:]])
 
 

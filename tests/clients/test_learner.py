@@ -246,7 +246,7 @@ def test_a_clipped_step_is_no_longer_than_rate_times_clip():
 def test_divergence_names_the_site_the_round_and_the_option():
     # without weight standardisation, whose output no weight can blow up
     config = configured("training.rate=1e30", "training.batch=8", "network.standardise=false", "network.affine=true")
-    with pytest.raises(DivergedError, match=r"site-0000: the loss is (nan|inf) in round 1; a smaller training\.rate"):
+    with pytest.raises(DivergedError, match=r"site-0000: the loss is (nan|inf) in round 1; try a smaller training\.rate"):
         learned(config)
 
 
@@ -254,5 +254,5 @@ def test_a_loss_that_is_no_single_number_is_refused():
     config = configured()
     odd, images = session(config), site_images(config, config.roster[0])
     odd.loss = lambda images, labels: images.mean(dim=(1, 2, 3))  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"^the loss of a batch has the shape \[32\], takes one number"):
+    with pytest.raises(ValueError, match=r"^the loss of a batch has the shape \[32\]; return one number"):
         learn(odd, images, resolve(config), config.roster[0], 1, CPU)

@@ -158,7 +158,7 @@ def test_initial_weights_have_the_spread_that_is_documented():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["network.groups=5"], r"network\.groups: got 5, takes a divisor of every width \(16 is one\)"),
+        (["network.groups=5"], r"network\.groups: got 5, takes a number that divides every width, such as 16"),
         (["network.groups=0"], r"network\.groups: got 0"),
         (["network.width=0"], r"network\.width: got 0"),
         (["data.size=7"], r"data\.size: got 7, takes at least 8"),

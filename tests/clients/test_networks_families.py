@@ -180,7 +180,7 @@ def test_only_groupnorm_asks_for_groups_that_divide(text):
     ("text", "size", "line"),
     [
         ("conv6:norm=spectral", 32, r"network\.norm: got 'spectral', takes one of: group, batch, layer, instance, none"),
-        ("resnet18:norm=group,groups=7", 32, r"network\.groups: got 7, takes a divisor of every width \(64 is one\)"),
+        ("resnet18:norm=group,groups=7", 32, r"network\.groups: got 7, takes a number that divides every width, such as 64"),
         ("wide_resnet:depth=15", 32, r"network\.depth: got 15, takes 6 n \+ 4"),
         ("wide_resnet:depth=4", 32, r"network\.depth: got 4"),
         ("wide_resnet:widen=0", 32, r"network\.widen: got 0"),

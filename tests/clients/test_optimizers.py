@@ -134,7 +134,7 @@ def test_a_function_of_the_users_own_may_give_groups_rates_of_their_own(monkeypa
         ({"name": "adam", "betas": 0.9}, r"training\.optimizer\.betas: got 0\.9, takes a list of numbers"),
         (
             {"name": "adam", "eps": "x"},
-            r"training\.optimizer\.eps: got 'x', takes a finite number \(as torch\.optim\.Adam has it\)",
+            r"training\.optimizer\.eps: got 'x', takes a finite number \(as in torch\.optim\.Adam\)",
         ),
         (
             {"name": "adam", "eps": -1},
@@ -142,12 +142,12 @@ def test_a_function_of_the_users_own_may_give_groups_rates_of_their_own(monkeypa
         ),
         ({"name": "sgd", "nesterov": True, "momentum": 0}, r"training\.optimizer\.nesterov: takes a momentum above 0"),
         ({"momentum": "x"}, r"training\.optimizer\.momentum: got 'x', takes a number from 0\.0 to 1\.0"),
-        ({"name": "adam", "lr": 0.1}, r"training\.optimizer\.lr: the learning rate stands in training\.rate"),
-        ("LBFGS", r"training\.optimizer\.name: 'LBFGS' asks for the loss of a batch several times in one step"),
-        ("sparseadam", r"'sparseadam' takes sparse gradients alone; take another one, such as adamw"),
+        ({"name": "adam", "lr": 0.1}, r"training\.optimizer\.lr: set the learning rate in training\.rate instead"),
+        ("LBFGS", r"training\.optimizer\.name: 'LBFGS' needs the loss of a batch several times per step"),
+        ("sparseadam", r"'sparseadam' takes only sparse gradients; choose another optimizer, such as adamw"),
         ([1], r"training\.optimizer: got \[1\], takes a name or a section such as \{name: adamw\}"),
         ("muon", r"training\.optimizer: 'muon' failed \(ValueError: Muon only supports 2D parameters"),
-        ("torch:pi", r"training\.optimizer\.name: 'torch:pi' is of the type float"),
+        ("torch:pi", r"training\.optimizer\.name: 'torch:pi' has the type float"),
         ("builtins:list", r"training\.optimizer"),
         ("no_such_module:Mine", r"training\.optimizer\.name: cannot find module 'no_such_module'"),
     ],
@@ -163,15 +163,15 @@ def test_what_cannot_move_a_sites_network_is_told_in_one_line_before_the_run(opt
 def test_options_of_sgd_are_not_lost_on_others_in_silence():
     for word in ("training.momentum=0.5", "training.weight_decay=0.1"):
         config = load("digits", [word, "training.optimizer.name=adamw"])
-        with pytest.raises(UserError, match=r"is handed on to sgd alone; 'adamw' takes its options in training\.optimizer"):
+        with pytest.raises(UserError, match=r"applies to sgd only; set the options of 'adamw' in training\.optimizer"):
             check_training(resolve(config), [])
     check_training(resolve(load("digits", ["training.momentum=0.5", "training.optimizer.nesterov=true"])), [])
 
 
 def test_sites_trained_as_one_take_optimisers_of_single_entries_only():
-    with pytest.raises(UserError, match=r"engine\.vectorise: optimizer 'adafactor' may look at whole weights"):
+    with pytest.raises(UserError, match=r"engine\.vectorise: optimizer 'adafactor' may mix the weights"):
         check_training(resolve(load("digits", ["engine.vectorise=2", "training.optimizer=adafactor"])), [])
-    with pytest.raises(UserError, match=r"engine\.vectorise: sites trained as one have their own order of memory"):
+    with pytest.raises(UserError, match=r"engine\.vectorise: does not work with training\.channels_last"):
         check_training(resolve(load("digits", ["engine.vectorise=2", "training.channels_last=true"])), [])
     check_training(resolve(load("digits", ["engine.vectorise=2", "training.optimizer=adamw"])), [])
 

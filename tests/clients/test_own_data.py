@@ -67,14 +67,14 @@ def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
         ({"x": np.zeros((9, 4, 4)), "y": np.zeros(8)}, r"has 9 images and 8 labels"),
         (
             {"x": np.full((9, 4, 4), 2.0), "y": np.zeros(9)},
-            r"float64 images with entries from 2 to 2, takes them from 0 to 1",
+            r"float64 images with values from 2 to 2, takes values from 0 to 1",
         ),
-        ({"x": np.full((9, 4, 4), np.nan), "y": np.zeros(9)}, r"entries from nan to nan"),
-        ({"x": np.full((9, 4, 4), 256), "y": np.zeros(9)}, r"int64 images .* takes them from 0 to 255"),
+        ({"x": np.full((9, 4, 4), np.nan), "y": np.zeros(9)}, r"values from nan to nan"),
+        ({"x": np.full((9, 4, 4), 256), "y": np.zeros(9)}, r"int64 images .* takes values from 0 to 255"),
         ({"x": np.zeros((9, 4, 4)), "y": np.full(9, -1)}, r"has labels from -1 to -1, takes class numbers from 0"),
         ({"x": np.zeros((9, 4, 4)), "y": np.full(9, 2**40)}, r"takes class numbers from 0 to 99999"),
-        ({"x": np.zeros((9, 4, 4)), "y": np.full(9, 0.5)}, r"has labels of float64 that are no whole numbers"),
-        ({"x": np.zeros((9, 4, 4)), "y": np.eye(9)}, r"has labels of shape \[9, 9\], takes one for each image"),
+        ({"x": np.zeros((9, 4, 4)), "y": np.full(9, 0.5)}, r"has labels of the type float64 that are not whole numbers"),
+        ({"x": np.zeros((9, 4, 4)), "y": np.eye(9)}, r"has labels of shape \[9, 9\], takes one label per image"),
         ({"x": np.zeros((0, 4, 4)), "y": np.zeros(0)}, r"has labels of shape \[0\]"),
         ({"images": np.zeros((9, 4, 4)), "y": np.zeros(9)}, r"has images, y; takes x and y, or x_train"),
         (
@@ -83,7 +83,7 @@ def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
         ),
         (
             {"x": np.array([{}] * 9), "y": np.zeros(9)},
-            r"mine\.npz holds Python objects in 'x', which are not read; save it as numbers or texts: x\.astype\(str\)",
+            r"mine\.npz has Python objects in 'x', which are not read\. Save numbers or texts, such as x\.astype\(str\)",
         ),
     ],
 )

@@ -59,14 +59,14 @@ def test_variants_and_divisions_work_as_for_shipped_domains(tmp_path: Path):
     assert list(specs) == ["flags", "flags_r90_c0-2"]
     assert data.class_names(specs["flags_r90_c0-2"]) == ("blue", "red")
     assert sum(data.site_sizes(settings)[:3]) == 86
-    with pytest.raises(UserError, match=r"classes: 3 is not among flags's 0 to 2"):
+    with pytest.raises(UserError, match=r"classes: got 3, but flags has the classes 0 to 2"):
         data.site_sizes(config({"domain": domain, "classes": [3]}))
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path):
     path = colours(tmp_path / "flags", 12) / "green" / "4.png"
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(UserError, match=r"domain 'flags': .*flags/green/4\.png cannot be read \(.*\); put an intact copy"):
+    with pytest.raises(UserError, match=r"domain 'flags': .*green/4\.png cannot be read \(.*\)\. Replace it with an intact"):
         settings = config({"domain": f"images:{tmp_path}/flags"}, data={"validation": 0.0, "size": 6})
         data.site_images(settings, settings.roster[0])
         data.test_images(settings, settings.roster[0].spec)
@@ -75,10 +75,10 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path):
     for domain, message in {
         f"npz:{tmp_path}/cut.npz": r"domain 'cut': .*cut\.npz cannot be read",
         f"npz:{tmp_path}/one.npy": r"is a single array; takes an npz file",
-        f"npz:{tmp_path}/no.npz": r"there is no .*no\.npz; correct the path in",
-        f"images:{tmp_path}/nowhere": r"there is no .*nowhere; correct the path",
+        f"npz:{tmp_path}/no.npz": r"no\.npz does not exist\. Correct the path in",
+        f"images:{tmp_path}/nowhere": r"nowhere does not exist\. Correct the path",
         f"images:{tmp_path}/flags/red/deeper": r"has no images in class folders",
-        f"images:{tmp_path}/cut.npz": r"is not a folder; name one that has a folder of images for each class",
+        f"images:{tmp_path}/cut.npz": r"is not a folder\. Name a folder that has one folder of images per class",
         f"dataset:{tmp_path}/flags": r"domain 'flags': .*flags cannot be read \(",
         "images:": r"unknown domain 'images:'; did you mean 'images:PATH'",
         "imges:/data": r"unknown domain 'imges:/data'; did you mean 'images:PATH'",
@@ -131,7 +131,7 @@ def test_hidden_files_are_no_images_and_a_pipe_is_no_file(tmp_path: Path):
     for domain, message in {
         f"npz:{tmp_path}/pipe.npz": "is not a regular file",
         f"dataset:{tmp_path}/pipe.npz": "is not a folder",
-        "images:~nobody-of-this-name/x": r"there is no .*~nobody-of-this-name/x; correct the path",
+        "images:~nobody-of-this-name/x": r"~nobody-of-this-name/x does not exist\. Correct the path",
     }.items():
         with pytest.raises(UserError, match=message):
             data.num_classes(config({"domain": domain}))
@@ -140,7 +140,7 @@ def test_hidden_files_are_no_images_and_a_pipe_is_no_file(tmp_path: Path):
 def test_a_train_folder_without_a_test_folder_is_not_taken_for_a_class(tmp_path: Path):
     colours(tmp_path / "flags" / "train", 3)
     with pytest.raises(
-        UserError, match=r"has a folder train but no folder test; add it, or take images:.*/flags/train alone"
+        UserError, match=r"has a folder train but no folder test\. Add it, or use only images:.*/flags/train"
     ):
         data.num_classes(config({"domain": f"images:{tmp_path}/flags"}))
     assert data.num_classes(config({"domain": f"images:{tmp_path}/flags/train"})) == 3
@@ -167,9 +167,9 @@ def test_two_domains_of_one_label_are_told_apart_by_their_paths(tmp_path: Path):
     first, other = (colours(tmp_path / place / "flags", 3) for place in ("here", "there"))
     settings = config({"domain": f"images:{first}"}, {"domain": f"images:{other}"})
     with pytest.raises(
-        UserError, match=r"the label 'flags' stands for images:.*here/flags and images:.*there/flags; give each"
+        UserError, match=r"the label 'flags' stands for images:.*here/flags and images:.*there/flags\. Set a different"
     ):
         data.domain_specs(settings)
     (tmp_path / "here" / "flags").rename(tmp_path / "union")
-    with pytest.raises(UserError, match=r"label 'union' means all domains together"):
+    with pytest.raises(UserError, match=r"label 'union' is reserved for all domains together"):
         data.domain_specs(config({"domain": f"images:{tmp_path}/union"}))

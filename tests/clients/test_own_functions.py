@@ -119,12 +119,12 @@ def test_parts_that_name_their_classes_differently_have_those_of_both(package: s
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("nothing", r"domain 'nothing': my_images:nothing gave a NoneType; takes arrays \(images, labels\)"),
-        ("other", r"gave a; takes train and test"),
-        ("half_named", r"has classes that are names in train, numbers in test; give names in all parts, or numbers in all"),
+        ("nothing", r"domain 'nothing': my_images:nothing returned a NoneType; takes arrays \(images, labels\)"),
+        ("other", r"returned a; takes train and test"),
+        ("half_named", r"has classes that are names in train, numbers in test; use names in all parts, or numbers in all"),
         ("needing", r"domain\.folder: missing; 'my_images:needing' needs it"),
         ("failing", r"domain: 'my_images:failing' failed \(RuntimeError: the disk is gone\)"),
-        ("number", r"domain 'my_images:number': is of the type int, takes a function"),
+        ("number", r"domain 'my_images:number': has the type int; it must be a function"),
         ("array", r"domain: 'my_images:array' has no 'array'; did you mean 'arrays'\?"),
     ],
 )

@@ -244,7 +244,7 @@ def test_it_starts_as_its_own_code_says_from_the_seed_and_leaves_torchs_generato
 def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
     config = of("my_package.nets:changing")
     with pytest.raises(
-        UserError, match=r"'my_package\.nets:changing' has another 'extractor\.1\.weight' each time it is made"
+        UserError, match=r"'my_package\.nets:changing' has a different 'extractor\.1\.weight' each time it is made"
     ):
         initialise(architecture_of(config).build(), torch_generator(1))
 
@@ -252,27 +252,27 @@ def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
 @pytest.mark.parametrize(
     "name, words, message",
     [
-        ("soft", [], r"'my_package.nets:soft' does not end in a linear layer"),
-        ("convolutional", [], r"does not end in a linear layer \(torch\.nn\.Linear\)"),
-        ("twice", [], r"does not end in a linear layer"),
-        ("fixed", [], r"gives \[2, 7\] for 2 images of 1 x 8 x 8, takes \[2, 10\]; let it take `classes`"),
-        ("pair", [], r"gives a tuple for 2 images"),
+        ("soft", [], r"'my_package.nets:soft' does not end with a linear layer"),
+        ("convolutional", [], r"does not end with a linear layer \(torch\.nn\.Linear\)"),
+        ("twice", [], r"does not end with a linear layer"),
+        ("fixed", [], r"returns \[2, 7\] for 2 images of 1 x 8 x 8, must return \[2, 10\]; add a parameter `classes`"),
+        ("pair", [], r"returns a tuple for 2 images"),
         ("colour", [], r"fails on images of 1 x 8 x 8 \(RuntimeError: .*3 channels.*\); data\.size and data\.grey"),
-        ("nothing", [], r"gave a NoneType, takes a torch\.nn\.Module"),
+        ("nothing", [], r"returned a NoneType; it must return a torch\.nn\.Module"),
         ("failing", [], r"network: 'my_package.nets:failing' failed \(RuntimeError: no weights here\)"),
-        ("kept", ["network.kind=bool", "network.fill=1"], r"'extractor\.mask' of torch\.bool, .*persistent=False"),
-        ("kept", ["network.kind=uint8", "network.fill=1"], r"'extractor\.mask' of torch\.uint8, which cannot be summed"),
-        ("Extra", [], r"keeps more than tensors in 'extractor\._extra_state' \(get_extra_state\)"),
-        ("frozen", [], r"has nothing to train"),
+        ("kept", ["network.kind=bool", "network.fill=1"], r"'extractor\.mask' of the type torch\.bool, .*persistent=False"),
+        ("kept", ["network.kind=uint8", "network.fill=1"], r"'extractor\.mask' of the type torch\.uint8, which"),
+        ("Extra", [], r"stores more than tensors in 'extractor\._extra_state' \(get_extra_state\)"),
+        ("frozen", [], r"has no trainable weights"),
         ("leaving", [], r"network: 'my_package.nets:leaving' failed \(SystemExit: 0\)"),
         ("LeavingSpec", [], r"network: LeavingSpec\.build failed \(SystemExit: 0\)"),
         ("TinyNet", [], r"network\.hidden: missing; 'my_package\.nets:TinyNet' needs it"),
         ("TinyNet", ["network.hiden=4"], r"unknown option of .* 'network\.hiden'; did you mean 'network\.hidden'\?"),
         ("Spec", ["network.hiden=4"], r"unknown key 'network\.hiden'; did you mean 'network\.hidden'\?"),
         ("Spec", ["network.hidden=0"], r"network\.hidden: got 0, takes a number of at least 1"),
-        ("Bare", [], r"Bare\.build gave a Linear, takes a fedloom\.clients\.networks\.Network"),
-        ("made", [], r"network\.name: 'my_package\.nets:made' is a module that is made already"),
-        ("number", [], r"is of the type int, takes a class derived from torch\.nn\.Module or a function"),
+        ("Bare", [], r"Bare\.build returned a Linear; it must return a fedloom\.clients\.networks\.Network"),
+        ("made", [], r"network\.name: 'my_package\.nets:made' is a module; it must be"),
+        ("number", [], r"has the type int; it must be a class derived from torch\.nn\.Module or a function"),
         ("TineNet", [], r"network\.name: 'my_package\.nets:TineNet' has no 'TineNet'; did you mean 'TinyNet'\?"),
     ],
 )
@@ -289,7 +289,7 @@ def test_what_cannot_be_fitted_is_told_in_one_line(name: str, words: list[str], 
             ["kind=float32", "fill=-.inf"],
             r"'my_package\.nets:kept': tensor 'extractor\.mask' has entries that are not finite",
         ),
-        (["kind=float32", "fill=1e30"], r"'extractor\.mask' has an entry of size 1e\+30, beyond 2\*\*30, and cannot"),
+        (["kind=float32", "fill=1e30"], r"'extractor\.mask' has an entry of size 1e\+30, beyond 2\*\*30, so it cannot"),
         (["kind=int64", "fill=3"], r"^network: 'extractor\.mask' holds whole numbers, .*persistent=False"),
     ],
 )
@@ -301,7 +301,7 @@ def test_what_cannot_be_summed_is_refused_before_anything_starts(words: list[str
 
 @pytest.mark.parametrize("words", [["network.widths=[1000000000]"], ["data.classes=1000000000000"]])
 def test_a_network_that_no_memory_holds_is_refused(words: list[str]):
-    with pytest.raises(UserError, match=r"^network: needs \d+ GiB for its weights, and this machine has \d+ GiB"):
+    with pytest.raises(UserError, match=r"^network: needs \d+ GiB for its weights, but this machine has \d+ GiB"):
         architecture_of(load("digits", ["network={name: mlp, widths: [100]}", "data.size=32", *words])).build()
     with pytest.raises(UserError, match=r"^network: .*failed \(\w+: "):
         architecture_of(load("digits", ["network={name: mlp, widths: [4000000000000000000]}"])).build()
@@ -335,13 +335,13 @@ def test_a_network_of_the_users_own_in_a_file_is_built_where_it_is_named_and_not
     save_network(tmp_path / "net.safetensors", network, name)
     again, _ = load_network(tmp_path / "net.safetensors", name)
     assert torch.equal(again.state_dict()["extractor.scale"], network.state_dict()["extractor.scale"])
-    with pytest.raises(UserError, match=r"say --network my_package\.nets:TinyNet:hidden=4 if you trust it"):
+    with pytest.raises(UserError, match=r"If you trust it, add --network my_package\.nets:TinyNet:hidden=4"):
         load_network(tmp_path / "net.safetensors")
 
 
 @pytest.mark.parametrize("kind, given", [("pair", "a tuple"), ("named", "a dict"), ("wider", r"\[2, 128\]")])
 def test_a_network_that_answers_otherwise_in_training_mode_is_refused_before_the_run(kind: str, given: str):
-    told = rf"gives {given} to its last layer in training mode, and \[2, 64\] in evaluation mode; let its forward give"
+    told = rf"passes {given} to its last layer in training mode, but \[2, 64\] in evaluation mode; its forward must"
     with pytest.raises(UserError, match=told):
         built("my_package.nets:TwoModes", f"network.kind={kind}")
 
@@ -356,7 +356,7 @@ def test_what_is_looked_at_in_training_mode_leaves_no_trace():
 def test_googlenet_says_what_to_set():
     words = ["data.grey=false", "data.size=32", "network.init_weights=false"]
     with pytest.raises(
-        UserError, match=r"gives a GoogLeNetOutputs to its last layer in training mode, .*; set network\.aux_logits=false"
+        UserError, match=r"passes a GoogLeNetOutputs to its last layer in training mode, .*; set network\.aux_logits=false"
     ):
         built("torchvision.models:googlenet", *words)
     assert built("torchvision.models:googlenet", *words, "network.aux_logits=false")

@@ -105,17 +105,17 @@ def test_a_function_need_not_take_the_generator_nor_give_arrays():
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("overlapping", r"gave an image to two sites, or twice to one"),
-        ("twice", r"gave an image to two sites, or twice to one"),
-        ("outside", r"gave positions that are no whole numbers from 0 to 1293"),
-        ("floats", r"gave positions that are no whole numbers"),
-        ("ragged", r"gave positions that are no whole numbers from 0 to 1293"),
-        ("few", r"'my_ways:few' gave site 0 of 4 9 images, fewer than partition\.min_samples=10"),
-        ("one", r"gave 1 parts, takes a list of positions for each of 4 sites"),
-        ("nothing", r"gave a NoneType, takes a list"),
+        ("overlapping", r"assigned an image twice, to two sites or to one"),
+        ("twice", r"assigned an image twice, to two sites or to one"),
+        ("outside", r"returned positions that are not whole numbers from 0 to 1293"),
+        ("floats", r"returned positions that are not whole numbers"),
+        ("ragged", r"returned positions that are not whole numbers from 0 to 1293"),
+        ("few", r"'my_ways:few' assigned 9 images to site 0 of 4, fewer than partition\.min_samples=10"),
+        ("one", r"returned 1 parts, takes a list of positions for each of 4 sites"),
+        ("nothing", r"returned a NoneType, takes a list"),
         ("other", r"partition\.options\.y: missing; 'my_ways:other' needs it"),
         ("failing", r"partition\.options: 'my_ways:failing' failed \(IndexError: .*\)"),
-        ("number", r"partition\.name: 'my_ways:number' is of the type int, takes a function"),
+        ("number", r"partition\.name: 'my_ways:number' has the type int; it must be a function"),
         ("halfs", r"partition\.name: 'my_ways:halfs' has no 'halfs'; did you mean 'halves'\?"),
     ],
 )
@@ -133,7 +133,7 @@ def test_unknown_names_and_options_are_told_with_the_nearest_one(count: int):
     }.items():
         with pytest.raises(UserError, match=message):
             data.site_sizes(of(name, count=count))
-    with pytest.raises(UserError, match=r"partition\.options: 'iid' takes none"):
+    with pytest.raises(UserError, match=r"partition\.options: are only for a function of your own"):
         data.site_sizes(of("iid", "sites.0.partition.options={share: 0.7}", count=count))
 
 

@@ -128,10 +128,10 @@ def test_a_site_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
 
 
 def test_half_a_mechanism_and_methods_that_read_replies_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="takes both"):
+    with pytest.raises(UserError, match="set both"):
         check_hidden(small(tmp_path, "privacy.noise=1.0"))
     config = small(tmp_path, *NOISE, "strategy.name=exclusive", "objective.name=heterogeneous", "baselines=[]")
-    with pytest.raises(UserError, match=r"privacy\.noise: strategy 'exclusive' reads every site's own reply"):
+    with pytest.raises(UserError, match=r"privacy\.noise: strategy 'exclusive' reads every site's reply"):
         run(config)
 
 

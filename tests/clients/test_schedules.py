@@ -106,7 +106,7 @@ def test_options_reach_a_schedule_that_is_named_elsewhere():
     [
         ({"name": "cosine", "warm_up": 5}, 5, "training.schedule.warm_up: 5 of 5 rounds"),
         ({"name": "cosine", "warm_up": 5}, 6, ""),
-        ({"name": "step", "every": 3}, 3, "training.schedule.every: 3, and there are 3 rounds; the rate never falls"),
+        ({"name": "step", "every": 3}, 3, "training.schedule.every: 3, but the run has 3 rounds; the rate never falls"),
         ({"name": "step", "every": 3, "warm_up": 1}, 4, "the rate never falls"),
         ({"name": "step", "every": 3}, 4, ""),
         ("constant", 1, ""),

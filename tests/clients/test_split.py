@@ -76,17 +76,20 @@ REST = {"name": "rest", "of": RESNET, "at": "stage2"}
         ),
         (
             {"of": RESNET, "at": "stage1", "head": REST},
-            r"takes features of 32 x 16 x 16, there are 16 x 16 x 16",
+            r"takes features of 32 x 16 x 16, but they are 16 x 16 x 16",
         ),
         (
             {"of": RESNET, "at": "flat", "channels": 5},
-            r"features at 'flat' are 64, and neither channels nor side",
+            r"features at 'flat' are 64; remove network\.channels and network\.side",
         ),
         (
             {"of": RESNET, "at": "flat", "head": {"name": "convnet"}},
             r"takes features of channels x side x side",
         ),
-        ({"of": {"name": "convnet", "strides": [2]}}, r"network\.strides: got 1, takes one for each of the 3 widths"),
+        (
+            {"of": {"name": "convnet", "strides": [2]}},
+            r"network\.strides: got 1 strides, takes one for each of the 3 widths",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_both_shapes(section, told):

@@ -51,7 +51,7 @@ def test_old_and_abandoned_rounds_go_and_the_base_stays(store: SiteStore):
 
 
 def test_a_lost_state_is_told_with_the_rounds_that_are_there(store: SiteStore):
-    with pytest.raises(UserError, match=r"site-0000: its own state is lost: that after round 3 .*has rounds: none\)"):
+    with pytest.raises(UserError, match=r"site-0000: its own state after round 3 is lost .*has rounds: none\)"):
         store.load(3)
     store.save(4, 0, state(1.0))
     store.save(5, 4, state(1.0))
@@ -93,12 +93,12 @@ def test_a_damaged_file_is_told_by_its_path(store: SiteStore, damage):
     store.save(1, 0, state(1.0))
     path = store.folder / "round-000001.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UserError, match=r"round-000001\.safetensors: is no readable safetensors file"):
+    with pytest.raises(UserError, match=r"round-000001\.safetensors: is not a readable safetensors file"):
         store.load(1)
 
 
 def test_a_missing_file_is_told_by_its_path(tmp_path: Path):
-    with pytest.raises(UserError, match=r"nothing\.safetensors: no such state"):
+    with pytest.raises(UserError, match=r"nothing\.safetensors: the file does not exist"):
         read_state(tmp_path / "nothing.safetensors")
 
 

@@ -130,7 +130,7 @@ def test_a_file_is_written_once_and_what_to_type_is_said(tmp_path: Path):
     done = CliRunner().invoke(app, ["cluster", "slurm", "digits", "--write", str(place)])
     assert done.exit_code == 0 and f"sbatch {place}" in done.output
     assert place.read_text() == CliRunner().invoke(app, ["cluster", "slurm", "digits"]).output
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         CliRunner().invoke(app, ["cluster", "slurm", "digits", "--write", str(place)], catch_exceptions=False)
 
 

@@ -75,4 +75,4 @@ def test_a_shared_record_is_put_once_and_goes_when_its_owner_does(grid: RayGrid)
     finally:
         shared._put = original
     assert len(put) == 1
-    assert not shared._places
+    assert not shared._references

@@ -299,7 +299,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path):
             ["strategy.name=fednova", "training.optimizer={name: sgd, dampening: 0.1}"],
             r"training\.optimizer: strategy fednova takes sgd",
         ),
-        (["strategy.name=fedavg", "objective.mode=x"], r"objective\.mode: got 'x', this objective has no modes"),
+        (["strategy.name=fedavg", "objective.mode=x"], r"objective\.mode: got 'x', but this objective has no modes"),
         (["strategy.name=scaffold", "objective.name=fedavg"], r"objective\.name: got 'fedavg', strategy scaffold takes"),
     ]:
         with pytest.raises(UserError, match=told):

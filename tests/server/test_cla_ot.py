@@ -259,7 +259,7 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
             assert same({k: v for k, v in state.items() if not k.startswith("head.")},
                         {k: v for k, v in states[name].items() if not k.startswith("head.")})  # fmt: skip
     assert listener.records[-1]["replies"] == 3
-    assert f"round 4: {MIDDLE} stays as it is: no site that has this network takes part" in listener.messages
+    assert f"round 4: {MIDDLE} stays unchanged: no participating site has this network" in listener.messages
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])

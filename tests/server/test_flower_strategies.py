@@ -29,7 +29,7 @@ from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered
 from fedloom.server.strategies.flower.nodes import Nodes, quiet
-from fedloom.server.strategies.flower.strategy import TOLD, FlowerStrategy
+from fedloom.server.strategies.flower.strategy import METRIC, FlowerStrategy
 from fedloom.server.unlearning.certificate import CERTIFICATES, KEPT, read
 from fedloom.server.unlearning.verification import verify, verify_accuracy
 from fedloom.sims.engines.adapter import store_folder
@@ -69,7 +69,7 @@ def replies_of(run: Run) -> list[Message]:
     view, found = run.aggregate.view(), []
     for site in run.aggregate.members():
         sent = view.slots.contributions.floats(site.name, NETWORKS)
-        loss, samples = float(sent.pop(f"{TOLD}train_loss")), view.slots.contributions.latest[site.name].samples
+        loss, samples = float(sent.pop(f"{METRIC}train_loss")), view.slots.contributions.latest[site.name].samples
         metrics = MetricRecord({"num-examples": samples, "train_loss": loss})
         content = RecordDict({"arrays": arrays_of(sent), "metrics": metrics})
         found.append(Message(content, reply_to=Message(RecordDict(), site.index + 1, "train")))
@@ -125,7 +125,7 @@ def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path:
         before = digest(method.state.aggregate().state)
     words = ["unlearn", str(folder(config)), "site-0000", "--request-id", "r", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "fedloom.sims.cli", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Request 'r' is verified" in done.stdout, done.stderr
     with method_of(config) as method:
         assert digest(method.state.aggregate().state) != before
     written = read(file := folder(config) / CERTIFICATES / "r.json")

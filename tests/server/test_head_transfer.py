@@ -224,7 +224,7 @@ def test_sites_start_from_extractors_that_were_trained_before(done, tmp_path):
         UserError, match=r"strategy\.pretrained: .*'extractor\.block1\.0\.weight' is \[6, 1, 3, 3\], site-0000's"
     ):
         check(configured(tmp_path, f"strategy.pretrained=[{files[0]}]", "network.of.widths=[7,8]"))
-    with pytest.raises(UserError, match="nowhere: no such state"):
+    with pytest.raises(UserError, match="nowhere: the file does not exist"):
         check(configured(tmp_path, "strategy.pretrained=[nowhere]"))
 
 

@@ -73,9 +73,9 @@ FALSE = {
     "silence": (None, "the site hangs"),
 }
 LABEL_LIES = {
-    "no label at all": (all_of(lambda tensor: tensor * 0.0), "and some 1"),
-    "a share of labels": (all_of(lambda tensor: tensor / 2), "takes 1 for labels that a site has"),
-    "negative labels": (all_of(lambda tensor: -tensor), "takes 1 for labels that a site has"),
+    "no label at all": (all_of(lambda tensor: tensor * 0.0), "at least one 1"),
+    "a share of labels": (all_of(lambda tensor: tensor / 2), "must be 1 for labels that a site has"),
+    "negative labels": (all_of(lambda tensor: -tensor), "must be 1 for labels that a site has"),
 }
 
 
@@ -117,10 +117,10 @@ def of_sums(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 PROTOTYPE_LIES = {
-    "images instead of shares": (of_counts(lambda counts: counts * 60), "'counts' are no shares of 60 images"),
-    "no images": (all_of(lambda tensor: tensor * 0.0), "'counts' are no shares of 60 images"),
-    "negative shares": (of_counts(lambda counts: counts - torch.eye(10)[0] + torch.eye(10)[9]), "'counts' are no shares"),
-    "a millionth of an image": (of_counts(lambda counts: counts + 1e-9), "'counts' are no shares of 60 images"),
+    "images instead of shares": (of_counts(lambda counts: counts * 60), "'counts' must be shares of 60 images"),
+    "no images": (all_of(lambda tensor: tensor * 0.0), "'counts' must be shares of 60 images"),
+    "negative shares": (of_counts(lambda counts: counts - torch.eye(10)[0] + torch.eye(10)[9]), "'counts' must be shares"),
+    "a millionth of an image": (of_counts(lambda counts: counts + 1e-9), "'counts' must be shares of 60 images"),
     "features of no images": (of_sums(lambda sums: sums + 1.0), "'sums' has features of a class without images"),
     "features beyond the bound": (
         of_sums(lambda sums: sums.any(1, True) * torch.full((10, 4), 9e3)),

@@ -56,7 +56,7 @@ def test_a_site_that_never_had_a_state_cannot_have_lost_it(tmp_path: Path):
     forget = edited(lambda content: [content.clear(), content.__setitem__(LOST, ConfigRecord({}))])
     config = small(tmp_path, "federation.lost_store=stop", "rounds=1", samples=20)
     run = set_up(config, WatchedApp(forget, place=1, rounds=(1,))).all_rounds()
-    assert run.listener.records[0]["dropped"] == {"site-0001": "it says that its own state is lost, and needs none"}
+    assert run.listener.records[0]["dropped"] == {"site-0001": "it reports a lost state, but has none yet"}
 
 
 def test_what_steers_a_terminal_reaches_neither_records_nor_listeners(tmp_path: Path):
@@ -89,7 +89,7 @@ def test_what_a_site_measures_is_whole_numbers_of_no_more_images_than_there_are(
         with pytest.raises(ReplyError):
             check_score(measured(right, total), "right")
     for classes in [([1], [4]), ([3], [5]), ([3, 0], [4]), ([4, -1], [4, 0]), ([3.0], [4.0]), ([1, 2], [0, 4])]:
-        with pytest.raises(ReplyError, match="by class cannot be"):
+        with pytest.raises(ReplyError, match="by class are impossible"):
             check_score(measured(3, 4, classes), "right")
 
 
@@ -133,7 +133,7 @@ def test_without_bounds_everything_that_can_be_summed_counts(tmp_path: Path):
 
 def test_another_bound_on_samples_takes_the_place_of_the_sites_own(tmp_path: Path):
     run = set_up(small(tmp_path, "federation.most_samples=10", "rounds=1", samples=20, sites=2))
-    with pytest.raises(RuntimeError, match=r"it claims 20 samples and has 10"):
+    with pytest.raises(RuntimeError, match=r"claims 20 samples and has 10"):
         run.all_rounds()
 
 
@@ -193,10 +193,10 @@ def test_a_contribution_goes_to_nobody_but_its_own_node(tmp_path: Path):
     record = one_round(run.loop, 2)
     assert not any(OWN in records for records in sent)
     reason = record["dropped"]["site-0001"]
-    assert "node 3 is not sent what node 77 gave" in reason
-    assert "site-0001 --node ID' says which one is the site now, of those that claim it: 3)" in reason
+    assert "node 3 does not receive the contributions of node 77" in reason
+    assert "site-0001 --node ID' chooses the site's node; these claim it: 3)" in reason
     # once the operator says so, it is
     run.loop.channel.enrolment.bindings = InMemoryBindings({"site-0001": 3})
     one_round(run.loop, 3)
-    assert any("round 3" in text and "it begins again at its contribution" in text for text in run.listener.messages)
+    assert any("round 3" in text and "it starts again from its contribution" in text for text in run.listener.messages)
     assert sum(OWN in records for records in sent) == 1

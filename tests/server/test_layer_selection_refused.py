@@ -89,16 +89,16 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations, objective.limit=1 takes 2; "
+    (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations, but objective.limit=1 allows 2; "
                             "group the 2 layers, as in groups=[2]"),
-    ([RESNET, "evaluation.statistics=batch"], "limit=10 takes 1024; group the 19 layers, as in groups=[5, 5, 5, 4]"),
-    (["objective.groups=[1,2]"], "objective.groups: 1 + 2 = 3, there are 2 layers: extractor.block1.0, extractor.block2.0"),
+    ([RESNET, "evaluation.statistics=batch"], "limit=10 allows 1024; group the 19 layers, as in groups=[5, 5, 5, 4]"),
+    (["objective.groups=[1,2]"], "objective.groups: 1 + 2 = 3, but there are 2 layers: extractor.block1.0, "),
     ([RESNET, "evaluation.statistics=batch", "objective.groups=[2,6,6,5]"],
-     "no point between extractor.stage1.0.branch.0 and extractor.stage1.0.branch.3"),
+     "cannot be cut between extractor.stage1.0.branch.0 and extractor.stage1.0.branch.3"),
     (["network={name: exits}"], "network: cannot be cut"),
     (["objective.groups=[0,2]"], "objective.groups: got 0, takes a number of at least 1"),
-    (["objective.mode='010'"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
-    (["objective.mode=010"], "objective.mode: '010' has 3 places, there are 2 groups of layers"),
+    (["objective.mode='010'"], "objective.mode: '010' has 3 digits, but there are 2 groups of layers"),
+    (["objective.mode=010"], "objective.mode: '010' has 3 digits, but there are 2 groups of layers"),
     (["objective.mode=top-3"], "top-K, bottom-K (K from 1 to 2), or groups by number, as in only-1-2"),
     (["objective.mode=all", "baselines=[none,bottom-7]"], "got 'bottom-7'"),
     (["objective.mode=nix", "objective.certainty=0.5"], "objective.mode: got 'nix'"),
@@ -112,7 +112,7 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     (["objective.certainty=0"], "objective.certainty: got 0.0"),
     (["objective={name: local}"], "objective.name: got 'local', strategy layer_selection takes layer_selection"),
     (["strategy.arrival=nix"], "strategy.arrival: got 'nix', takes one of: together, lifelong"),
-    (["network={name: mlp, widths: []}"], "before the head, and it has none"),
+    (["network={name: mlp, widths: []}"], "layers before the head; choose a network"),
     (["network={name: mlp, widths: [8]}", "objective.learner.name=df_cnn"], "'extractor.1' has weights 8 x 64"),
     ([OTHER % ("[4, 7]", "none")], "block2.0.weight' is 7 x 4 x 3 x 3 at site-0001 and 6 x 4 x 3 x 3 at site-0000"),
     ([OTHER % ("[4, 6, 6]", "none")], "'extractor.block3.0.weight' is 6 x 6 x 3 x 3 at site-0001 and none at site-0000"),

@@ -136,7 +136,12 @@ def test_what_a_site_makes_up_is_dropped_and_named(finished: Config, tmp_path: P
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
-    [(COUNT, -1.0, "no shares"), (COUNT, 1000.0, "no shares"), (SUM, 9000.0, "larger than"), (SQUARE, -9000.0, "no sum of")],
+    [
+        (COUNT, -1.0, "shares of"),
+        (COUNT, 1000.0, "shares of"),
+        (SUM, 9000.0, "larger than"),
+        (SQUARE, -9000.0, "semidefinite"),
+    ],
 )
 def test_statistics_that_no_images_have_are_dropped(finished: Config, tmp_path: Path, name: str, value: float, told: str):
     config = recalibrated(copied(finished, tmp_path), Forging("site-0002", name, value))

@@ -85,7 +85,7 @@ def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     with pytest.raises(
         FailedError,
-        match=r"is beyond twice federation.largest_weight \(20000\): a site sent something else than a contribution",
+        match=r"is beyond twice federation.largest_weight \(20000\): a site sent something other than a contribution",
     ):
         run(config, Spoiled(changed(SITE, lambda state: {MASKED: state[MASKED] * 3}), [TRAIN]))
     with method_of(config) as method:
@@ -179,7 +179,7 @@ def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) ->
     trained = [reply for kind, _, reply in first if kind == TRAIN]
     assert trained and all(reply.has_error() or BLAMED in reply.content.config_records for reply in trained)
     assert (
-        f"round 1: other sites say that they cannot use the shares of {ONE}: the round begins again without {ONE}"
+        f"round 1: other sites report that they cannot use the shares of {ONE}: the round begins again without {ONE}"
         in told.messages
     )
 

@@ -66,7 +66,7 @@ def test_a_site_whose_classes_are_others_is_not_asked(tmp_path: Path, caplog: py
 def test_domains_that_share_outputs_must_name_them_alike(tmp_path: Path):
     domains = folders(tmp_path / "a", "cat", "dog"), folders(tmp_path / "b", "dog", "owl")
     sites = f"sites=[{{domain: '{domains[0]}'}}, {{domain: '{domains[1]}'}}, {{domain: digits}}]"
-    with pytest.raises(UserError, match=r"data\.heads: class 0 is 'cat' in a and 'dog' in b; give both the same classes"):
+    with pytest.raises(UserError, match=r"data\.heads: class 0 is 'cat' in a and 'dog' in b\. Use the same classes"):
         num_classes(load("digits", [sites]))
     assert num_classes(load("digits", [sites, "data.heads=task"])) == 14
 
@@ -75,7 +75,7 @@ def test_names_that_are_numbers_are_names(tmp_path: Path):
     first, other = folders(tmp_path / "a", "0", "1", "2"), folders(tmp_path / "b", "1", "2")
     sites = f"sites=[{{domain: '{first}'}}, {{domain: '{other}'}}, {{domain: digits}}]"
     for heads in ([], ["data.classes=10"]):
-        with pytest.raises(UserError, match=r"data\.heads: class 0 is '0' in a and '1' in b; give both the same classes"):
+        with pytest.raises(UserError, match=r"data\.heads: class 0 is '0' in a and '1' in b\. Use the same classes"):
             (site_sizes if heads else num_classes)(load("digits", [sites, *heads]))
     kept = f"sites=[{{domain: '{first}', classes: [1, 2], relabel: true}}, {{domain: '{other}'}}]"
     assert num_classes(load("digits", [kept])) == 2
@@ -85,7 +85,7 @@ def test_names_that_are_numbers_are_names(tmp_path: Path):
 
 def test_fewer_outputs_than_classes_are_refused(tmp_path: Path):
     sites = "sites=[{domain: digits, classes: [0, 1, 2]}, {domain: digits}]"
-    with pytest.raises(UserError, match=r"^data\.classes: got 3, but digits has 10 classes; take at least 10, or 0"):
+    with pytest.raises(UserError, match=r"^data\.classes: got 3, but digits has 10 classes\. Set at least 10, or 0"):
         site_sizes(load("digits", [sites, "data.classes=3"]))
     few = "sites=[{domain: digits, classes: [0, 1, 2]}]"
     assert site_sizes(load("digits", [few, "data.classes=3"]))

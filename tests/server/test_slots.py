@@ -56,13 +56,13 @@ def test_of_a_question_left_early_what_was_put_counts(tmp_path: Path):
 
 def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path):
     with pytest.raises(
-        TooFewRepliesError, match="counts by one number of samples in all weighted slots; put into all at once"
+        TooFewRepliesError, match="must have one number of samples in all weighted slots; put into all at once"
     ):
         trained(tmp_path, "Unequal")
 
 
 @pytest.mark.parametrize(("strategy", "told"), [
-    ("Fraction", r"slot 'networks': got 2\.5 samples of site-0000, takes a whole number from 0"),
+    ("Fraction", r"slot 'networks': samples of site-0000 must be a whole number from 0, not 2\.5"),
     ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
     ("Slashed", r"the slot 'networks/x' must have a name of letters"),
     ("NoSlots", r"its slots\(\) must return a dictionary of fedloom\.server\.strategies\.Sum and PerClientSlot"),

@@ -60,8 +60,6 @@ def test_a_module_of_the_users_that_sets_the_type_and_one_of_another_type(tmp_pa
     with ordinary():
         own = {**TREE, "network": {"name": "typed:net"}}
         assert run(own, f"run.root={tmp_path}", "run.name=own").summary["status"] == "finished"
-        with pytest.raises(
-            UserError, match=r"'typed:net' has weights of torch\.float64, takes torch\.float32; let it be made"
-        ):
+        with pytest.raises(UserError, match=r"'typed:net' has weights of torch\.float64, takes torch\.float32; convert"):
             run(own, f"run.root={tmp_path}", "run.name=other", "network.kind=float64")
     assert torch.get_default_dtype() == torch.float32

@@ -186,5 +186,5 @@ def test_a_method_that_leaves_the_program_makes_no_run_that_went_well(
     monkeypatch.syspath_prepend(folder)
     said = fedloom("run", "mine.yaml", "run.name=left", "engine.name=inline", "strategy={name: 'leaving:Leaves'}", "--quiet")
     assert said.code == 1, said
-    assert "fedloom: code from outside called exit(0); what was committed is kept" in said.err
+    assert "fedloom: code from outside called exit(0); committed rounds are saved" in said.err
     assert summary(folder / "runs" / "left")["status"] == "interrupted"

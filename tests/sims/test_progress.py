@@ -278,7 +278,7 @@ def test_a_run_says_what_it_is_at_before_anything_is_known_of_it(tmp_path: Path)
             load("digits", [*SMALL, "evaluation.statistics=recomputed", "data.validation=0", f"run.root={tmp_path}"]),
             listener=Hearing(pipe()),
         )
-    assert heard == ["looking at configuration and data"] * 2
+    assert heard == ["checking configuration and data"] * 2
 
 
 def test_one_is_told_as_one():

@@ -143,7 +143,7 @@ def test_a_damaged_summary_is_told_in_one_line(run: Path, broken: dict[str, Any]
 @pytest.mark.parametrize(("words", "told"), [
     (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations"),
     (["objective.groups=[3]"], "there are 2 layers: extractor.block1.0, extractor.block2.0"),
-    (["objective.mode='011'"], "objective.mode: '011' has 3 places, there are 2 groups of layers"),
+    (["objective.mode='011'"], "objective.mode: '011' has 3 digits, but there are 2 groups of layers"),
     (["objective.learner={name: tf, rank: 3}"], "rank"),
     (["objective.search={name: sampled, part: 2}"], "objective.search.part: got 2.0, takes a number from 0.0 to 1.0"),
     (["network.norm=batch", "evaluation.statistics=running"], "takes recomputed or batch"),

@@ -26,7 +26,7 @@ from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.progress.listeners import QuietListener
 from fedloom.sims.sweeps.events import Teller, repeat
 from fedloom.sims.sweeps.names import label_of, part_of_name, short_keys
-from fedloom.sims.sweeps.outcome import AT_IT, attempt
+from fedloom.sims.sweeps.outcome import BUSY_MESSAGE, attempt
 from fedloom.sims.sweeps.plan import plan
 from fedloom.sims.sweeps.work import carry_out, ready
 from fedloom.sims.sweeps.worker_pool import START, parts
@@ -158,10 +158,10 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--seeds", "0,0"], "two runs are the same (seed=0)"),
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
         (["--seeds", "0,1", "objective.mode=none"], "objective.mode: got 'none'"),
-        (["--parallel", "2"], "--parallel: is for many runs"),
-        (["seeds=0,1"], "seeds: a run for each is made by --seeds 0,1"),
-        (["seed=0,1"], "(seed of everything random); a run for each value: --sweep seed=0,1"),
-        (["training.rate=0.1,0.2"], "a run for each value: --sweep training.rate=0.1,0.2"),
+        (["--parallel", "2"], "--parallel: needs several runs"),
+        (["seeds=0,1"], "seeds: for one run per seed, use --seeds 0,1"),
+        (["seed=0,1"], "(seed of everything random); for one run per value, use --sweep seed=0,1"),
+        (["training.rate=0.1,0.2"], "for one run per value, use --sweep training.rate=0.1,0.2"),
     ],
 )
 def test_what_cannot_be_swept_is_told_before_anything_starts(fedloom: Command, tmp_path: Path, words: list[str], told: str):
@@ -247,7 +247,7 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
         first = next(line for line in begun.stdout if "round 2/30" in line).partition(":")[0]
         begun.send_signal(signal.SIGINT)
         _, told = begun.communicate(timeout=60)
-    assert begun.returncode == 130 and "the same command goes on" in told
+    assert begun.returncode == 130 and "run the same command again" in told
     assert not _processes_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert status(Path("runs", first)) == "interrupted" and not Path("runs/digits-seed=2").exists()
@@ -296,7 +296,7 @@ def test_a_run_that_another_process_is_at_is_busy(tmp_path: Path, fedloom: Comma
     lock = acquire(tmp_path / "digits-seed=0")
     found = sweep("digits", *words, seeds=[0, 1])
     assert [result.folder.name for result in found] == ["digits-seed=1"]
-    assert found.failed == {tmp_path / "digits-seed=0": AT_IT}
+    assert found.failed == {tmp_path / "digits-seed=0": BUSY_MESSAGE}
     refused(fedloom("run", "digits", *words, "--seeds", "0,1", "--overwrite"), "is working on it")
     os.close(lock)
     found = sweep("digits", *words, seeds=[0, 1])

@@ -1,1 +1,1 @@
-"""Compatible components (Gygli et al. 2021): extractors whose heads can be exchanged, and the methods that share parts."""
+"""Compatible components (Gygli et al. 2021): extractors with exchangeable heads, and methods that share parts."""

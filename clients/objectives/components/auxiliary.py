@@ -1,4 +1,4 @@
-"""Auxiliary tasks: small heads that all sites share, on the features of extractors that they do not."""
+"""Auxiliary tasks: small heads, shared by all sites, on the features of each site's own extractor."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,8 +18,13 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """What an auxiliary task sees of a site's batch: images [n, c, h, w], their features, and `common` [n]: the number of
-    each image's class among those that all sites have, -1 for others."""
+    """A site's batch for an auxiliary task.
+
+    Attributes:
+        images: float32 [n, c, h, w].
+        features: The extractor's outputs for the images.
+        common: int64 [n]: the number of each image's class among the classes that all sites have; -1 for others.
+    """
 
     images: Tensor
     features: Tensor
@@ -28,26 +33,33 @@ class Batch:
 
 @dataclass(frozen=True)
 class Auxiliary(ABC):
-    """A task whose head is shared. A further one is a class registered in AUXILIARY, or `module:attribute`."""
+    """Base class of tasks with a shared head. Register your own in AUXILIARY, or name it as `module:attribute`."""
 
-    weight: float = option(1.0, "of the loss", low=0.0)
+    weight: float = option(1.0, "weight of the task's loss", low=0.0)
 
     @property
     def supervised(self) -> bool:
-        """Whether it is about the classes that sites have in common, so that there must be some."""
+        """Whether the task needs classes that all sites have in common."""
         return False
 
     @abstractmethod
     def outputs(self, common: int) -> int:
-        """How many outputs its head has, for so many common classes."""
+        """Return the number of outputs of the head for `common` common classes."""
 
     def draw(self, generator: torch.Generator, images: int) -> State:
-        """What is random in the loss of the next batch, of at most so many images."""
+        """Return the random draws for the next batch's loss, for at most `images` images."""
         return {}
 
     @abstractmethod
     def loss(self, extract: Layer, head: Layer, batch: Batch, drawn: State) -> Tensor:
-        """The loss of a batch, not weighted: a pure function."""
+        """Return the unweighted loss of a batch: a pure function.
+
+        Args:
+            extract: The site's extractor, images [n, c, h, w] to features.
+            head: The shared head, features to [n, outputs].
+            batch: The batch.
+            drawn: The result of `draw`.
+        """
 
 
 AUXILIARY: Registry[Auxiliary] = Registry("auxiliary", Auxiliary)
@@ -56,9 +68,9 @@ AUXILIARY: Registry[Auxiliary] = Registry("auxiliary", Auxiliary)
 @AUXILIARY.register("dcc")
 @dataclass(frozen=True)
 class CommonClasses(Auxiliary):
-    """Discriminating the common classes (DCC, Eq. 1): cross-entropy over the images of these."""
+    """Discrimination of the common classes (DCC, Eq. 1): cross-entropy over their images."""
 
-    most: int = option(0, "of the common classes, the first so many of the first site's alone; 0: all", low=0)
+    most: int = option(0, "number of common classes to use, in the order of the first site; 0: all", low=0)
 
     @property
     def supervised(self) -> bool:
@@ -76,10 +88,10 @@ class CommonClasses(Auxiliary):
 @AUXILIARY.register("rp")
 @dataclass(frozen=True)
 class Rotations(Auxiliary):
-    """Rotation prediction (RP, Eq. 2): by how many quarter turns an image was turned."""
+    """Rotation prediction (RP, Eq. 2): by how many quarter turns an image was rotated."""
 
     turns: str = option(
-        "one", "of each image in a batch: one drawn by chance, or all four, as in the paper", choices=("one", "all")
+        "one", "rotations of each image in a batch: one at random, or all four, as in the paper", choices=("one", "all")
     )
 
     def outputs(self, common: int) -> int:
@@ -94,5 +106,5 @@ class Rotations(Auxiliary):
             labels = torch.arange(4, device=turned.device).repeat_interleave(turned.shape[1])
             return F.cross_entropy(full(head(extract(turned.flatten(0, 1)))), labels)
         labels = drawn["turns"][: turned.shape[1]].to(turned.device)
-        places = labels.view(1, -1, 1, 1, 1).expand(1, *turned.shape[1:])
-        return F.cross_entropy(full(head(extract(turned.gather(0, places)[0]))), labels)
+        index = labels.view(1, -1, 1, 1, 1).expand(1, *turned.shape[1:])
+        return F.cross_entropy(full(head(extract(turned.gather(0, index)[0]))), labels)

@@ -1,4 +1,4 @@
-"""A site at work on its own extractor and head, and on the auxiliary heads that all share."""
+"""Sessions of a site that trains its own extractor and head, and the auxiliary heads that all sites share."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -14,42 +14,47 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Task
 from fedloom.clients.objectives.components.auxiliary import Auxiliary, Batch, Layer
 from fedloom.clients.objectives.components.sharing import Sharing
-from fedloom.clients.objectives.plain import PlainSession, state_of
+from fedloom.clients.objectives.plain import PlainSession, below, state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.fusion.state import State
 
-AUXILIARY_HEADS = "auxiliary"  # the record of auxiliary heads, down and up: names are those of tasks and tensors
-COMMON = "common"  # down: of each output of the site's network the number of its class among the common ones, or -1
-FROZEN = "frozen"  # down: the auxiliary heads are not to be trained
-START = "start"  # down, to sites that have not trained yet: parts of a network that was trained before
+AUXILIARY_HEADS = "auxiliary"  # record of auxiliary heads, down and up; names are TASK.TENSOR
+COMMON = "common"  # down: for each output of the site's network, its class number among the common ones, or -1
+FROZEN = "frozen"  # down: do not train the auxiliary heads
+START = "start"  # down, to sites that have not trained yet: parts of a pretrained network
 HELD = "held"
-NUMBER = "number"  # in COMMON: how many common classes there are
+NUMBER = "number"  # in COMMON: the number of common classes
 
 
 class SharedParts(PlainSession):
-    """The site's own network, with what the server averages put in; nothing but that part goes to the server."""
+    """Trains the site's network, with the shared part from the server. Only this part is sent back."""
 
     def __init__(self, task: Task, sharing: Sharing, alike: bool = False) -> None:
         self.sharing, self.alike = sharing, alike
         super().__init__(task)
 
     def start(self) -> State:
-        """The site's own state, or its first one; over it what the server sent."""
+        """Return the site's own or first state, with the server's tensors in place of its own."""
         return {**(self.task.own or self.first()), **self.task.incoming.get(MEAN, {})}
 
     def first(self) -> State:
-        """As the site's name draws it; as for all others (`alike`), or only the parts that methods start alike with. Over it
-        what was trained before, if the server sent that."""
+        """Return the site's first state, seeded by its name.
+
+        All sites share the whole state (`alike`), or the parts `sharing.common`. Pretrained parts from the server (START)
+        replace their tensors.
+        """
         config, site = self.task.config, self.task.site
         shared = initial_state(config, site=site)
-        given = self.task.incoming.get(START, {})
+        pretrained = self.task.incoming.get(START, {})
         if self.alike:
-            return {**shared, **given}
-        common = {name: one for name, one in shared.items() if self.sharing.common and name.startswith(self.sharing.common)}
-        return {**initial_state(config, site.name, site), **common, **given}
+            return {**shared, **pretrained}
+        common = {
+            name: tensor for name, tensor in shared.items() if self.sharing.common and name.startswith(self.sharing.common)
+        }
+        return {**initial_state(config, site.name, site), **common, **pretrained}
 
     def stages(self) -> Sequence[tuple[float, list[nn.Parameter]]]:
-        return [(end, [one for name, one in self.weights().items() if name.startswith(prefixes)])
+        return [(end, [weight for name, weight in self.weights().items() if name.startswith(prefixes)])
                 for end, prefixes in self.sharing.stages]  # fmt: skip
 
     def contribution(self) -> dict[str, State]:
@@ -60,31 +65,33 @@ class SharedParts(PlainSession):
 
 
 class CompatibleSession(SharedParts):
-    """The same with auxiliary heads (Eq. 1 and 2), and with a task head that is held near the one of the common classes."""
+    """Adds auxiliary heads (Eq. 1 and 2), and pulls the task head to the auxiliary head of the common classes."""
 
     def __init__(
         self, task: Task, sharing: Sharing, alike: bool, tasks: Mapping[str, Auxiliary], pull: float, unit: float
     ) -> None:
         super().__init__(task, sharing, alike)
         self.tasks, self.pull, self.unit = tasks, pull, unit
-        given = {name: tensor.to(task.device) for name, tensor in task.incoming.get(AUXILIARY_HEADS, {}).items()}
+        sent = {name: tensor.to(task.device) for name, tensor in task.incoming.get(AUXILIARY_HEADS, {}).items()}
         common = task.incoming.get(COMMON, {})
         nothing = torch.full((self.outputs.stop,), -1)
         self.common = common.get(COMMON, nothing).to(task.device)
         self.frozen = FROZEN in task.incoming
         own = task.architecture
-        self.heads = {name: head_of(own, one.outputs(int(common[NUMBER]))).to(task.device).train()
-                      for name, one in tasks.items()}  # fmt: skip
+        self.heads = {name: head_of(own, auxiliary.outputs(int(common[NUMBER]))).to(task.device).train()
+                      for name, auxiliary in tasks.items()}  # fmt: skip
         for name, head in self.heads.items():
-            head.load_state_dict(of(given, f"{name}."))
+            head.load_state_dict(below(sent, f"{name}."))
         self.by_class = {HEAD + key for key in class_tensors(own)}
-        self.near = self._near(given, own) if pull else {}
+        self.near = self._near(sent, own) if pull else {}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The site's network and, unless they are frozen, its copies of the auxiliary heads."""
+        """Return the site's network and, unless frozen, its copies of the auxiliary heads."""
         heads = {} if self.frozen else self.heads
         copies = {
-            f"{AUXILIARY_HEADS}.{name}.{key}": one for name, head in heads.items() for key, one in head.named_parameters()
+            f"{AUXILIARY_HEADS}.{name}.{key}": weight
+            for name, head in heads.items()
+            for key, weight in head.named_parameters()
         }
         return {**self.parts, **copies}
 
@@ -92,10 +99,10 @@ class CompatibleSession(SharedParts):
         return [(1.0, self.parameters())]
 
     def per_step_inputs(self) -> tuple[State, ...]:
-        """What this site's loss has of its own, and what each task draws."""
+        """Return the site's own inputs of the loss, and each task's random draws."""
         images = self.task.config.training.batch
         mine = {COMMON: self.common, **self.near}
-        return mine, *(one.draw(self.task.generator, images) for one in self.tasks.values())
+        return mine, *(auxiliary.draw(self.task.generator, images) for auxiliary in self.tasks.values())
 
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         extract = self._layer(self.network.extractor, weights, "extractor.")
@@ -104,9 +111,9 @@ class CompatibleSession(SharedParts):
         loss = self.task.loss(scores[:, self.outputs], labels)
         mine, *drawn_by_task = drawn
         batch = Batch(images, features, mine[COMMON][labels + self.outputs.start])
-        for (name, one), random in zip(self.tasks.items(), drawn_by_task, strict=True):
+        for (name, auxiliary), random in zip(self.tasks.items(), drawn_by_task, strict=True):
             head = self._layer(self.heads[name], weights, f"{AUXILIARY_HEADS}.{name}.")
-            loss = loss + one.weight * one.loss(extract, head, batch, random)
+            loss = loss + auxiliary.weight * auxiliary.loss(extract, head, batch, random)
         if self.unit:
             loss = loss + self.unit * off_unit_length(features)
         for name in self.near.keys() - {HELD}:
@@ -118,49 +125,46 @@ class CompatibleSession(SharedParts):
     def contribution(self) -> dict[str, State]:
         if self.frozen or not self.tasks:
             return {}
-        return {AUXILIARY_HEADS: {f"{name}.{key}": one for name, head in self.heads.items()
-                                  for key, one in state_of(head).items()}}  # fmt: skip
+        return {AUXILIARY_HEADS: {f"{name}.{key}": tensor for name, head in self.heads.items()
+                                  for key, tensor in state_of(head).items()}}  # fmt: skip
 
     def _layer(self, module: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> Layer:
-        """A part of the network at these weights, or as it is if they are its own."""
-        mine = of(weights, prefix)
-        if all(mine.get(name, one) is one for name, one in module.named_parameters()):
+        """Return a part of the network with these weights."""
+        own = below(weights, prefix)
+        if all(own.get(name, weight) is weight for name, weight in module.named_parameters()):
             return module
-        return lambda images: functional_call(module, mine, (images,))
+        return lambda images: functional_call(module, own, (images,))
 
-    def _near(self, given: State, own: Architecture) -> State:
-        """By name of a weight of the task head the values that it is held near, those of the head that tells common classes
-        apart; HELD: of the rows of classes those that are. (Near a head of rotations, which reads features in other ways,
-        own accuracy on digits fell by five points, and heads fitted no better.)"""
-        name = next((name for name, one in self.tasks.items() if one.supervised), "")
+    def _near(self, heads: State, own: Architecture) -> State:
+        """Return the target of each weight of the task head: the auxiliary head of the common classes.
+
+        HELD: 1 for rows of classes with a target, else 0. (With a head of rotations as the target, own accuracy on digits
+        fell by five points, and heads fitted no better.)
+        """
+        name = next((name for name, auxiliary in self.tasks.items() if auxiliary.supervised), "")
         if not name:
             return {}
-        told_apart = len(given[next(f"{name}.{key}" for key in class_tensors(own))])
-        near: State = {HELD: ((self.common >= 0) & (self.common < told_apart)).float()}
-        places = self.common.clamp(0, told_apart - 1)
+        known = len(heads[next(f"{name}.{key}" for key in class_tensors(own))])
+        near: State = {HELD: ((self.common >= 0) & (self.common < known)).float()}
+        rows = self.common.clamp(0, known - 1)
         for key, _ in self.network.head.named_parameters():
-            goal = given[f"{name}.{key}"]
-            near[HEAD + key] = goal[places] if HEAD + key in self.by_class else goal
+            goal = heads[f"{name}.{key}"]
+            near[HEAD + key] = goal[rows] if HEAD + key in self.by_class else goal
         return near
 
 
 def off_unit_length(features: Tensor) -> Tensor:
-    """The mean over images of (||f|| - 1)^2, of features f [n, ...]: the loss for unit length (components, App. C.1)."""
+    """Return the loss for unit length of features f [n, ...]: the mean of (||f|| - 1)^2 (components, App. C.1)."""
     return (features.flatten(1).norm(dim=1) - 1.0).square().mean()
 
 
 def head_of(architecture: Architecture, outputs: int) -> nn.Module:
-    """A head as the architecture's, of so many outputs, its weights undefined."""
+    """Build a head like the architecture's with `outputs` outputs and undefined weights."""
     return replace(architecture, classes=outputs).build().head
 
 
 @functools.lru_cache(maxsize=64)
 def class_tensors(architecture: Architecture) -> frozenset[str]:
-    """The names of the head's tensors that have a row for each class."""
+    """Return the names of the head's tensors that have a row for each class."""
     heads = [head_of(architecture, architecture.classes + more).state_dict() for more in (0, 1)]
     return frozenset(name for name, tensor in heads[0].items() if tensor.shape != heads[1][name].shape)
-
-
-def of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors below a prefix, by the rest of their names."""
-    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Base learners: how the weights of a shared layer are made of what all sites share and of what is a site's own."""
+"""Base learners: they compute a shared layer's weights from shared and the site's own parameters."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,25 +19,25 @@ WEIGHT, BIAS = "weight", "bias"
 
 @dataclass(frozen=True)
 class BaseLearner(ABC):
-    """A further one is a class registered in BASE_LEARNERS, or `module:attribute`.
+    """Base class of base learners. Register your own in BASE_LEARNERS, or name it as `module:attribute`.
 
-    A layer is given by its own tensors: "weight" [out, in, k, k] or [out, in] and, if it has one, "bias" [out].
+    A layer's state has "weight", [out, in, k, k] or [out, in], and "bias", [out], if the layer has one.
     """
 
     @abstractmethod
     def shared(self, layer: State, generator: torch.Generator) -> State:
-        """What all sites share of a layer, as it starts. `layer`: its tensors as any network's start."""
+        """Return the initial shared parameters of a layer. `layer`: its initial tensors in an ordinary network."""
 
     def own(self, layer: State, generator: torch.Generator) -> State:
-        """What a site adds to it, as it starts."""
+        """Return a site's own initial parameters of a layer."""
         return {}
 
     @abstractmethod
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The layer's tensors, of which gradients reach both."""
+        """Return the layer's tensors, differentiable in both kinds of parameters."""
 
     def check(self, layer: State, name: str) -> None:
-        """UserError for a layer that it cannot make."""
+        """Raise UserError for a layer that the learner does not support."""
         return
 
 
@@ -47,7 +47,7 @@ BASE_LEARNERS: Registry[BaseLearner] = Registry("base learner", BaseLearner)
 @BASE_LEARNERS.register("hps")
 @dataclass(frozen=True)
 class HardSharing(BaseLearner):
-    """Hard parameter sharing (Caruana 1997): a shared layer is the same for all."""
+    """Hard parameter sharing (Caruana 1997): a shared layer is the same at all sites."""
 
     def shared(self, layer: State, generator: torch.Generator) -> State:
         return {name: tensor.clone() for name, tensor in layer.items()}
@@ -59,30 +59,34 @@ class HardSharing(BaseLearner):
 @BASE_LEARNERS.register("tf")
 @dataclass(frozen=True)
 class TensorFactorisation(BaseLearner):
-    """Tucker factors (Yang & Hospedales 2017; Bulat et al. 2020): a shared core of the weight's shape times a square matrix
-    of the site's for each of its dimensions; a bias of the site's. Matrices start at the identity."""
+    """Tucker factorisation (Yang & Hospedales 2017; Bulat et al. 2020).
+
+    A weight is a shared core of its shape, times the site's square matrix for each dimension. The bias is the site's.
+    Matrices start at the identity.
+    """
 
     def shared(self, layer: State, generator: torch.Generator) -> State:
         return {"core": layer[WEIGHT].clone()}
 
     def own(self, layer: State, generator: torch.Generator) -> State:
-        factors = {f"factor{place}": torch.eye(size) for place, size in enumerate(layer[WEIGHT].shape)}
+        factors = {f"factor{dimension}": torch.eye(size) for dimension, size in enumerate(layer[WEIGHT].shape)}
         return {**factors, **_bias(layer)}
 
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight = shared["core"]
-        for place in range(weight.ndim):  # each turn takes the first dimension and puts its product last
-            weight = torch.einsum("a...,ab->...b", weight, own[f"factor{place}"])
+        for dimension in range(weight.ndim):  # each step multiplies the first dimension and moves it to the end
+            weight = torch.einsum("a...,ab->...b", weight, own[f"factor{dimension}"])
         return {WEIGHT: weight, **({BIAS: own[BIAS]} if BIAS in own else {})}
 
 
 @BASE_LEARNERS.register("df_cnn")
 @dataclass(frozen=True)
 class DeconvolutionalFactorisation(BaseLearner):
-    """DF-CNN (Lee et al. 2019): a small shared tensor [c, h, h], deconvolved by the site to [m, k, k] (stride 2), ReLU, and
-    contracted with the site's tensor [m, out, in]. For convolutions with an odd kernel k = 2h - 1.
+    """DF-CNN (Lee et al. 2019), for convolutions with an odd kernel k = 2h - 1.
 
-    What is contracted starts with a norm of about 1, so that a step moves the weights as far as one of an ordinary layer.
+    The site deconvolves a small shared tensor [c, h, h] to [m, k, k] (stride 2), applies ReLU, and contracts the result with
+    its tensor [m, out, in]. The contracted tensors start with a norm of about 1, so that a step moves the weights as far as
+    in an ordinary layer.
     """
 
     knowledge: float = option(0.5, "channels of the shared tensor, as a share of the layer's outputs", low=0.01, high=16.0)
@@ -96,7 +100,7 @@ class DeconvolutionalFactorisation(BaseLearner):
     def own(self, layer: State, generator: torch.Generator) -> State:
         out, inputs, kernel = layer[WEIGHT].shape[:3]
         channels, middle, side = _share(out, self.knowledge), _share(out, self.middle), (kernel + 1) // 2
-        reached = ((3 * side - 2) / kernel) ** 2  # how many places each place of the deconvolution is made of, on average
+        reached = ((3 * side - 2) / kernel) ** 2  # mean number of inputs to each position of the deconvolution
         return {
             "deconvolution": torch.randn(channels, middle, 3, 3, generator=generator) * math.sqrt(2 / (middle * reached)),
             "shift": torch.zeros(middle),
@@ -110,11 +114,11 @@ class DeconvolutionalFactorisation(BaseLearner):
         return {WEIGHT: weight, **({BIAS: own[BIAS]} if BIAS in own else {})}
 
     def check(self, layer: State, name: str) -> None:
-        """UserError for a layer that is no convolution with an odd, square kernel in one group."""
+        """Raise UserError unless the layer is a convolution with an odd, square kernel in one group."""
         shape = layer[WEIGHT].shape
         if len(shape) != 4 or shape[2] != shape[3] or not shape[2] % 2:
-            told = f"'{name}' has weights {' x '.join(map(str, shape))}"
-            raise UserError(f"objective.learner: df_cnn takes convolutions with odd square kernels; {told}")
+            fault = f"'{name}' has weights {' x '.join(map(str, shape))}"
+            raise UserError(f"objective.learner: df_cnn takes convolutions with odd square kernels; {fault}")
 
 
 def _share(outputs: int, share: float) -> int:

@@ -1,4 +1,4 @@
-"""The site's half of layer selection."""
+"""The client's half of layer selection."""
 
 from dataclasses import dataclass
 
@@ -12,33 +12,31 @@ from fedloom.clients.protocol.messages import MEAN, MODEL, RIGHT, TOTAL
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
-COMPOSED = "composed"  # a question: how good is the site's network with the shared parameters that were sent
+COMPOSED = "composed"  # question: the accuracy of the site's network with the shared parameters in the message
 
 
 @OBJECTIVES.register("layer_selection")
 @dataclass(frozen=True)
 class LayerSelection(SelectionOptions):
-    """LASEM (Lee et al. 2021): of every group of layers a shared and an own set of parameters, and by expectation-
-    maximisation which of them the site uses."""
+    """LASEM (Lee et al. 2021): each site learns by expectation-maximisation which groups of layers to share."""
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         return SelectionSession(self, task)
 
     def network(self, task: Task, images: Images) -> State | None:
-        """What was sent, or the site's own under its configuration, with the shared parameters that it trained last."""
+        """Return the network in the message, or the site's own in its configuration."""
         if MODEL in task.incoming:
             return task.incoming[MODEL]
-        found = composed(self, task, task.incoming.get(MEAN, {}))
-        return None if found is None else found[0]
+        result = composed(self, task, task.incoming.get(MEAN, {}))
+        return None if result is None else result[0]
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """COMPOSED: right answers on the site's own test images with the shared parameters that were sent."""
+        """Answer COMPOSED: right answers on the site's test images with the message's shared parameters."""
         if kind != COMPOSED:
             return super().answer(kind, task, images)
         state = self.network(task, images)
         if state is None:
-            raise UserError(f"{task.site.name}: has no network of its own yet; it has not trained")
+            raise UserError(f"{task.site.name}: the site has not trained yet, so it has no network to measure")
         task.network.load_state_dict(state)
         config, test = task.config, task.held_out("test")
         view = HeadView(task.network, outputs(config, task.site.spec), config.evaluation.statistics).eval()

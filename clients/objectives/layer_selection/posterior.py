@@ -1,4 +1,4 @@
-"""The E-step: how probable each transfer configuration is (LASEM, Eq. 1 and 2)."""
+"""The E-step: the probability of each transfer configuration (LASEM, Eq. 1 and 2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,31 +8,31 @@ from torch import Tensor
 
 from fedloom.clients.objectives.layer_selection.configurations import Configuration
 
-TIED = 1e-9  # configurations whose posteriors differ by less, as a share, are equally probable
+TIED = 1e-9  # posteriors that differ by a smaller share are equal
 
 
 def mean_likelihood(log_probabilities: Tensor) -> Tensor:
-    """The mean probability of the images' classes, its logarithm: what the authors' code takes."""
+    """Return the logarithm of the mean probability of the images' labels, as in the authors' code."""
     return torch.logsumexp(log_probabilities, -1) - torch.log(torch.tensor(float(log_probabilities.shape[-1])))
 
 
 def joint_likelihood(log_probabilities: Tensor) -> Tensor:
-    """The probability of all the images' classes together, its logarithm."""
+    """Return the logarithm of the joint probability of the images' labels."""
     return log_probabilities.sum(-1)
 
 
 LIKELIHOODS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_likelihood, "joint": joint_likelihood}
-"""Of log-probabilities [k, n] of n images' classes under k configurations: the log-likelihood of each, [k]."""
+"""By name, functions from log-probabilities [k, n] of n images' labels under k configurations to log-likelihoods [k]."""
 
 
 def by_winner(counts: Tensor, posterior: Tensor) -> Tensor:
-    """Eq. 1: one more mini-batch for the most probable configuration; several that are equally probable divide it."""
+    """Add 1 to the count of the most probable configuration (Eq. 1). Equally probable ones share it."""
     winners = (posterior >= posterior.max() * (1.0 - TIED)).to(counts.dtype)
     return counts + winners / winners.sum()
 
 
 def by_posterior(counts: Tensor, posterior: Tensor) -> Tensor:
-    """The mean of posteriors in the place of counts, which the paper names beside Eq. 1 and its code takes."""
+    """Add the posterior to the counts, an alternative to Eq. 1 that the paper mentions and its code uses."""
     return counts + posterior
 
 
@@ -40,16 +40,16 @@ TASKS = "tasks"
 PRIORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "counts": by_winner,
     "posteriors": by_posterior,
-    TASKS: by_winner,  # the counts of all other sites come to the site's own
+    TASKS: by_winner,  # with the counts of all other sites
 }
 
 
 @dataclass
 class Belief:
-    """What a site believes of its transfer configurations, [k] in the order of `configurations`.
+    """A site's belief about its transfer configurations. All tensors are [k], in the order of `configurations`.
 
-    `counts`: n_c of its own mini-batches; `others`: of all other sites', if the prior takes them. `fixed`: probabilities
-    that stay as they are (Sec. 4.3), in the place of posteriors.
+    `counts`: n_c of the site's own batches. `others`: of all other sites, if the prior uses them. `fixed`: constant
+    probabilities instead of posteriors (Sec. 4.3).
     """
 
     configurations: Sequence[Configuration]
@@ -60,34 +60,37 @@ class Belief:
     smoothing: float = 1.0
 
     def prior(self) -> Tensor:
-        """Eq. 1, float64 [k]."""
+        """Return the prior (Eq. 1), float64 [k]."""
         if self.fixed is not None:
             return self.fixed
         smoothed = self.counts + self.others + self.smoothing
         return smoothed / smoothed.sum()
 
-    def posterior(self, log_likelihood: Tensor, places: Tensor) -> Tensor:
-        """Eq. 2, float64 [k]: of the configurations at `places`, of which `log_likelihood` is; 0 for all others."""
+    def posterior(self, log_likelihood: Tensor, indices: Tensor) -> Tensor:
+        """Return the posterior (Eq. 2), float64 [k].
+
+        `log_likelihood` belongs to the configurations with these indices. The posterior of all others is 0.
+        """
         if self.fixed is not None:
             return self.fixed
-        found = torch.zeros_like(self.counts)
-        found[places] = torch.softmax(self.prior()[places].log() + log_likelihood.double().cpu(), 0)
-        return found
+        posterior = torch.zeros_like(self.counts)
+        posterior[indices] = torch.softmax(self.prior()[indices].log() + log_likelihood.double().cpu(), 0)
+        return posterior
 
     def learn(self, posterior: Tensor) -> None:
-        """Take a mini-batch's posterior into the prior."""
+        """Update the counts with a batch's posterior."""
         if self.fixed is None:
             self.counts = self.update(self.counts, posterior)
 
     def likely(self, left_out: float) -> Tensor:
-        """The places of the fewest configurations whose prior is at least 1 - left_out together, in order."""
+        """Return the indices of the fewest configurations with a total prior of at least 1 - left_out, in order."""
         prior = self.prior()
         order = prior.argsort(descending=True, stable=True)
         enough = int((prior[order].cumsum(0) < 1.0 - left_out).sum()) + 1
         return order[:enough].sort().values
 
     def watched(self, left_out: float) -> Tensor:
-        """Those that are `likely`, and where they are learned one further: another one with each mini-batch that counted."""
+        """Return the indices of the `likely` configurations and, if they are learned, one other in rotation."""
         likely = self.likely(left_out)
         others = torch.ones(len(self.counts), dtype=torch.bool).index_fill(0, likely, False).nonzero().flatten()
         if self.fixed is not None or not len(others):
@@ -96,10 +99,10 @@ class Belief:
         return torch.cat([likely, further[None]]).sort().values
 
     def best(self) -> Configuration:
-        """The most probable one a priori, which is what the site uses."""
+        """Return the configuration with the largest prior, which the site uses."""
         return self.configurations[int(self.prior().argmax())]
 
 
 def shares(belief: Belief, posterior: Tensor) -> Tensor:
-    """How probable it is of each group of layers that it is shared, [groups]."""
+    """Return the probability of each group of layers that it is shared, [groups]."""
     return posterior @ torch.tensor(belief.configurations, dtype=posterior.dtype)

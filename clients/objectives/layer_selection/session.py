@@ -1,4 +1,4 @@
-"""A site that learns which layers to share while it trains (LASEM, Algorithm 1)."""
+"""The session of a site that learns which layers to share while it trains (LASEM, Algorithm 1)."""
 
 from collections.abc import Mapping
 
@@ -13,40 +13,40 @@ from fedloom.clients.objectives.layer_selection.options import SelectionOptions
 from fedloom.clients.objectives.layer_selection.posterior import LIKELIHOODS, PRIORS, TASKS, Belief, shares
 from fedloom.clients.objectives.layer_selection.search import Pace, Step
 from fedloom.clients.objectives.layer_selection.tree import Tree
-from fedloom.clients.objectives.plain import state_of
+from fedloom.clients.objectives.plain import below, state_of
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
 
-SELECTION = "selection"  # up: what the site found
-MASS = "mass"  # [groups]: how probable it was of each group to be shared, the mean over the round's steps
+SELECTION = "selection"  # up: the site's selection
+MASS = "mass"  # [groups]: probability of each group to be shared, the mean over the round's steps
 CHOSEN = "chosen"  # [groups]: the configuration that the site uses
-COUNTS = "counts"  # [configurations], for TASKS: its mini-batches by most probable configuration; down: all other sites'
-BEGUN = "begun"  # in a site's own state: it has trained layers of its own, after a warm-up if there is one
-NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's own state, before names of tensors
+COUNTS = "counts"  # [configurations], for TASKS: the site's batches by most probable configuration; down: all other sites'
+BEGUN = "begun"  # in a site's state: whether it has trained its own layers, after any warm-up
+NETWORK, OWN_PARTS, SHARED_PARTS = "network/", "own/", "shared/"  # in a site's state: prefixes of tensors' names
 
 
 class SelectionSession(Session):
-    """The site's own layers, what it adds to shared ones, and its copy of what all share."""
+    """Trains the site's own layers, its own parameters of shared layers, and its copy of the shared parameters."""
 
     def __init__(self, objective: SelectionOptions, task: Task) -> None:
         self.objective, self.task = objective, task
         self.outputs, self.layers = outputs(task.config, task.site.spec), objective.layers_of(task.config, task.site)
         stored = task.own or {}
-        given = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
+        shared = task.incoming.get(MEAN) or self.layers.shared(task.config, task.site)
         added = below(stored, OWN_PARTS) or self.layers.own(task.config, task.site)
         self.begun = has_begun(stored)
         self.belief = belief_of(objective, len(self.layers.groups), stored, task.incoming.get(COUNTS, {}), task.round)
         network = below(stored, NETWORK) or initial_state(task.config, task.site.name, task.site)
         follows = objective.warm_up and not self.begun
-        task.network.load_state_dict({**network, **self.layers.weights(given, added)} if follows else network)
-        self.network, self.shared, self.added = task.network, _parameters(given, task), _parameters(added, task)
+        task.network.load_state_dict({**network, **self.layers.weights(shared, added)} if follows else network)
+        self.network, self.shared, self.added = task.network, _parameters(shared, task), _parameters(added, task)
         self.tree = Tree(self.network, self.layers.groups)
         self.evidence: tuple[Tensor, Tensor] | None = None
         self.pace, self.masses = Pace(objective.m_steps), list[Tensor]()
 
     def training_images(self, images: Images) -> Images:
-        """All, or those that the E-step does not look at: the same ones in all rounds."""
+        """Return the images not held out for the E-step. The held-out images are the same in all rounds."""
         number = round(self.objective.held_out * len(images))
         if not number or self.objective.mode != LEARNED or number == len(images):
             return images
@@ -59,7 +59,7 @@ class SelectionSession(Session):
         return [*self.network.parameters(), *self.shared.values(), *self.added.values()]
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss whose gradient is that of Eq. 3 and 4 for this mini-batch, or an unbiased estimate of it."""
+        """Return a loss whose gradient is that of Eq. 3 and 4 for this batch, or an unbiased estimate of it."""
         step = Step(
             tree=self.tree,
             belief=self.belief,
@@ -81,10 +81,10 @@ class SelectionSession(Session):
     def contribution(self) -> dict[str, State]:
         chosen = torch.tensor(self.belief.best(), dtype=torch.float32)
         mass = torch.stack(self.masses).mean(0).float() if self.masses else chosen
-        found = {MASS: mass, CHOSEN: chosen}
+        selection = {MASS: mass, CHOSEN: chosen}
         if self.objective.prior == TASKS:
-            found[COUNTS] = self.belief.counts.long()
-        return {SITE: _plain(self.shared), SELECTION: found}
+            selection[COUNTS] = self.belief.counts.long()
+        return {SITE: _plain(self.shared), SELECTION: selection}
 
     def local_state(self) -> State | None:
         return {
@@ -98,13 +98,15 @@ class SelectionSession(Session):
 
 
 def belief_of(objective: SelectionOptions, groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
-    """A site's belief as it was stored, or the uniform one; of a configuration that is given, or warms up in this round (and
-    has never trained otherwise), the fixed one."""
+    """Return a site's stored belief, or a uniform one. It is fixed if `mode` is, and in a warm-up.
+
+    A site that has already trained its own layers does not warm up again.
+    """
     warms_up = round <= objective.warm_up and not has_begun(stored)
     configurations = objective.configurations(groups, warms_up)
     nothing = torch.zeros(len(configurations), dtype=torch.float64)
-    kept = stored.get(COUNTS, nothing)
-    counts = kept.double() if len(kept) == len(nothing) else nothing
+    stored_counts = stored.get(COUNTS, nothing)
+    counts = stored_counts.double() if len(stored_counts) == len(nothing) else nothing
     return Belief(
         configurations,
         counts,
@@ -116,16 +118,18 @@ def belief_of(objective: SelectionOptions, groups: int, stored: State, others: M
 
 
 def has_begun(stored: State) -> bool:
-    """Whether a site has trained layers of its own, after a warm-up if there is one; states of earlier versions have no word
-    of it, but counts."""
-    found = stored.get(BEGUN, stored.get(COUNTS))
-    return found is not None and bool(found.any())
+    """Return whether a site has trained its own layers, after any warm-up.
+
+    States of earlier versions have only counts.
+    """
+    flag = stored.get(BEGUN, stored.get(COUNTS))
+    return flag is not None and bool(flag.any())
 
 
 def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tensor]) -> tuple[State, Configuration] | None:
-    """The site's network under the configuration that it uses, with these shared parameters (none: those it trained last).
+    """Return the site's network in its configuration, and the configuration; None if the site has not trained yet.
 
-    None if the site has not trained yet.
+    `shared`: the shared parameters; empty: those that the site trained last.
     """
     stored = task.own
     if stored is None or not (network := below(stored, NETWORK)):
@@ -137,21 +141,16 @@ def composed(objective: SelectionOptions, task: Task, shared: Mapping[str, Tenso
     return {**network, **used}, best
 
 
-def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, by the rest of their names."""
-    return {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> State:
-    """The same with a prefix before all names."""
+    """Add a prefix to the names of a state's tensors."""
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
 def _parameters(state: Mapping[str, Tensor], task: Task) -> dict[str, nn.Parameter]:
-    """In the order of names: gradients are summed up in it, and states from disk have none."""
+    """Convert a state to parameters, sorted by name: gradients add up in this order, and files have no order."""
     tensors = {name: state[name] for name in sorted(state)}
     return {name: nn.Parameter(tensor.detach().to(task.device, copy=True)) for name, tensor in tensors.items()}
 
 
 def _plain(parameters: Mapping[str, Tensor]) -> State:
-    return {name: one.detach().to("cpu", copy=True) for name, one in parameters.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from fedloom.clients.objectives import Experiment
-from fedloom.clients.objectives.components.session import of
 from fedloom.clients.objectives.components.sharing import HEAD
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS, check_prototypes
+from fedloom.clients.objectives.plain import below
 from fedloom.clients.protocol.messages import MEAN, TRAIN
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
@@ -70,7 +70,7 @@ class FedGH(Recombining):
 
     def _trained(self, context: RoundContext, features: torch.Tensor, labels: torch.Tensor) -> State:
         head = context.architecture(context.sites[0]).build().head
-        head.load_state_dict(of(context.server_state(GLOBAL), HEAD))
+        head.load_state_dict(below(context.server_state(GLOBAL), HEAD))
         training, weights = replace(context.experiment.training, weight_decay=0.0), list(head.train().parameters())
         step = training.optimizer.bind(weights, training)
         for _ in range(self.passes):

@@ -24,8 +24,9 @@ from fedloom.clients.objectives.components.objective import (
     RECOMBINE,
     Components,
 )
-from fedloom.clients.objectives.components.session import class_tensors, of
+from fedloom.clients.objectives.components.session import class_tensors
 from fedloom.clients.objectives.components.sharing import ALONE, EXTRACTOR, HEAD
+from fedloom.clients.objectives.plain import below
 from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.conf.errors import UserError, unknown
@@ -260,7 +261,7 @@ def check_parts(experiment: Experiment) -> None:
 
 def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a head's tensors, without the rows of classes."""
-    state, by_class = of(shapes(architecture), HEAD), class_tensors(architecture)
+    state, by_class = below(shapes(architecture), HEAD), class_tensors(architecture)
     return {name: tuple(tensor.shape[1:] if name in by_class else tensor.shape) for name, tensor in state.items()}
 
 
