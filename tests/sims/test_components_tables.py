@@ -10,9 +10,9 @@ import torch
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import components, papers
-from fedloom.sims.experiments.components import feature_correlation, sizes, tables
-from fedloom.sims.experiments.components.methods import ALL, DCC, INDEPENDENT, PULLS, WAYS
+from fedloom.sims.experiments.components import runs, sizes, tables
 from fedloom.sims.experiments.components.runs import Measurements, measured, way
+from fedloom.sims.experiments.components.sizes import ALL, DCC, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.study import Study
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
@@ -90,7 +90,7 @@ def test_same_start_shows_in_the_correlation_of_features(study: Study) -> None:
 def test_correlation_is_of_each_channel_with_each() -> None:
     one = torch.tensor([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
     other = torch.tensor([[5.0, 3.0], [0.0, 2.0], [0.0, 1.0]])
-    table = feature_correlation.correlations(one, other)
+    table = runs.correlations(one, other)
     assert table[0, 1] == pytest.approx(-1.0) and table[0, 0] == pytest.approx(-math.sqrt(3) / 2)
     assert table[1].tolist() == [0.0, 0.0]
 

@@ -12,7 +12,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.sims.experiments import unlearning
-from fedloom.sims.experiments.unlearning import sequence, shadows, traces
+from fedloom.sims.experiments.unlearning import shadows, traces
 from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
 
@@ -24,7 +24,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small["data"] = {**shadows.SETTING["data"], "size": 8}
     for name, number in (("POOL", 40), ("DRAWN", 20), ("KEPT", 20), ("TEST", 30)):
         monkeypatch.setattr(shadows, name, number)
-    for module in (shadows, traces, sequence):
+    for module in (shadows, traces):
         monkeypatch.setattr(module, "SETTING", small)
     for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MOST", 4), ("RELEARNED", 1)):
         monkeypatch.setattr(traces, name, number)
@@ -105,7 +105,7 @@ def test_a_federation_forgets_in_every_way(method: str, ways: set[str]):
 
 
 def test_sites_that_leave_one_after_the_other_are_measured_on_both_sides():
-    found = sequence.left("averaging", 0)
+    found = traces.left("averaging", 0)
     assert [list(one) for one in found] == [["subtract"], *[["subtract", "retrained"]] * 3]
     assert all(0 <= share <= 1 for one in found for sides in one.values() for share in sides.values())
 
@@ -123,7 +123,7 @@ def made_up(method: str, seed: int) -> dict[str, Any]:
 def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(traces, "shadow", made_up)
     sides = {"left": 0.1, "stay": 0.6}
-    monkeypatch.setattr(sequence, "left", lambda *_: [{"subtract": sides}, *[{"subtract": sides, "retrained": sides}] * 3])
+    monkeypatch.setattr(traces, "left", lambda *_: [{"subtract": sides}, *[{"subtract": sides, "retrained": sides}] * 3])
     folder = unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True)
     text = (folder / "tables.md").read_text()
     rows = {row[1]: row for line in text.splitlines() if (row := [cell.strip() for cell in line.split("|")])[1:]}
@@ -132,7 +132,7 @@ def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch
     assert text.count("| retrained, other batches |") == 2 and text.count("FedEraser's replay") == 1
     assert "8 federations" in text and "Requests one after the other, 1 seed" in text
     monkeypatch.setattr(traces, "shadow", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(sequence, "left", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(traces, "left", lambda *_: pytest.fail("measured again"))
     assert unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True) == folder
     assert (folder / "tables.md").read_text() == text
     assert (folder / "report.html").is_file()

@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING
-from fedloom.sims.experiments.components.methods import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS
 from fedloom.sims.experiments.components.runs import (
     UPPER,
     each,
@@ -18,7 +17,7 @@ from fedloom.sims.experiments.components.runs import (
     upper_bound,
     way,
 )
-from fedloom.sims.experiments.components.sizes import Settings
+from fedloom.sims.experiments.components.sizes import ALL, DCC, IIW, INDEPENDENT, PULLS, WAYS, Settings
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.plots import blocks, curves, dots
 from fedloom.sims.experiments.study import Study

@@ -4,7 +4,7 @@ The table `ways` uses rotated_digits. The others use many small federations of e
 """
 
 from fedloom.sims.experiments.study import Reproduction, any_override
-from fedloom.sims.experiments.unlearning import methods, sequence, traces
+from fedloom.sims.experiments.unlearning import methods, traces
 
-TABLES = {"ways": methods.tables, "traces": traces.tables, "sequence": sequence.tables}
+TABLES = {"ways": methods.tables, "traces": traces.tables, "sequence": traces.sequence}
 reproduce = Reproduction("Ways to remove a site", "runs/reproduce-unlearning", ("cpu",), TABLES, check=any_override)
