@@ -1,9 +1,9 @@
-"""Fedloom from Python: experiments, fusion of networks, and what a method of your own is made of.
+"""Fedloom from Python: run experiments, fuse networks, and write methods.
 
 >>> import fedloom  # doctest: +SKIP
 >>> result = fedloom.run("digits", "rounds=5")  # doctest: +SKIP
 
-Names are imported when they are asked for: torch and Flower take seconds.
+Each name is imported at its first use, because torch and Flower take seconds to import.
 """
 
 import importlib
@@ -92,7 +92,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """A public name, from where it is defined. ImportError if a file beside the script hides a standard module."""
+    """Return a public name from the module that defines it. Raises ImportError if a file next to the script hides a standard module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
     try:
@@ -109,7 +109,7 @@ def __dir__() -> list[str]:
 
 
 def _hiding(error: BaseException) -> str:
-    """The file beside the script that hides a standard module; empty if none does."""
+    """Return the file next to the script that hides a standard module; empty if there is none."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sys.stdlib_module_names]
     trace = error.__traceback__
     while trace is not None:

@@ -56,9 +56,10 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
         return
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 2:
-            if "plain: ignore" not in lines[(node.end_lineno or node.lineno) - 1]:
-                yield from paragraphs(node.value, node.lineno)
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 2):
+            continue
+        if "plain: ignore" not in lines[(node.end_lineno or node.lineno) - 1]:
+            yield from paragraphs(node.value, node.lineno)
 
 
 def paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:

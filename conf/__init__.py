@@ -1,4 +1,4 @@
-"""Typed configuration: dataclasses, the YAML experiments beside this file, and how the two are merged."""
+"""Typed configuration: dataclasses, the YAML experiments in this folder, and the code that merges them."""
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import experiment_names, from_json, load, to_json, to_yaml

@@ -1,6 +1,6 @@
-"""What a container, or a job of a cluster, may use of the machine's memory and cores: the limits of Linux's control groups.
+"""Read the memory and core limits of a container or cluster job from Linux's control groups.
 
-Version 2 has one tree of groups, version 1 one for each resource; limits of the groups above count as well.
+Version 2 has one tree of groups, version 1 has one for each resource. Limits of parent groups count, too.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this process's group. `memory`, `free`: bytes; `cores` may be a fraction; infinite where there is none."""
+    """Limits of this process's group. `memory`, `free`: bytes. `cores` may be a fraction. Infinite: no limit."""
 
     memory: float = float("inf")
     free: float = float("inf")
@@ -22,11 +22,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Files:
-    """What a version calls its files."""
+    """The file names of a version."""
 
     limit: str
     used: str
-    inactive: str  # of memory.stat: what can be had back at once
+    inactive: str  # of memory.stat: memory that the system can reclaim at once
 
 
 TWO = _Files("memory.max", "memory.current", "inactive_file")
@@ -34,16 +34,16 @@ ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def limits(root: Path = ROOT) -> Limits:
-    """The limits that hold for this process; none where the system has no control groups. `root`: of the file system."""
-    found = Limits()
+    """Return the limits of this process; infinite if the system has no control groups. `root`: of the file system."""
+    result = Limits()
     for kind, mount, inside in _mounts(root):
         for folder in _groups(root, kind, mount, inside):
-            found = Limits(
-                min(found.memory, _number(folder / _files(kind).limit)),
-                min(found.free, _free(folder, _files(kind))),
-                min(found.cores, _cores(folder)),
+            result = Limits(
+                min(result.memory, _number(folder / _files(kind).limit)),
+                min(result.free, _free(folder, _files(kind))),
+                min(result.cores, _cores(folder)),
             )
-    return found
+    return result
 
 
 def _files(kind: str) -> _Files:
@@ -51,21 +51,21 @@ def _files(kind: str) -> _Files:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, Path, str]]:
-    """Each tree of groups: its resource (empty: all, version 2), where it is mounted, and which group is mounted there."""
+    """Yield each tree of groups: its resource (empty: all, version 2), its mount point, and the group mounted there."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        words, kinds = before.split(), after.split()
-        if len(words) < 5 or len(kinds) < 3 or kinds[0] not in ("cgroup", "cgroup2"):
+        fields, kinds = before.split(), after.split()
+        if len(fields) < 5 or len(kinds) < 3 or kinds[0] not in ("cgroup", "cgroup2"):
             continue
-        mount = root / words[4].lstrip("/")
+        mount = root / fields[4].lstrip("/")
         if kinds[0] == "cgroup2":
-            yield "", mount, words[3]
+            yield "", mount, fields[3]
         for resource in {"memory", "cpu"} & set(kinds[2].split(",")):
-            yield resource, mount, words[3]
+            yield resource, mount, fields[3]
 
 
 def _groups(root: Path, kind: str, mount: Path, inside: str) -> Iterator[Path]:
-    """The folders of this process's group and of those above it, as far as they can be seen here."""
+    """Yield the visible folders of this process's group and its parents."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, resources, own = (*line.split(":", 2), "", "")[:3]
         if kind not in resources.split(","):
@@ -88,7 +88,7 @@ def _free(folder: Path, files: _Files) -> float:
 
 
 def _cores(folder: Path) -> float:
-    """The quota of a group: microseconds of all cores in each period."""
+    """Return a group's quota in cores: its microseconds of all cores divided by the period."""
     quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
     if not quota:
         quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()

@@ -1,17 +1,17 @@
-"""Numbers in words and digits, as people read them."""
+"""Format numbers for people."""
 
 import math
 
 MILLION = 1e6
 
 
-def count(number: int, one: str, more: str = "") -> str:
-    """1 round, 2 rounds; `more` where the plural is no mere s: 1 reply, 2 replies."""
-    return f"{number} {one if number == 1 else more or f'{one}s'}"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: 1 round, 2 rounds. `more`: an irregular plural (1 reply, 2 replies)."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def rounded(number: float, digits: int) -> str:
-    """So many significant digits, without an exponent below a million: 897.34 with two is 900."""
+    """Return a number with so many significant digits, without an exponent below a million: 897.34 with two is 900."""
     short = float(f"{number:.{digits}g}")
     if abs(short) >= MILLION or not math.isfinite(short):
         return f"{short:.{digits}g}"

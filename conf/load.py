@@ -1,4 +1,4 @@
-"""Read an experiment's YAML, merge preset and dotted overrides into it, and validate the whole."""
+"""Read an experiment's YAML, merge presets and overrides into it, and validate the result."""
 
 import dataclasses
 import json
@@ -21,56 +21,61 @@ from fedloom.conf.yaml_text import read_yaml, write_yaml
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
 MANY = 100  # sites
-MOST_TOLD = 100  # letters of an override
+MOST_CHARACTERS = 100  # characters of an override in an error
 
-VERSION = 4  # of what `to_yaml` writes; it rises when a key comes, goes or changes its meaning. Without one: version 1
+VERSION = 4  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
 
 NAMED = ("network", "partition", "of", "head", "objective", "strategy", "optimizer", "schedule")
 
 
 def experiment_names() -> list[str]:
-    """The experiments that ship: the YAML files beside this module."""
+    """Return the names of the shipped experiments: the YAML files in this folder."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def experiment_lines() -> dict[str, str]:
-    """Each shipped experiment with the first line of its file, a comment that says what it is."""
+    """Return each shipped experiment with its description: the comment in the first line of its file."""
     first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0] for name in experiment_names()}
     return {name: line.lstrip("# ") for name, line in first.items()}
 
 
 def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
-    """The validated configuration of an experiment: a shipped name or the path of a YAML file, and `key=value` overrides.
+    """Return the validated configuration of an experiment.
 
-    `preset=NAME` picks one of the file's `presets`, `preset=[NAME, NAME]` several: merged in this order, before the others.
-    Raises UserError: unknown experiment, YAML that cannot be read, unknown key, wrong type, value out of range.
+    Args:
+        experiment: The name of a shipped experiment, or the path of a YAML file.
+        overrides: Texts `key=value`. `preset=NAME` selects one of the file's `presets`, `preset=[NAME, NAME]` several.
+            Presets are merged in this order, before the other overrides.
+
+    Raises:
+        UserError: Unknown experiment, unreadable YAML, unknown key, wrong type, or value out of range.
     """
     path = _find(experiment)
     return load_text(_text(path), path.stem, overrides, where=str(path))
 
 
 def read_values(text: str) -> tuple[str, list[Any]]:
-    """The key and the values of `key=value,value`, each read as an override's value is; one list in brackets holds them all.
+    """Return the key and the values of `key=value,value` or `key=[value,value]`, each read as the value of an override.
 
-    Raises UserError for what is none.
+    Raises UserError for any other text.
     """
     key, _, items = text.partition("=")
     if not (key and items.strip()):
         raise UserError(f"'{_short(text)}': takes the form key=value,value, such as training.rate=0.01,0.03")
-    found = _value(f"{key}=[{items}]", key, f"[{items}]", many=True)
-    inside = found[0] if len(found) == 1 and isinstance(found[0], list) else found
-    if not inside:
+    values = _value(f"{key}=[{items}]", key, f"[{items}]", many=True)
+    inner = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    if not inner:
         raise UserError(f"'{_short(text)}': has no values; it takes key=value,value, such as training.rate=0.01,0.03")
-    return key, inside
+    return key, inner
 
 
 def read_override(text: str) -> Any:
-    """The value in `key=value`, as `load` reads it. Raises UserError for what is none."""
+    """Return the value in `key=value`, as `load` reads it. Raise UserError for any other text."""
     return next(iter(_parse([text]).values()))
 
 
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
-    """As `load`, of the YAML text of an experiment of that name; `where` it stands, in words."""
+    """Return the configuration of an experiment's YAML text, as `load` does. `where`: the text's origin, for errors."""
     tree = expand_shorthand(Config, _tree_of(text, where))
     changes = {key: opened_at(Config, key, item) for key, item in _parse(overrides).items()}
     presets = [expand_shorthand(Config, preset) for preset in _presets(tree, changes, name)]
@@ -82,31 +87,31 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
                 _forget_options(merged, str(key), item)
             merged = OmegaConf.merge(merged, OmegaConf.create(preset))
         for key, item in _options_last(changes):
-            _check_places(merged, key)
+            _check_indices(merged, key)
             _open_name(merged, key)
             _forget_options(merged, key, item)
-            OmegaConf.update(merged, key, item, merge=_alike(OmegaConf.select(merged, key), item), force_add=True)
-        whole = OmegaConf.to_container(merged, resolve=True)
+            OmegaConf.update(merged, key, item, merge=_mergeable(OmegaConf.select(merged, key), item), force_add=True)
+        resolved = OmegaConf.to_container(merged, resolve=True)
     except UserError:
         raise
     except (OmegaConfBaseException, TypeError, LookupError, ValueError, RecursionError) as error:
         raise UserError(f"{' '.join([name, *map(_short, overrides)])}: {_first_line(error)}") from None
-    assert isinstance(whole, dict)
-    return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in whole.items()}})
+    assert isinstance(resolved, dict)
+    return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in resolved.items()}})
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The overrides in their order; options of a way to divide that came before its name come again behind it."""
+    """Yield the overrides in their order. Options of a partition before its name are repeated after it."""
     before: list[tuple[str, Any]] = []
     for key, item in changes.items():
         yield key, item
         if key.endswith(".partition.name"):
-            yield from [one for one in before if one[0].startswith(key.removesuffix("name"))]
+            yield from [override for override in before if override[0].startswith(key.removesuffix("name"))]
         before.append((key, item))
 
 
-def _check_places(merged: Any, key: str) -> None:
-    """UserError for a key that is no place in the list that it leads into."""
+def _check_indices(merged: Any, key: str) -> None:
+    """Raise UserError for a key that is not a valid index of the list that it leads into."""
     parts = key.split(".")
     for number, part in enumerate(parts[1:], 1):
         above = ".".join(parts[:number])
@@ -114,26 +119,26 @@ def _check_places(merged: Any, key: str) -> None:
             continue
         if not part.isdecimal():
             raise UserError(
-                f"override '{_short(key)}': {above} is a list; give a place in it, such as {above}.0, or all of it"
+                f"override '{_short(key)}': {above} is a list; name an entry, such as {above}.0, or set the whole list"
             )
         if int(part) >= len(entries):
-            raise UserError(f"override '{_short(key)}': {above} has {len(entries)} entries, which count from 0")
+            raise UserError(f"override '{_short(key)}': {above} has {len(entries)} entries, counted from 0")
 
 
 def _open_name(merged: Any, key: str) -> None:
-    """Where a name alone stands for a section (`optimizer: adamw`), and the key is of an option in it, make it a section."""
+    """Turn a name in place of a section (`optimizer: adamw`) into a section, so that an option can be set in it."""
     section = key.rpartition(".")[0]
     if section.rpartition(".")[2] in NAMED and isinstance(name := OmegaConf.select(merged, section), str):
         OmegaConf.update(merged, section, {"name": name}, merge=False)
 
 
-def _alike(there: Any, item: Any) -> bool:
-    """Whether a value can be merged into what is there; else it takes its place, and is refused by what the key takes."""
-    return OmegaConf.is_list(there) == isinstance(item, list) and OmegaConf.is_dict(there) == isinstance(item, dict)
+def _mergeable(current: Any, item: Any) -> bool:
+    """Return whether a value can be merged into the existing one; otherwise it replaces the existing one."""
+    return OmegaConf.is_list(current) == isinstance(item, list) and OmegaConf.is_dict(current) == isinstance(item, dict)
 
 
 def _presets(tree: dict[str, Any], changes: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The presets that are asked for, in order, taken out of both. UserError for presets that are none."""
+    """Remove the presets from the tree and the overrides, and return the selected ones in order."""
     presets, asked = tree.pop("presets", None) or {}, tree.pop("preset", None)
     asked = changes.pop("preset", asked)
     for key, section in presets.items() if isinstance(presets, Mapping) else ():
@@ -144,16 +149,16 @@ def _presets(tree: dict[str, Any], changes: dict[str, Any], name: str) -> list[d
     if asked is None:
         return []
     if not (presets and isinstance(presets, Mapping)):
-        raise UserError(f"preset: {name} has none")
+        raise UserError(f"preset: {name} has no presets")
     names = asked if isinstance(asked, list) else [asked]
-    for one in names:
-        if not isinstance(one, str) or one not in presets:
-            raise unknown(f"preset of {name}", one, presets)
-    return [dict(presets[one]) for one in names]
+    for preset in names:
+        if not isinstance(preset, str) or preset not in presets:
+            raise unknown(f"preset of {name}", preset, presets)
+    return [dict(presets[preset]) for preset in names]
 
 
 def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]:
-    """A long list of sites that nothing changes and that refers to nothing, taken out of the tree: OmegaConf is slow."""
+    """Remove a long list of sites without overrides and interpolations from the tree, and return it: OmegaConf is slow."""
     sites = tree.get("sites")
     if not isinstance(sites, list) or len(sites) < MANY or any(str(key).startswith("sites") for key in changes):
         return {}
@@ -161,26 +166,25 @@ def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]
 
 
 def _forget_options(merged: Any, key: str, item: Any) -> None:
-    """Where a preset or an override names another network (or one inside it), objective, strategy or way to divide, options
-    of the one before do not stay."""
+    """Remove the options of a network, objective, strategy or partition that a preset or override replaces."""
     above, _, last = key.rpartition(".")
-    section, given = (above, {"name": item}) if last == "name" else (key, item)
-    if not isinstance(given, Mapping):
+    section, options = (above, {"name": item}) if last == "name" else (key, item)
+    if not isinstance(options, Mapping):
         return
-    there, name = OmegaConf.select(merged, section), given.get("name")
-    known = there.get("name") if isinstance(there, Mapping) else None
+    current, name = OmegaConf.select(merged, section), options.get("name")
+    known = current.get("name") if isinstance(current, Mapping) else None
     if section.rpartition(".")[2] in NAMED and known is not None and name not in (None, known):
         OmegaConf.update(merged, section, {}, merge=False, force_add=True)
     elif last != "name":
-        for inner, one in given.items():
-            if isinstance(one, Mapping):
-                _forget_options(merged, f"{section}.{inner}", one)
+        for inner, option in options.items():
+            if isinstance(option, Mapping):
+                _forget_options(merged, f"{section}.{inner}", option)
 
 
 def from_mapping(tree: Mapping[str, Any]) -> Config:
-    """The validated Config of a plain mapping (YAML or JSON); `run.name` defaults to the experiment's name.
+    """Return the validated Config of a plain mapping (YAML or JSON). `run.name` defaults to the experiment's name.
 
-    A mapping of an earlier version lacks keys that came later: their defaults are what was done before.
+    A mapping of an earlier version lacks newer keys; their defaults are the earlier behaviour.
     """
     filled = dict(tree)
     _check_version(filled.pop("version", 1))
@@ -190,8 +194,10 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     try:
         config = at_home(_built(filled))
         if not _names_a_folder(config.run.name):
-            raise UserError(f"run.name: got '{_short(config.run.name)}', takes a plain folder name (run.root says where)")
-        _ = config.roster  # names what is wrong with it
+            raise UserError(
+                f"run.name: got '{_short(config.run.name)}', takes a plain folder name; set its parent in run.root"
+            )
+        _ = config.roster  # raises an error for wrong sites
     except UnknownKeyError as error:
         raise with_suggestion(error) from None
     return config
@@ -199,13 +205,13 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
 
 def _built(tree: dict[str, Any]) -> Config:
     sites = tree.pop("sites", None)
-    if isinstance(sites, list) and len(sites) >= MANY:  # as it is: the roster checks every entry
+    if isinstance(sites, list) and len(sites) >= MANY:  # unchanged: the roster checks every entry
         return dataclasses.replace(build(Config, tree), sites=checked(sites, "sites"))
     return build(Config, tree if sites is None else {**tree, "sites": sites})
 
 
 def _check_version(version: Any) -> None:
-    """UserError for a configuration that a later fedloom wrote."""
+    """Raise UserError for a configuration from a newer version of fedloom."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise UserError(f"version: got {version!r}, takes a number from 1 to {VERSION}")
     if version > VERSION:
@@ -213,23 +219,23 @@ def _check_version(version: Any) -> None:
 
 
 def _names_a_folder(name: str) -> bool:
-    """Whether it can: one part, not hidden, of letters that show, and short enough for what is written beside it."""
+    """Return whether a name is a valid folder name: one part, printable, not hidden, and not too long."""
     shown = Path(name).name == name and name.isprintable() and not name.startswith(".")
     return shown and len(name.encode()) <= MOST_RUN_NAME_BYTES
 
 
 def to_json(config: Config, *, tracking: bool = False) -> str:
-    """The configuration as one line of JSON, as it travels to the sites: but for `tracking`, no affair of theirs."""
+    """Return the configuration as one line of JSON for the sites. `tracking`: include that section."""
     return json.dumps({key: item for key, item in _tree(config).items() if tracking or key != "tracking"}, sort_keys=True)
 
 
 def from_json(text: str) -> Config:
-    """The inverse of to_json; nothing is tracked that the text does not tell of."""
+    """Return the configuration of a text from `to_json`."""
     return from_mapping(json.loads(text))
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, for config.yaml and `--show`."""
+    """Return the whole configuration as YAML, for config.yaml and `--show`."""
     return write_yaml({"version": VERSION, **_tree(config)})
 
 
@@ -262,9 +268,9 @@ def _tree_of(text: str, where: str) -> dict[str, Any]:
         tree = read_yaml(text, lambda node: keep_texts(Config, node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         hint = " (YAML is indented with spaces, not tabs)" if "\\t" in str(error.problem) else ""
-        raise UserError(f"{where}:{place} {_first_line(error.problem)}{hint}") from None
+        raise UserError(f"{where}:{position} {_first_line(error.problem)}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -273,7 +279,7 @@ def _tree_of(text: str, where: str) -> dict[str, Any]:
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys and their values, each value read as YAML."""
+    """Return dotted keys with their values, each read as YAML."""
     parsed = {}
     for text in overrides:
         key, separator, item = text.partition("=")
@@ -284,7 +290,7 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str, key: str, item: str, many: bool = False) -> Any:
-    """What an item that is given for a dotted key in an override holds; `many`: it is a list of such."""
+    """Return the value of an override's `item` for a dotted key. `many`: it is a list of values."""
     keep = values_kept_at if many else keep_texts_at
     try:
         text.encode()
@@ -298,8 +304,8 @@ def _value(text: str, key: str, item: str, many: bool = False) -> Any:
 
 
 def _short(text: str) -> str:
-    return plain(text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}...")
+    return plain(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
 
 
-def _first_line(told: object) -> str:
-    return plain((str(told).splitlines() or [type(told).__name__])[0])
+def _first_line(message: object) -> str:
+    return plain((str(message).splitlines() or [type(message).__name__])[0])

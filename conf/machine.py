@@ -1,4 +1,4 @@
-"""What this machine has, asked the same way on Linux, macOS and Windows."""
+"""Query this machine's cores and memory on Linux, macOS and Windows."""
 
 import contextlib
 import ctypes
@@ -12,23 +12,23 @@ from fedloom.conf.cgroups import limits
 
 
 def cores() -> int:
-    """The cores that this process may use: those that it is bound to, and no more than its container has."""
+    """Return the number of cores that this process may use, within its affinity and its container's limit."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS
     return max(1, int(min(len(usable(0)) if usable else os.cpu_count() or 1, limits().cores)))
 
 
 def memory() -> int:
-    """The bytes of memory that there are: of the container, where that has fewer than the machine."""
+    """Return the bytes of memory of the machine, or of its container if that has less."""
     return int(min(psutil.virtual_memory().total, limits().memory))
 
 
 def free_memory() -> int:
-    """The bytes of memory that can be had without swapping, within the container's limit."""
+    """Return the bytes of memory that are available without swapping, within the container's limit."""
     return int(min(psutil.virtual_memory().available, limits().free))
 
 
 def forget_peak() -> None:
-    """Have `peak_memory` count from now on, without what is free already. Linux; elsewhere it goes on counting."""
+    """Restart the count of `peak_memory`. Only Linux supports this; elsewhere the count continues."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
@@ -38,7 +38,7 @@ def forget_peak() -> None:
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process has held at a time, since it began or `forget_peak`."""
+    """Return the peak memory of this process in bytes, since its start or `forget_peak`."""
     peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
     if peak is not None:
         return int(peak)

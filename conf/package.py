@@ -1,25 +1,25 @@
-"""This project's own package: its name, the packages in it, and a copy of it to take elsewhere."""
+"""The project's package: its name, its sub-packages, and a copy for other machines."""
 
 import importlib.util
 import shutil
 from pathlib import Path
 
 NAME = "fedloom"
-ROOMS = ("conf", "fusion", "clients", "server", "sims")  # its sub-packages, which earlier versions installed by these names
+ROOMS = ("conf", "fusion", "clients", "server", "sims")  # sub-packages; earlier versions installed them at the top level
 ROOT = Path(__file__).parents[1]
 
 
 def present_name(module: str) -> str:
-    """The name of a module now: server.ledger, as files of earlier versions have it, is fedloom.server.ledger.
+    """Return the current name of a module: server.ledger in files of earlier versions is fedloom.server.ledger.
 
-    A package of the user's own that has such a name comes first.
+    A user's own package with such a name has priority.
     """
     room, _, rest = module.partition(".")
     return f"{NAME}.{module}" if room in ROOMS and rest and not _is_users(room) else module
 
 
 def copy_package(folder: Path) -> Path:
-    """A copy of the package in a folder, as it can be imported from there; where it is."""
+    """Copy the package into a folder, so that it can be imported from there. Return the copy's path."""
     copy = folder / NAME
     copy.mkdir()
     shutil.copy2(ROOT / "__init__.py", copy)
@@ -29,7 +29,7 @@ def copy_package(folder: Path) -> Path:
 
 
 def _is_users(package: str) -> bool:
-    """Whether a package of this name can be imported that is not in this project's folder."""
+    """Return whether a package of this name can be imported from outside this project's folder."""
     spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return any(Path(place).resolve() != (ROOT / package).resolve() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any(Path(folder).resolve() != (ROOT / package).resolve() for folder in folders or ())

@@ -1,4 +1,4 @@
-"""What Python programs hand over, as YAML has it: numbers of NumPy, paths, tuples and arrays become plain values."""
+"""Convert Python values to YAML's: NumPy numbers, paths, tuples and arrays become plain values."""
 
 import dataclasses
 import datetime
@@ -8,41 +8,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.typed import join
 
 MOST_DEPTH = 200
 TAKES = "texts, numbers, truth values, paths, lists and dictionaries"
 
 
-def plain_value(given: Any, where: str, depth: int = 0) -> Any:
-    """The same in plain values. UserError naming the dotted key, and the type, of what none of them stands for."""
+def plain_value(value: Any, where: str, depth: int = 0) -> Any:
+    """Return a value as plain values. Raise UserError with the dotted key and the type of a value that has no plain form."""
     if depth > MOST_DEPTH:
-        raise UserError(f"{where[:MOST_DEPTH]}...: is nested too deep, or holds itself")
-    if given is None or isinstance(given, bool):
-        return given
-    if (single := _single(given)) is not None:
+        raise UserError(f"{where[:MOST_DEPTH]}...: is nested too deep, or contains itself")
+    if value is None or isinstance(value, bool):
+        return value
+    if (single := _single(value)) is not None:
         return single
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    if isinstance(given, Mapping):
-        return {_key(key, where): plain_value(item, _join(where, str(key)), depth + 1) for key, item in given.items()}
-    if isinstance(given, list | tuple | range):
-        return [plain_value(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(given)]
-    if callable(listed := getattr(given, "tolist", None)):  # arrays and numbers of NumPy, torch and others
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {_key(key, where): plain_value(item, join(where, str(key)), depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [plain_value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if callable(listed := getattr(value, "tolist", None)):  # arrays and numbers of NumPy, torch and others
         return plain_value(listed(), where, depth + 1)
-    raise UserError(f"{where}: got {_of_type(given)}, takes {TAKES}")
+    raise UserError(f"{where}: got {_of_type(value)}, takes {TAKES}")
 
 
-def _single(given: Any) -> str | int | float | None:
-    """A text, a number or a path as Python's own; None for anything else."""
-    if isinstance(given, str):
-        return str.__str__(given)
-    if isinstance(given, os.PathLike):
-        return os.fsdecode(given)
-    if isinstance(given, datetime.date):
-        return given.isoformat()
-    if isinstance(given, numbers.Integral):
-        return int(given)
-    return float(given) if isinstance(given, numbers.Real) else None
+def _single(value: Any) -> str | int | float | None:
+    """Return a text, a number or a path as a Python str, int or float; None for anything else."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def _key(key: Any, where: str) -> str | int | float | bool:
@@ -53,11 +54,7 @@ def _key(key: Any, where: str) -> str | int | float | bool:
     raise UserError(f"{where}: has a key that is {_of_type(key)}, takes texts")
 
 
-def _of_type(given: Any) -> str:
-    kind = type(given)
+def _of_type(value: Any) -> str:
+    kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"a value of the type {module}{kind.__qualname__}"
-
-
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key

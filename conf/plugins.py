@@ -1,4 +1,4 @@
-"""What outside packages bring: by entry point, or as `module:attribute`. Imported when it is asked for, never before."""
+"""Load classes and functions of other packages, by entry point or as `module:attribute`, when a configuration names them."""
 
 import difflib
 import functools
@@ -16,26 +16,25 @@ from typing import Any
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.package import NAME, ROOMS, ROOT, present_name
 
-MOST_TOLD = 200  # letters of options
+MOST_CHARACTERS = 200  # characters of options in an error
 
 
 def is_reference(name: object) -> bool:
-    """Whether a name has the form `module:attribute`, such as my_package.nets:TinyNet."""
+    """Return whether a name has the form `module:attribute`, such as my_package.nets:TinyNet."""
     if not isinstance(name, str) or name.count(":") != 1:
         return False
     return all(part.isidentifier() for side in name.split(":") for part in side.split("."))
 
 
 def offered(kind: str) -> list[str]:
-    """The names that installed packages offer for a kind ("network": entry points of the group fedloom.networks)."""
+    """Return the names that installed packages offer for a kind ("network": entry points of the group fedloom.networks)."""
     return sorted(_entry_points(_group(kind), tuple(sys.path)))
 
 
 def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
-    """The object that a name stands for, if it is none of the `known` ones of this project.
+    """Return the object of a name that is not in `known`, the names of this project.
 
-    Raises UserError in one line: no such name, module or attribute, a module that fails when it is imported (`key`: the
-    dotted key that `name` stands at).
+    Raises UserError, beginning with the dotted `key` of the name: no such name, module or attribute, or a failed import.
     """
     if is_reference(name):
         return imported(str(name), key)
@@ -43,36 +42,36 @@ def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
     if not points:
         raise unknown(kind, name, [*known, *offered(kind)])
     if len({point.value for point in points}) > 1:
-        raise UserError(f"{key}: '{name}' is {' and '.join(point.value for point in points)}; name the one that is meant")
+        raise UserError(f"{key}: '{name}' means {' and '.join(point.value for point in points)}; write one of these instead")
     return imported(points[0].value, key)
 
 
 def imported(reference: str, key: str) -> Any:
-    """The attribute that `module:attribute` stands for; UserError beginning with `key` as in `outside`."""
+    """Import and return `module:attribute`. Raise UserError as `outside` does."""
     named, _, attribute = reference.partition(":")
     module = present_name(named)
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         if (room := lacks.partition(".")[0]) in ROOMS:
             hint = f"{room} is part of the package {NAME}: import {NAME}.{room}"
-            raise UserError(f"{key}: module '{module}' cannot be imported: there is no module '{lacks}'; {hint}") from None
+            raise UserError(f"{key}: module '{module}' cannot be imported: cannot find module '{lacks}'; {hint}") from None
         if lacks and f"{module}.".startswith(f"{lacks}."):
-            hint = "install it, or start fedloom in the folder that holds it"
-            raise UserError(f"{key}: there is no module '{lacks}' (of '{reference}'); {hint}") from None
+            hint = "install it, or start fedloom in the folder that contains it"
+            raise UserError(f"{key}: cannot find module '{lacks}' (of '{reference}'); {hint}") from None
         raise UserError(f"{key}: module '{module}' cannot be imported ({told(error)})") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, found)}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, target)}")
+        target = getattr(target, part)
+    return target
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
-    """function(**options, **ours): the user's `options` and what comes from us.
+    """Return function(**ours, **options): the project's arguments and the user's options.
 
-    Raises UserError, beginning with the section `where`: an option that it does not take or lacks, and whatever it raises.
+    Raises UserError, beginning with the section `where`, for unknown and missing options and any error of the function.
     """
     _check_options(function, options, ours, name, where)
     try:
@@ -80,36 +79,37 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        usual = {one.name: repr(one.default) for one in parameters(function)[0]}
-        given = plain(", ".join(f"{key}={one!r}" for key, one in options.items() if usual.get(key) != repr(one)))[:MOST_TOLD]
-        raise UserError(f"{where}: '{name}' failed{f' with {given}' if given else ''} ({told(error)})") from error
+        usual = {parameter.name: repr(parameter.default) for parameter in parameters(function)[0]}
+        changed = [f"{key}={value!r}" for key, value in options.items() if usual.get(key) != repr(value)]
+        options_text = f" with {plain(', '.join(changed))[:MOST_CHARACTERS]}" if changed else ""
+        raise UserError(f"{where}: '{name}' failed{options_text} ({told(error)})") from error
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
-    """The parameters that can be given by name, and whether it takes any others, too (as where Python cannot tell)."""
+    """Return the parameters with names, and whether the function accepts others, too (True if Python does not know)."""
     try:
         listed = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return [], True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one for one in listed if one.kind in named], any(one.kind is one.VAR_KEYWORD for one in listed)
+    return [each for each in listed if each.kind in named], any(each.kind is each.VAR_KEYWORD for each in listed)
 
 
 def place_of(error: BaseException) -> str:
-    """Where in a file of the user's an error came up: 'nets.py, line 12, in forward'; empty if in none."""
+    """Return the place of an error in the user's own code, 'nets.py, line 12, in forward'; empty if it is elsewhere."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _known_code(frame.filename)]
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def _known_code(file: str) -> bool:
-    """Whether a file is Python's, an installed package's, or this project's."""
+    """Return whether a file belongs to Python, an installed package, or this project."""
     ours = [str(ROOT / room) for room in ROOMS]
     theirs = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in (*ours, *theirs))))
 
 
 def told(error: BaseException) -> str:
-    """An error's kind and the first line of its text, on one line. Others' errors may fail to give it."""
+    """Return an error's type and the first line of its message. The message may be unreadable."""
     try:
         text = str(error)
     except Exception:
@@ -122,13 +122,13 @@ def _check_options(
     function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str
 ) -> None:
     known, others = parameters(function)
-    names = [one.name for one in known]
+    names = [each.name for each in known]
     for key in options:
         if key not in names and not others:
-            raise unknown(f"option of '{name}'", f"{where}.{key}", [f"{where}.{one}" for one in names])
-    for one in known:
-        if one.default is one.empty and one.name not in options and one.name not in ours:
-            raise UserError(f"{where}.{one.name}: missing; '{name}' needs it")
+            raise unknown(f"option of '{name}'", f"{where}.{key}", [f"{where}.{each}" for each in names])
+    for each in known:
+        if each.default is each.empty and each.name not in options and each.name not in ours:
+            raise UserError(f"{where}.{each.name}: missing; '{name}' needs it")
 
 
 def _group(kind: str) -> str:
@@ -137,14 +137,14 @@ def _group(kind: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
-    """The group's entry points by name, for a search path."""
+    """Return the group's entry points by name. `path` (sys.path) is part of the cache's key."""
     points: dict[str, list[metadata.EntryPoint]] = {}
     for point in metadata.entry_points(group=group):
         points.setdefault(point.name, []).append(point)
     return points
 
 
-def _near(part: str, found: Any) -> str:
-    names = [name for name in dir(found) if not name.startswith("_")]
+def _near(part: str, owner: Any) -> str:
+    names = [name for name in dir(owner) if not name.startswith("_")]
     near = difflib.get_close_matches(part, names, n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""

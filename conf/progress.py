@@ -1,4 +1,4 @@
-"""How far a longer piece of work is, told to whoever listens; nobody does unless a command shows it."""
+"""Report the progress of long work to the function that a command has registered, if any."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-Hears = Callable[[str, int, int], None]  # what is done, how many parts of it, of how many (0: nobody knows)
+Hears = Callable[[str, int, int], None]  # what, parts done, parts in total (0: unknown)
 
 
 def _nobody(what: str, done: int, of: int) -> None:
@@ -18,7 +18,7 @@ _HEARS: ContextVar[Hears] = ContextVar("hears", default=_nobody)
 
 @contextlib.contextmanager
 def heard(hears: Hears) -> Iterator[None]:
-    """Within it, `hears` is told of all steps of this thread."""
+    """Call `hears` for each step of this thread inside the context."""
     before = _HEARS.set(hears)
     try:
         yield
@@ -27,13 +27,13 @@ def heard(hears: Hears) -> Iterator[None]:
 
 
 def step(what: str, done: int, of: int = 0) -> None:
-    """Tell that `done` of `of` parts are done; cheap, so that it may be called often."""
+    """Report that `done` of `of` parts are done. It is fast, so call it often."""
     _HEARS.get()(what, done, of)
 
 
 @contextlib.contextmanager
 def under_way(what: str) -> Iterator[None]:
-    """Tell of a step of one part, such as the start of a program, while it lasts."""
+    """Report `what`, work without countable parts such as the start of a program, as in progress inside the context."""
     step(what, 0, 1)
     try:
         yield
@@ -42,7 +42,7 @@ def under_way(what: str) -> Iterator[None]:
 
 
 def steps(what: str, items: Collection[T]) -> Iterator[T]:
-    """The items, each told before it is worked on."""
+    """Yield the items, and report each one as a step."""
     for done, item in enumerate(items):
         step(what, done, len(items))
         yield item

@@ -1,4 +1,4 @@
-"""Random generators that depend on nothing but their names: the seed and words that say what they are for."""
+"""Create random generators that depend only on the seed and on words that name their purpose."""
 
 import contextlib
 import hashlib
@@ -10,21 +10,21 @@ import torch
 
 
 def generator(seed: int, *words: str | int) -> np.random.Generator:
-    """NumPy's generator for (seed, words): the same in every process and on every machine.
+    """Return NumPy's generator for (seed, words). It is the same in every process and on every machine.
 
-    Other words, or the same in another order, give an independent stream.
+    Other words, or another order, give an independent stream.
     """
     return np.random.default_rng(int.from_bytes(_digest(seed, words)))
 
 
 def torch_generator(seed: int, *words: str | int) -> torch.Generator:
-    """Torch's CPU generator for (seed, words), as `generator` is NumPy's."""
+    """Return Torch's CPU generator for (seed, words), with the properties of `generator`."""
     return torch.Generator().manual_seed(int.from_bytes(_digest(seed, words)[:8]))
 
 
 @contextlib.contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Let what a network draws itself, such as Dropout, follow from a seed; torch's own generators are put back after it."""
+    """Seed torch's global generators (for Dropout and similar layers) inside the context, and restore them after it."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -33,9 +33,9 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def drawn(device: torch.device) -> list[bytes]:
-    """How far torch's own generators are: other bytes after a draw."""
+    """Return the state of torch's global generators. It changes with each draw."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [bytes(one.numpy()) for one in states]
+    return [bytes(state.numpy()) for state in states]
 
 
 def _digest(seed: int, words: tuple[str | int, ...]) -> bytes:

@@ -1,7 +1,6 @@
-"""Registries: a decorator files a class under a name, a configuration section picks it by that name.
+"""Registries: a decorator registers a class under a name, and a configuration section selects it by that name.
 
-What is filed by no decorator of this project is looked for among the entry points of installed packages (conf.plugins), and
-as `module:attribute`.
+Other names are entry points of installed packages (conf.plugins) or have the form `module:attribute`.
 """
 
 import dataclasses
@@ -19,19 +18,21 @@ C = TypeVar("C", bound=type)
 Adapter = Callable[[str, Any, Mapping[str, Any], str], T]
 
 
-def section_of(given: Any, where: str, example: str) -> Mapping[str, Any]:
-    """A section of options, for which a name alone may stand. UserError for anything else."""
-    section = {"name": given} if isinstance(given, str) else given
+def section_of(value: Any, where: str, example: str) -> Mapping[str, Any]:
+    """Return a section of options; a name becomes a section with that name. Raise UserError for anything else."""
+    section = {"name": value} if isinstance(value, str) else value
     if not isinstance(section, Mapping):
-        raise UserError(f"{where}: got {given!r}, takes a name or a section such as {example}")
+        raise UserError(f"{where}: got {value!r}, takes a name or a section such as {example}")
     return section
 
 
 class Registry(Generic[T]):
-    """Names to classes. Each class is a frozen dataclass (of the kind `base`) whose fields are its configuration.
+    """Classes by name. Each is a frozen dataclass, derived from `base`, whose fields are its configuration.
 
-    `modules`: by module below `package`, the names that it registers; it is imported when one of them is asked for.
-    `adapter`: the module below `package` whose function makes an instance of anything else, such as a plain function.
+    Args:
+        kind: What the names mean, for errors and entry points: "network".
+        modules: For each module of `package`, the names that it registers. It is imported when one of them is used.
+        adapter: The module of `package` whose function makes an instance of anything else, such as a plain function.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class Registry(Generic[T]):
     ) -> None:  # fmt: skip
         self.kind, self.base = kind, base
         self._modules = {name: f"{package}.{module}" for module, names in (modules or {}).items() for name in names.split()}
-        self._adapter = f"{package}.{adapter}" if adapter else ""  # the module that has the adapter
+        self._adapter = f"{package}.{adapter}" if adapter else ""
         self._classes: dict[str, type[T]] = {}
         self._adapt: Adapter[T] | None = None
 
     def register(self, name: str) -> Callable[[C], C]:
-        """Class decorator: file the class under `name`. Raises ValueError if the name is taken."""
+        """Register the class under `name` (class decorator). Raise ValueError if the name is in use."""
 
         def file(cls: C) -> C:
             if name in self._classes:
@@ -56,20 +57,20 @@ class Registry(Generic[T]):
         return file
 
     def adapter(self, adapt: Adapter[T]) -> Adapter[T]:
-        """Decorator of the function that makes an instance of other things: (name, what was found, options, where)."""
+        """Set the function that makes an instance of other objects (decorator): (name, object, options, where)."""
         self._adapt = adapt
         return adapt
 
     def names(self) -> list[str]:
-        """The names that are registered or that installed packages offer, sorted."""
+        """Return the sorted names of this project and of installed packages."""
         return sorted({*self._shipped(), *offered(self.kind)})
 
     def shipped(self, name: str) -> bool:
-        """Whether the name is of a class of this project. Imports nothing."""
+        """Return whether the name belongs to a class of this project. Import nothing."""
         return name in self._modules or (name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME)
 
     def find(self, name: str, where: str = "") -> Any:
-        """What a name stands for, of whatever kind. Raises UserError as `outside` does."""
+        """Return the object of a name: a class or anything else. Raise UserError as `outside` does."""
         if isinstance(name, str) and name in self._modules and name not in self._classes:
             importlib.import_module(self._modules[name])
         if isinstance(name, str) and name in self._classes:
@@ -77,34 +78,34 @@ class Registry(Generic[T]):
         return outside(self.kind, name, self._shipped(), f"{where or self.kind}.name")
 
     def get(self, name: str, where: str = "") -> type[T]:
-        """The class that a name stands for; UserError with the nearest known name, or for anything but such a class."""
-        found = self.find(name, where)
-        if not self._fits(found):
-            raise self._wrong(name, found, where)
-        return found
+        """Return the class of a name. Raise UserError for an unknown name, or an object that is not such a class."""
+        entry = self.find(name, where)
+        if not self._fits(entry):
+            raise self._wrong(name, entry, where)
+        return entry
 
     def build(self, section: Mapping[str, Any], where: str) -> T:
-        """The instance that a section {name: ..., <its fields>} describes; `where` is the section's dotted key."""
+        """Build the instance that a section {name: ..., <its fields>} describes. `where`: the section's dotted key."""
         if "name" not in section:
             raise UserError(f"{where}.name: missing (one of: {', '.join(self.names())})")
         return self.create(section["name"], {key: item for key, item in section.items() if key != "name"}, where)
 
     def create(self, name: str, options: Mapping[str, Any], where: str) -> T:
-        """The instance of that name with these options; as `build`."""
-        found = self.find(name, where)
-        if self._adapter and not self._fits(found):
+        """Build the instance of that name with these options, as `build` does."""
+        entry = self.find(name, where)
+        if self._adapter and not self._fits(entry):
             importlib.import_module(self._adapter)
-        if self._adapt and not self._fits(found):
-            return self._adapt(name, found, options, where)
+        if self._adapt and not self._fits(entry):
+            return self._adapt(name, entry, options, where)
         return build(self.get(name, where), options, where)
 
     def _shipped(self) -> set[str]:
         return {*self._modules, *self._classes}
 
-    def _fits(self, found: Any) -> bool:
-        return isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, self.base or object)
+    def _fits(self, entry: Any) -> bool:
+        return isinstance(entry, type) and dataclasses.is_dataclass(entry) and issubclass(entry, self.base or object)
 
-    def _wrong(self, name: str, found: Any, where: str) -> UserError:
-        what = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
+    def _wrong(self, name: str, entry: Any, where: str) -> UserError:
+        what = f"the class {entry.__name__}" if isinstance(entry, type) else f"of the type {type(entry).__name__}"
         takes = f"a dataclass derived from {self.base.__module__}.{self.base.__name__}" if self.base else "a dataclass"
         return UserError(f"{where or self.kind}.name: '{name}' is {what}, takes {takes}")

@@ -1,4 +1,4 @@
-"""Names of earlier versions that methods of users may still have: each is refused in one line that says the present name."""
+"""Names of earlier versions that users' methods may still have. Each is refused with a line that has the new name."""
 
 from collections.abc import Mapping
 
@@ -19,13 +19,13 @@ OF_AVERAGING = {
 
 
 def missing(module: str, name: str) -> Exception:
-    """What a module raises for a name that it has not (module.__getattr__)."""
+    """Return the error for a name that a module lacks (for module.__getattr__)."""
     if name in NAMES:
-        return ImportError(f"'{name}' of {module} is called '{NAMES[name]}' now")
+        return ImportError(f"'{name}' of {module} is now called '{NAMES[name]}'")
     return AttributeError(f"module '{module}' has no attribute '{name}'")
 
 
 def refuse_renamed(made: type, names: Mapping[str, str]) -> None:
-    """UserError for a class that defines one of these: nobody would call it."""
+    """Raise UserError for a class that defines one of these old names, because the project no longer calls them."""
     if old := next((name for name in names if name in vars(made)), ""):
-        raise UserError(f"{made.__module__}.{made.__name__}: '{old}' is called '{names[old]}' now; rename it")
+        raise UserError(f"{made.__module__}.{made.__name__}: '{old}' is now called '{names[old]}'; rename it")

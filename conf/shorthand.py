@@ -1,6 +1,6 @@
-"""A name where a section with a name is meant: `strategy: fedavg` is `strategy: {name: fedavg}`.
+"""Accept a name in place of a section with a name: `strategy: fedavg` means `strategy: {name: fedavg}`.
 
-Sections with a name: dataclasses with such a field, and fields that say that they are `named` (conf.typed.option).
+Sections with a name are dataclasses with a field `name`, and fields marked as `named` (conf.typed.option).
 """
 
 import dataclasses
@@ -8,23 +8,23 @@ import functools
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-INTERPOLATED = "${"  # what stands there is not known yet
+INTERPOLATED = "${"  # a value that is not known yet
 
 
-def expand_shorthand(schema: type, given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What is given for a dataclass, with sections for such names, at whatever depth."""
-    return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in given.items()}
+def expand_shorthand(schema: type, values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the values for a dataclass with names replaced by sections, at any depth."""
+    return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in values.items()}
 
 
 def opened_at(schema: type, key: str, item: Any) -> Any:
-    """The same of the value of one dotted key, such as sites.0.partition."""
+    """Return the value of one dotted key, such as sites.0.partition, with names replaced by sections."""
     first, _, rest = key.partition(".")
     if (field := fields_of(schema).get(first)) is None:
         return item
     many, inner = _many(field), inner_of(field)
     if many and rest:
-        place, _, rest = rest.partition(".")
-        many = not place.isdecimal()
+        index, _, rest = rest.partition(".")
+        many = not index.isdecimal()
     if rest:
         return opened_at(inner, rest, item) if inner else item
     if many:
@@ -34,7 +34,7 @@ def opened_at(schema: type, key: str, item: Any) -> Any:
 
 @functools.cache
 def fields_of(schema: type) -> dict[str, dataclasses.Field[Any]]:
-    """A dataclass's fields by their names."""
+    """Return a dataclass's fields by name."""
     return {field.name: field for field in dataclasses.fields(schema)}
 
 
@@ -45,7 +45,7 @@ def _one(field: dataclasses.Field[Any], inner: type | None, item: Any) -> Any:
 
 
 def is_named(field: dataclasses.Field[Any]) -> bool:
-    """Whether the field, or each entry of its list, is a section with a name. A site's name is not what it is."""
+    """Return whether the field, or each entry of its list, is a section that a name can replace. A site is not."""
     section = None if _many(field) else inner_of(field)
     return field.metadata.get("named", False) or hasattr(section, "name")
 
@@ -55,6 +55,6 @@ def _many(field: dataclasses.Field[Any]) -> bool:
 
 
 def inner_of(field: dataclasses.Field[Any]) -> type | None:
-    """The dataclass of the field, or of the entries of its list."""
+    """Return the dataclass of the field, or of the entries of its list; None for other types."""
     kind = field.metadata.get("entries") or next(iter(get_args(field.type)), field.type)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None

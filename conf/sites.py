@@ -1,4 +1,4 @@
-"""Sites: what a configuration says of them, and the roster that follows, the named sites in order."""
+"""The configuration of sites, and the roster: the list of all named sites."""
 
 import dataclasses
 from collections import Counter
@@ -14,53 +14,51 @@ METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
 MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba",
               "exclusive", "alone"}  # fmt: skip
 PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
-RESULT_NAMES = {"aggregate", PERSONAL} | METHOD_NAMES | MODE_NAMES  # of tables and files, beside the sites' own
+RESULT_NAMES = {"aggregate", PERSONAL} | METHOD_NAMES | MODE_NAMES  # rows of tables and files that are not sites
 UNION = "union"  # the display name of all domains together
-MOST_NAME_BYTES = 100  # folders are made of a site's name
+MOST_NAME_BYTES = 100  # a site's name is also a folder name
 
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """How sites that share one domain divide its training images."""
+    """The way in which sites of one entry divide the training images of their domain."""
 
-    name: str = option("iid", "iid, dirichlet, classes, size, or an outside package's: an entry point, module:attribute")
-    alpha: float = option(0.5, "dirichlet: smaller is more unequal", low=1e-3)
-    classes_per_site: int = option(2, "classes: how many a site sees", low=1)
-    growth: float = option(1.0, "size: site k of n gets a share growing as (k + 1) ** growth", low=0.0)
-    min_samples: int = option(10, "fewest training images a site may end up with", low=1)
-    options: dict[str, Any] = option({}, "of an outside package's way to divide")
+    name: str = option("iid", "iid, dirichlet, classes, size, an entry point of a package, or module:attribute")
+    alpha: float = option(0.5, "dirichlet: concentration; a smaller value is more unequal", low=1e-3)
+    classes_per_site: int = option(2, "classes: number of classes at each site", low=1)
+    growth: float = option(1.0, "size: site k gets a share proportional to (k + 1) ** growth", low=0.0)
+    min_samples: int = option(10, "minimum of training images per site", low=1)
+    options: dict[str, Any] = option({}, "options of a partition from a package or module")
 
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """A site, or several equal ones: a domain, how its images are changed, how many of them."""
+    """A site, or several equal sites: domain, transformation of its images, number of images."""
 
     domain: str = option(
-        "", "a domain by name (fedloom doctor lists them), or images:, npz:, dataset:PATH, or module:attribute"
+        "", "a domain's name (`fedloom doctor` lists them), images:PATH, npz:PATH, dataset:PATH or module:attribute"
     )
-    label: str = option("", "name of this domain in tables; empty: made from the domain and its changes")
-    name: str = option("", "the site's name; empty: site-0000, site-0001, ... by place")
-    count: int = option(1, "how many sites share this domain (divided by `partition`)", low=1, high=MOST_SITES)
-    samples: int = option(
-        0, "training images of each of the `count` sites, not of all together; 0: all that its part has", low=0
-    )
-    rotation: float = option(0.0, "degrees, counter-clockwise", low=-360.0, high=360.0)
-    invert: bool = option(False, "black becomes white")
-    flip: bool = option(False, "random horizontal flips while training")
-    classes: list[int] = option([], "only these classes; empty: all", low=0)
-    relabel: bool = option(False, "count the classes from 0 again, in ascending order")
+    label: str = option("", "name of this domain in tables; empty: made from the domain and its transformation")
+    name: str = option("", "the site's name; empty: site-0000, site-0001, ... in order")
+    count: int = option(1, "number of sites that share this domain; `partition` divides it", low=1, high=MOST_SITES)
+    samples: int = option(0, "training images of each of the `count` sites; 0: all images of the site's part", low=0)
+    rotation: float = option(0.0, "rotation of images in degrees, counter-clockwise", low=-360.0, high=360.0)
+    invert: bool = option(False, "invert images: black becomes white")
+    flip: bool = option(False, "random horizontal flips in training")
+    classes: list[int] = option([], "use only these classes; empty: all", low=0)
+    relabel: bool = option(False, "renumber the classes from 0, in ascending order")
     network: dict[str, Any] = option(
         {}, "the site's own network: name and options; empty: the configuration's `network`", named=True
     )
     networks: list[dict[str, Any]] = option(
-        [], "networks of the entry's sites, dealt out in turn; instead of `network`", named=True
+        [], "networks of the entry's sites, assigned in turn; instead of `network`", named=True
     )
-    partition: PartitionConfig = option(PartitionConfig, "how the sites of this entry divide the domain")
+    partition: PartitionConfig = option(PartitionConfig, "how this entry's sites divide the domain")
 
 
 @dataclass(frozen=True)
 class Site:
-    """One participant. `part` of `parts`: which share of the entry's domain it trains on."""
+    """One participant. It trains on part `part` of the `parts` parts of its entry's domain."""
 
     index: int
     name: str
@@ -70,33 +68,33 @@ class Site:
 
 
 def parse_entries(given: Any) -> list[SiteConfig]:
-    """The entries of a `sites` list. Raises UserError naming the entry at fault."""
+    """Return the entries of a `sites` list. Raise UserError with the wrong entry's index."""
     entries: list[SiteConfig] = []
-    for place, item in enumerate(given):
-        where = f"sites[{place}]"
+    for index, item in enumerate(given):
+        where = f"sites[{index}]"
         if not isinstance(item, SiteConfig | Mapping):
             raise UserError(f"{where}: got {item!r}, takes a section such as {{domain: mnist}}")
         entry = item if isinstance(item, SiteConfig) else build_many(SiteConfig, cast("Mapping[str, Any]", item), where)
         if not entry.domain:
             raise UserError(f"{where}.domain: missing")
         if entry.label == UNION:
-            raise UserError(f"{where}.label: '{UNION}' stands for all domains together; take another one")
+            raise UserError(f"{where}.label: '{UNION}' means all domains together; use another label")
         entries.append(entry)
     return entries
 
 
 def _dealt(number: int, population: list[SiteConfig]) -> list[SiteConfig]:
-    """The population's entries with the counts that `sites` (a number) gives them; order: round robin."""
+    """Return the population's entries with the counts for `number` sites, assigned in turn."""
     entries = parse_entries(population)
     if not entries:
-        raise UserError("sites: a number needs `population`, the list of domains that the sites are dealt out over")
+        raise UserError("sites: a number needs `population`, the list of domains for these sites")
     return [
         dataclasses.replace(entry, count=len(range(i, number, len(entries)))) for i, entry in enumerate(entries[:number])
     ]
 
 
 def roster(given: Any, population: list[SiteConfig]) -> list[Site]:
-    """All sites of the keys `sites` (`given`) and `population`, in order. UserError for what makes none."""
+    """Return all sites of the keys `sites` (`given`) and `population`, in order. Raise UserError for wrong values."""
     if isinstance(given, bool) or not isinstance(given, int | list):
         raise UserError(f"sites: got {given!r}, takes a number or a list of sites")
     by_rule = isinstance(given, int)
@@ -111,7 +109,7 @@ def roster(given: Any, population: list[SiteConfig]) -> list[Site]:
     sites = [Site(index, _name(entry, part, index), entry, part, entry.count) for index, (entry, part) in enumerate(shares)]
     double = [name for name, times in Counter(site.name for site in sites).items() if times > 1]
     if double:
-        raise UserError(f"sites: the name '{double[0]}' is given twice")
+        raise UserError(f"sites: two sites have the name '{double[0]}'; rename one")
     return sites
 
 
@@ -129,5 +127,5 @@ def _name(entry: SiteConfig, part: int, index: int) -> str:
         raise UserError(f"sites[{index}].name: got '{entry.name[:20]}...', takes at most {MOST_NAME_BYTES} bytes")
     name = entry.name if entry.count == 1 else f"{entry.name}-{part:04d}"
     if name in RESULT_NAMES:
-        raise UserError(f"sites[{index}].name: '{name}' is a row of the results; take another one")
+        raise UserError(f"sites[{index}].name: '{name}' is a row of the results; use another name")
     return name

@@ -1,4 +1,4 @@
-"""Which key was probably meant by one that there is not: another tool's word for it, or a key of another section."""
+"""Suggest a key for an unknown one: by another tool's word for it, or a key with the same name in another section."""
 
 import dataclasses
 import functools
@@ -54,25 +54,25 @@ BY_WORD = {word: key for key, words in WORDS.items() for word in words}
 
 
 def with_suggestion(error: UnknownKeyError) -> UserError:
-    """The error, suggesting what goes by the key's word elsewhere; the same where there is no such thing."""
+    """Return the error with the key that another tool or section calls by this name, if there is one."""
     near = by_word(error.key.rpartition(".")[2])
     return error.suggesting(near) if near else error
 
 
 def by_word(word: str) -> str:
-    """The one dotted key that goes by the word; empty where there is none, or several."""
+    """Return the only dotted key for a word; empty for no key or several keys."""
     word = word.lower()
-    places = [BY_WORD[word]] if word in BY_WORD else _places().get(word, [])
-    return places[0] if len(places) == 1 else ""
+    keys = [BY_WORD[word]] if word in BY_WORD else _keys_by_word().get(word, [])
+    return keys[0] if len(keys) == 1 else ""
 
 
 @functools.cache
-def _places() -> dict[str, list[str]]:
-    """The dotted keys of a configuration by their last parts."""
-    found: dict[str, list[str]] = {}
+def _keys_by_word() -> dict[str, list[str]]:
+    """Return the dotted keys of a configuration by their last parts."""
+    keys: dict[str, list[str]] = {}
     for key in _keys(Config, ""):
-        found.setdefault(key.rpartition(".")[2], []).append(key)
-    return found
+        keys.setdefault(key.rpartition(".")[2], []).append(key)
+    return keys
 
 
 def _keys(schema: Any, above: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where a key takes a text, what stands there stays as it is written: 007, on, 1e5 and 2020-01-01 are names there."""
+"""Read values of text keys as written: there, 007, on, 1e5 and 2020-01-01 are texts."""
 
 import dataclasses
 from typing import Any, get_args, get_origin
@@ -9,19 +9,19 @@ from fedloom.conf.shorthand import fields_of, inner_of, is_named
 
 TAG = "tag:yaml.org,2002:"
 NULL, MERGE, TEXT = f"{TAG}null", f"{TAG}merge", f"{TAG}str"
-HOME = "~"  # where a path stands; elsewhere it is nothing
-PRESET, PRESETS = "preset", "presets"  # of a whole configuration's file
+HOME = "~"  # the home folder in a path; elsewhere it means null
+PRESET, PRESETS = "preset", "presets"  # keys of an experiment's file
 
 
 def keep_texts(schema: type, node: Node) -> Node:
-    """The node of a section for a dataclass, with texts where it takes texts. Nothing (null) stays nothing."""
+    """Return the node of a dataclass's section with the values of text keys as texts. null stays null."""
     if isinstance(node, MappingNode):
         node.value = [(_key(key), _of_key(schema, key, value)) for key, value in node.value]
     return node
 
 
 def keep_texts_at(schema: type, key: str, node: Node) -> Node:
-    """The same of the value of one dotted key, such as sites.0.name."""
+    """Return the node of the value of one dotted key, such as sites.0.name, with texts in the same way."""
     first, _, rest = key.partition(".")
     if first == PRESET and not rest:
         return _text(node)
@@ -29,28 +29,28 @@ def keep_texts_at(schema: type, key: str, node: Node) -> Node:
     if field is None:
         return node
     if rest and (inner := inner_of(field)):
-        place, _, deeper = rest.partition(".")
-        if not place.isdecimal():
+        index, _, deeper = rest.partition(".")
+        if not index.isdecimal():
             return keep_texts_at(inner, rest, node)
         return keep_texts_at(inner, deeper, node) if deeper else keep_texts(inner, node)
     if rest:
-        whole = (rest == "name" and is_named(field)) or _takes_texts(field)
-        return _text(node) if whole else node
+        is_text = (rest == "name" and is_named(field)) or _takes_texts(field)
+        return _text(node) if is_text else node
     return _of_field(field, node)
 
 
 def values_kept_at(schema: type, key: str, node: Node) -> Node:
-    """The same of a list of such values, or of one list that holds them all."""
+    """Return a list of values of one dotted key with texts in the same way. The list may be inside a list."""
     if isinstance(node, SequenceNode):
-        node.value = [keep_texts_at(schema, key, one) for one in node.value]
-        if len(node.value) == 1 and isinstance(one := node.value[0], SequenceNode):
-            one.value = [keep_texts_at(schema, key, inner) for inner in one.value]
+        node.value = [keep_texts_at(schema, key, value) for value in node.value]
+        if len(node.value) == 1 and isinstance(value := node.value[0], SequenceNode):
+            value.value = [keep_texts_at(schema, key, inner) for inner in value.value]
     return node
 
 
 def _of_key(schema: type, key: Node, value: Node) -> Node:
     if key.tag == MERGE:
-        return _each(value, schema)
+        return _sections(value, schema)
     if key.value == PRESETS and isinstance(value, MappingNode) and PRESETS not in fields_of(schema):
         value.value = [(name, keep_texts(schema, preset)) for name, preset in value.value]
         return value
@@ -63,31 +63,31 @@ def _of_field(field: dataclasses.Field[Any], node: Node) -> Node:
     if _takes_texts(field):
         return _text(node, within=get_origin(field.type) is dict)
     if inner := inner_of(field):
-        return _each(node, inner)
+        return _sections(node, inner)
     if is_named(field):
         return _with_name(node)
     return node
 
 
-def _each(node: Node, schema: type) -> Node:
-    """A section, or a list of sections."""
+def _sections(node: Node, schema: type) -> Node:
+    """Return a section, or a list of sections, of a dataclass with texts."""
     if isinstance(node, SequenceNode):
-        node.value = [keep_texts(schema, one) for one in node.value]
+        node.value = [keep_texts(schema, entry) for entry in node.value]
         return node
     return keep_texts(schema, node)
 
 
 def _with_name(node: Node) -> Node:
-    """A section of options, or a list of them: what is called `name` is a text."""
+    """Return a section of options, or a list of them, with `name` as a text."""
     if isinstance(node, SequenceNode):
-        node.value = [_with_name(one) for one in node.value]
+        node.value = [_with_name(entry) for entry in node.value]
     elif isinstance(node, MappingNode):
         node.value = [(key, _text(value) if key.value == "name" else value) for key, value in node.value]
     return node
 
 
 def _takes_texts(field: dataclasses.Field[Any]) -> bool:
-    """Whether it is a text, a list of texts or a section of texts."""
+    """Return whether the field is a text, a list of texts or a section of texts."""
     return field.type is str or (get_origin(field.type) in (list, dict) and get_args(field.type)[-1] is str)
 
 
@@ -96,11 +96,11 @@ def _key(node: Node) -> Node:
 
 
 def _text(node: Node, within: bool = False) -> Node:
-    """A text, or a list of texts; `within`: or a section of texts."""
+    """Return a node as a text or a list of texts; with `within`, also as a section of texts."""
     if isinstance(node, ScalarNode):
         return _scalar(node)
     if isinstance(node, SequenceNode):
-        node.value = [_text(one) for one in node.value]
+        node.value = [_text(entry) for entry in node.value]
     elif isinstance(node, MappingNode) and within:
         node.value = [(_key(key), _text(value)) for key, value in node.value]
     return node

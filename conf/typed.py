@@ -1,4 +1,4 @@
-"""Build a frozen dataclass from a mapping: types by OmegaConf, ranges and choices by the fields' own metadata."""
+"""Build a frozen dataclass from a mapping. OmegaConf checks types; the fields' metadata has ranges and choices."""
 
 import dataclasses
 import functools
@@ -30,22 +30,26 @@ def option(
     entries: type | None = None,
     path: bool = False,
 ) -> Any:
-    """A dataclass field that documents itself and says which values it takes (bounds included; of a list, each entry).
+    """Declare a dataclass field with its default, meaning and range.
 
-    `named`: a dictionary with a name among its keys, for which that name alone may stand. `entries`: of what may be a list.
-    `path`: a file or folder, or several, whose `~` is the home of whoever reads it.
+    Args:
+        low: The smallest value; of a list, of each entry.
+        high: The largest value, in the same way.
+        named: The field is a section with a name, and the name alone may replace it.
+        entries: The dataclass of the entries, if the field may be a list.
+        path: The field is a path or a list of paths; `~` is the home folder of the user who reads it.
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path}
     metadata |= {"entries": entries} if entries else {}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
-        hashed = None if callable(default) else False  # lists and dictionaries cannot be
+        hashed = None if callable(default) else False  # lists and dictionaries have no hash
         return dataclasses.field(default_factory=factory, hash=hashed, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class UnknownKeyError(UserError):
-    """A key that its section does not take."""
+    """A key that its section does not have."""
 
     def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
         self.key, self.known = key, known
@@ -54,15 +58,15 @@ class UnknownKeyError(UserError):
         super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
 
     def suggesting(self, near: str) -> "UnknownKeyError":
-        """The same with another key as the one that was probably meant."""
+        """Return the error with another key as its suggestion."""
         return UnknownKeyError(self.key, self.known, near)
 
 
 def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
-    """An instance of the dataclass `schema` from `given`.
+    """Build an instance of the dataclass `schema` from a mapping.
 
-    `where` is the dotted key that `given` stands at. Raises UserError naming the full key, what it got and what it takes.
-    Nothing is interpolated here: `given` may come from another machine. What is read from a user's own file is before.
+    `where` is the mapping's dotted key. The mapping may come from another machine, so nothing in it is interpolated.
+    Raises UserError with the full key, its value, and the accepted values.
     """
     given = expand_shorthand(schema, given)
     _check_keys(schema, given, where)
@@ -75,32 +79,32 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
         raise _misfit(schema, given, where) or UserError(_in_one_line(error, where)) from None
     except UserError:
         raise
-    except Exception as error:  # of the class's own checks
+    except Exception as error:  # from the class's own checks
         raise UserError(f"{where}: {told(error)}") from error
     _check_values(result, where)
     return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
 
 
 def at_home(instance: T) -> T:
-    """The same with whole paths where a path begins with ~, or ~name."""
+    """Return the instance with `~` and `~name` at the beginning of its paths replaced by the home folder."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(instance):  # type: ignore[arg-type]
-        got = getattr(instance, field.name)
+        value = getattr(instance, field.name)
         if field.metadata.get("path"):
-            changed[field.name] = [*map(os.path.expanduser, got)] if isinstance(got, list) else os.path.expanduser(got)
-        elif dataclasses.is_dataclass(got):
-            changed[field.name] = at_home(got)
+            changed[field.name] = [*map(os.path.expanduser, value)] if isinstance(value, list) else os.path.expanduser(value)
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = at_home(value)
     return dataclasses.replace(instance, **changed)  # type: ignore[type-var]
 
 
 def checked(given: Any, where: str) -> Any:
-    """The same. UserError for a text in it that OmegaConf would look up elsewhere."""
+    """Return a value unchanged. Raise UserError if it contains a text that OmegaConf would interpolate."""
     _check_literal(given, where)
     return given
 
 
 def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
-    """As `build`, for thousands of sections that differ in plain values: what has its field's very type goes in as it is."""
+    """Build an instance as `build` does, but faster for thousands of sections that differ only in plain values."""
     given = expand_shorthand(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
@@ -122,7 +126,7 @@ _BUILT: dict[tuple[type, str], Any] = {}
 
 @functools.cache
 def _plain_kinds(schema: type) -> dict[str, type]:
-    """The fields that are texts, numbers or truth values, and what they are."""
+    """Return the fields that are texts, numbers or truth values, with their types."""
     return {field.name: field.type for field in dataclasses.fields(schema) if field.type in (str, int, float, bool)}  # type: ignore[arg-type,misc]
 
 
@@ -134,17 +138,18 @@ def _base(schema: type) -> Any:
 
 
 def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
-    """UserError for a number or a truth value where a text is taken: what was written is not known any more."""
+    """Raise UserError for a number or truth value in place of a text: its written form is unknown."""
     for name, item in given.items():
         field = fields_of(schema)[name]
         texts = field.type is str or (get_origin(field.type) is list and get_args(field.type)[0] is str)
-        for one in (item if isinstance(item, list | tuple) else [item]) if texts else []:
-            if isinstance(one, bool | int | float):
-                key = _join(where, name)
-                raise UserError(f"{key}: got {_short(one)}, takes {takes(field, item)}; put it in quotes if it is a text")
+        for value in (item if isinstance(item, list | tuple) else [item]) if texts else []:
+            if isinstance(value, bool | int | float):
+                key = join(where, name)
+                raise UserError(f"{key}: got {_short(value)}, takes {takes(field, item)}; put it in quotes if it is a text")
 
 
-def _join(where: str, key: str) -> str:
+def join(where: str, key: str) -> str:
+    """Return the dotted key of `key` in the section `where`."""
     return f"{where}.{key}" if where else key
 
 
@@ -156,46 +161,46 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
     fields = fields_of(schema)
     for key, item in given.items():
         if key not in fields:
-            raise UnknownKeyError(_join(where, str(key)), [_join(where, name) for name in fields])
-        for section, content, place in _sections(fields[key], item, _join(where, key)):
+            raise UnknownKeyError(join(where, str(key)), [join(where, name) for name in fields])
+        for section, content, position in _sections(fields[key], item, join(where, key)):
             if not isinstance(content, Mapping):
-                raise UserError(f"{place}: got {_short(content)}, takes a section of keys")
-            _check_keys(section, content, place)
+                raise UserError(f"{position}: got {_short(content)}, takes a section of keys")
+            _check_keys(section, content, position)
 
 
 def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[type, Any, str]]:
-    """What was given for a field's own dataclass, or for each entry of its list of them: class, what it is, its key."""
+    """Return (class, value, key) for a field that is a dataclass, or for each entry of its list of dataclasses."""
     if _nested(field):
         return [(field.type, item, key)]  # type: ignore[list-item]
     (entry,) = get_args(field.type) if get_origin(field.type) is list else (None,)
     if not (dataclasses.is_dataclass(entry) and isinstance(item, list)):
         return []
-    return [(entry, content, f"{key}[{place}]") for place, content in enumerate(item)]  # type: ignore[misc]
+    return [(entry, content, f"{key}[{index}]") for index, content in enumerate(item)]  # type: ignore[misc]
 
 
 def _check_literal(item: Any, where: str) -> None:
-    """UserError for a text that OmegaConf would look up elsewhere: in the environment, say."""
+    """Raise UserError for a text that OmegaConf would interpolate, for example from the environment."""
     if isinstance(item, Mapping):
         for key, option in item.items():
             _check_literal(key, where)
-            _check_literal(option, _join(where, str(key)))
+            _check_literal(option, join(where, str(key)))
     elif isinstance(item, list | tuple):
-        for place, option in enumerate(item):
-            _check_literal(option, f"{where}[{place}]")
+        for index, option in enumerate(item):
+            _check_literal(option, f"{where}[{index}]")
     elif isinstance(item, str) and ("${" in item or item == "???"):
         raise UserError(
-            f"{where}: holds '{'${' if '${' in item else item}', which is not interpolated here; give the value itself"
+            f"{where}: contains '{'${' if '${' in item else item}', which is not interpolated here; write the value itself"
         )
 
 
 def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | None:
-    """The error for the first key whose value is not of its field's type: what it got, what it takes, what it is."""
+    """Return the error for the first key with a value of the wrong type."""
     for field in dataclasses.fields(schema):
         if field.name not in given or _fits(schema, field.name, item := given[field.name]):
             continue
-        key = _join(where, field.name)
-        for section, content, place in _sections(field, item, key):
-            if error := _misfit(section, content, place):
+        key = join(where, field.name)
+        for section, content, position in _sections(field, item, key):
+            if error := _misfit(section, content, position):
                 return error
         about = f" ({field.metadata['help']})" if field.metadata.get("help") else ""
         return UserError(f"{key}: got {_short(item)}, takes {takes(field, item)}{about}")
@@ -211,7 +216,7 @@ def _fits(schema: type, name: str, item: Any) -> bool:
 
 
 def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
-    """What a field takes, in words; `item`: something that is none of it."""
+    """Return a text that describes the values of a field. `item`: a wrong value, if there is one."""
     kind, choices = get_origin(field.type) or field.type, field.metadata.get("choices")
     if choices:
         return f"{'a list of' if kind is list else 'one of'}: {_row(choices)}"
@@ -227,63 +232,63 @@ def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
 
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
-MOST_TOLD = 100  # letters of what was given
+MOST_CHARACTERS = 100  # characters of a value in an error
 MOST = 3.4e38  # of float32
 
 
 def _short(item: Any) -> str:
-    told = repr(item)
-    return plain(told if len(told) <= MOST_TOLD else f"{told[:MOST_TOLD]}...")
+    text = repr(item)
+    return plain(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
 
 
 def _in_one_line(error: Exception, where: str) -> str:
     first = str(error).splitlines()[0]
     full = getattr(error, "full_key", None)
-    key = _join(where, str(full)) if full else where
+    key = join(where, str(full)) if full else where
     return f"{key}: {first}" if key else first
 
 
 def _check_values(instance: Any, where: str) -> None:
     for field in dataclasses.fields(instance):
-        key, got = _join(where, field.name), getattr(instance, field.name)
-        if dataclasses.is_dataclass(got):
-            _check_values(got, key)
+        key, value = join(where, field.name), getattr(instance, field.name)
+        if dataclasses.is_dataclass(value):
+            _check_values(value, key)
             continue
         low, high = field.metadata.get("low"), field.metadata.get("high")
         choices = field.metadata.get("choices")
-        for one in got if choices and isinstance(got, list) else [got] if choices else []:
-            if one not in choices:
-                raise UserError(f"{key}: got '{one}', takes {takes(field)}")
+        for choice in value if choices and isinstance(value, list) else [value] if choices else []:
+            if choice not in choices:
+                raise UserError(f"{key}: got '{choice}', takes {takes(field)}")
         if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
-            _check_entries(key, got)
-        if isinstance(got, str):
-            _check_text(key, got)
-        for number in got if isinstance(got, list) else [got]:
+            _check_entries(key, value)
+        if isinstance(value, str):
+            _check_text(key, value)
+        for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_range(key, number, low, high)
 
 
-def _check_entries(key: str, given: list[Any]) -> None:
-    """UserError for a list or a section among entries that are texts or numbers, which OmegaConf lets through."""
-    for place, entry in enumerate(given):
+def _check_entries(key: str, entries: list[Any]) -> None:
+    """Raise UserError for a list or section among texts or numbers, which OmegaConf does not check."""
+    for index, entry in enumerate(entries):
         if isinstance(entry, list | dict):
-            raise UserError(f"{key}[{place}]: got {_short(entry)}, takes a text or a number")
+            raise UserError(f"{key}[{index}]: got {_short(entry)}, takes a text or a number")
 
 
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
     if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
         raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
     if isinstance(number, float) and abs(number) > MOST:
-        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)}, as 32 bits can hold")
+        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)} (32 bits)")
 
 
-def _check_text(key: str, given: str) -> None:
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in given):
-        raise UserError(f"{key}: got {_short(given)}, takes a text in one line, without control characters")
+def _check_text(key: str, text: str) -> None:
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+        raise UserError(f"{key}: got {_short(text)}, takes a text in one line, without control characters")
 
 
 def _row(choices: Sequence[str]) -> str:
-    """Choices in a row, that of nothing as it is written."""
+    """Return the choices with commas between, an empty one as ""."""
     return ", ".join(choice or '""' for choice in choices)
 
 

@@ -1,6 +1,6 @@
-"""YAML as text and back: by libyaml for long texts, ten times as fast; PyYAML's own reader tells errors better.
+"""Read and write YAML: long texts with libyaml, which is ten times faster, others with PyYAML, which has better errors.
 
-What is read may be wrong or hostile: it is checked before anything is made of it.
+A text may be wrong or hostile, so its nodes are checked before they become values.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from yaml.resolver import Resolver
 Kept = Callable[[Node], Node]
 
 LONG = 100_000  # characters
-MOST_DEPTH = 100  # of lists and sections within each other
-MOST_COPIES = 1_000_000  # entries that a text's aliases may stand for
+MOST_DEPTH = 100  # of nested lists and sections
+MOST_COPIES = 1_000_000  # entries that the aliases of a text may stand for
 MOST_DIGITS = 300
 
 TAG = "tag:yaml.org,2002:"
@@ -35,7 +35,7 @@ NUMBERS = {
 
 
 class _Plain(Resolver):
-    """What a value without quotes is: a text, a number, a truth value or nothing. 007, 1:30: texts; 1e-1: a number."""
+    """Decides the type of a value without quotes. 007 and 1:30 are texts, 1e-1 is a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, NUMBERS.get(tag, form)) for tag, form in forms if tag not in NOT_MEANT]
@@ -44,11 +44,11 @@ class _Plain(Resolver):
 
 
 class _Reader(_Plain, yaml.SafeLoader):
-    """PyYAML's own."""
+    """PyYAML's reader."""
 
 
 def _by_libyaml() -> Any:
-    """Libyaml's, with PyYAML's composer: its own overflows the stack on what is nested deep."""
+    """Return libyaml's reader with PyYAML's composer: libyaml's own overflows the stack on deep nesting."""
 
     class Reader(_Plain, Composer, yaml.CSafeLoader):
         def __init__(self, text: str) -> None:
@@ -65,25 +65,25 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Writer(_Dumper):
-    """It puts texts in quotes that `read_yaml` or other readers would take for something else."""
+    """Quotes texts that `read_yaml` or another reader would read as something else."""
 
 
 _Writer.add_implicit_resolver(f"{TAG}float", NUMBERS[f"{TAG}float"], list("-+0123456789."))
 
 
 def read_yaml(text: str, kept: Kept | None = None) -> Any:
-    """What a text holds. Raises yaml.YAMLError, also for what `_Check` refuses.
+    """Read a YAML text. Raise yaml.YAMLError for a wrong text, or one that `_Check` refuses.
 
-    `kept`: says what of its nodes stays a text (conf.text_keys).
+    `kept`: a function that turns nodes of text keys into texts (conf.text_keys).
     """
     if len(text) > LONG:
-        with contextlib.suppress(yaml.YAMLError):  # the slower reader finds the same fault, and says where it is
+        with contextlib.suppress(yaml.YAMLError):  # on an error, the slower reader reports its position
             return _read(text, _Fast, kept)
     return _read(text, _Reader, kept)
 
 
 def write_yaml(tree: Any) -> str:
-    """Plain values as text, keys in their order."""
+    """Return plain values as YAML, with keys in their order."""
     return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
 
 
@@ -102,14 +102,14 @@ def _read(text: str, kind: Any, kept: Kept | None) -> Any:
 
 
 class _Check:
-    """Refuses a text's nodes: keys that are double or no keys, odd kinds of values, and what aliases make endless."""
+    """Refuses nodes with repeated or invalid keys, unknown types of values, or aliases without end."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._known: dict[int, tuple[int, int] | None] = {}  # by the node's identity; None while it is measured
+        self._known: dict[int, tuple[int, int] | None] = {}  # by the node's identity; None while in progress
 
     def measure(self, node: Node, key: str, depth: int) -> tuple[int, int]:
-        """The entries in a node with all aliases written out, and its height. `key`: the nearest one above."""
+        """Return the number of entries of a node with all aliases written out, and its height. `key`: the key above it."""
         if node.tag not in TAKEN:
             raise _wrong(node, key, f"is !!{node.tag.removeprefix(TAG)}, takes texts, numbers, lists and sections")
         if isinstance(node, ScalarNode):
@@ -119,14 +119,14 @@ class _Check:
         if id(node) not in self._known:
             self._known[id(node)] = None
             self._known[id(node)] = self._inside(node, key, depth)
-        found = self._known[id(node)]
-        if found is None:
+        measured = self._known[id(node)]
+        if measured is None:
             raise _wrong(node, key, "refers to itself")
-        if depth + found[1] > MOST_DEPTH:
+        if depth + measured[1] > MOST_DEPTH:
             raise _wrong(node, key, f"has lists and sections nested more than {MOST_DEPTH} deep")
-        if found[0] > self.limit:
+        if measured[0] > self.limit:
             raise _wrong(node, key, f"has aliases that stand for more than {MOST_COPIES} entries")
-        return found
+        return measured
 
     def _inside(self, node: Node, key: str, depth: int) -> tuple[int, int]:
         children = _section(node) if isinstance(node, MappingNode) else [(key, child) for child in node.value]
@@ -134,24 +134,24 @@ class _Check:
             raise _wrong(node, key, f"has lists and sections nested more than {MOST_DEPTH} deep")
         size, height = 1, 0
         for name, child in children:
-            its, high = self.measure(child, name, depth + 1)
-            size, height = size + its, max(height, high)
+            entries, high = self.measure(child, name, depth + 1)
+            size, height = size + entries, max(height, high)
         return size, height + 1
 
 
 def _section(node: MappingNode) -> list[tuple[str, Node]]:
-    """The values of a section, each with its key."""
+    """Return the values of a section, each with its key."""
     seen = set()
     for key, _ in node.value:
         if not isinstance(key, ScalarNode):
-            raise ConstructorError(None, None, "found unhashable key", key.start_mark)
+            raise ConstructorError(None, None, "a list or section is not a valid key", key.start_mark)
         if key.tag == f"{TAG}null":
-            raise _wrong(key, "", f"'{key.value}' is no key; put it in quotes if it is meant")
+            raise _wrong(key, "", f"'{key.value}' is not a valid key; put it in quotes if it is a name")
         if (key.tag, key.value) in seen:
-            raise _wrong(key, "", f"the key '{key.value}' is given twice")
+            raise _wrong(key, "", f"the key '{key.value}' appears twice")
         seen.add((key.tag, key.value))
     return [(key.value, value) for key, value in node.value]
 
 
-def _wrong(node: Node, key: str, told: str) -> ConstructorError:
-    return ConstructorError(None, None, f"'{key}' {told}" if key else told, node.start_mark)
+def _wrong(node: Node, key: str, message: str) -> ConstructorError:
+    return ConstructorError(None, None, f"'{key}' {message}" if key else message, node.start_mark)

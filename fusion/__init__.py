@@ -1,4 +1,4 @@
-"""Pure mathematics on states and networks: no Flower, no Ray, no files, no global state.
+"""Mathematics on networks and their states, without Flower, Ray, files or global state.
 
 Two networks of different depth and width become one:
 
@@ -8,7 +8,7 @@ Two networks of different depth and width become one:
 >>> _ = torch.manual_seed(0)
 >>> deep = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
 >>> shallow = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
->>> images = torch.randn(64, 8)  # what both take; no labels
+>>> images = torch.randn(64, 8)  # inputs of both networks; no labels
 >>> align(deep, shallow, probe=images).pairs
 {'0': '0'}
 >>> fused = fuse([deep, shallow], into=0, probe=images)
@@ -33,7 +33,7 @@ _MODULES = {"Alignment": "alignment", "align": "alignment", "Fused": "pipeline",
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are asked for: exact sums need none of what fusion imports."""
+    """Import a public name on first use, because exact sums need none of what fusion imports."""
     if name not in _MODULES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

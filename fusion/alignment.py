@@ -1,4 +1,4 @@
-"""Which layers of two networks correspond, on networks in memory."""
+"""Find which layers of two networks correspond."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ from fedloom.fusion.settings import FusionSettings
 class Alignment:
     """Which hidden layers (or residual blocks) of two networks correspond.
 
-    `layers`: the names of both networks' [m] and [n]; `costs`: [m, n] float64, how unlike they are; `pairs`: of those that
-    correspond the one's name and the other's, as many as the shallower network has.
+    Attributes:
+        layers: The names of both networks' layers, [m] and [n].
+        costs: How different the layers are, float64 [m, n].
+        pairs: Layers of the first network with their counterparts, as many as the shallower network has.
     """
 
     layers: tuple[tuple[str, ...], tuple[str, ...]]
@@ -25,10 +27,17 @@ class Alignment:
 
 
 def align(one: nn.Module, other: nn.Module, *, probe: Tensor, settings: FusionSettings | None = None) -> Alignment:
-    """Compare the layers of two networks, as `fuse` does, on inputs [k, ...]; they stay as they are.
+    """Compare the layers of two networks, as `fuse` does. The networks stay unchanged. CLA+OT, Algorithm 1.
 
-    Of the settings `comparison`, `pin_first` and `pin_last` count. CLA+OT, Algorithm 1.
-    Raises UserError, naming what is at fault, for networks of different families and probe sets that cannot be used.
+    Args:
+        one: The first network.
+        other: The second network.
+        probe: Inputs without labels, [k, ...] with k >= 2.
+        settings: Only `comparison`, `pin_first` and `pin_last` are used.
+
+    Raises:
+        UserError: The networks have different families, or the probe set is not usable. The message says which and
+            why.
     """
     chosen = settings or FusionSettings()
     kind = "neurons" if chosen.comparison == "neurons" else "preactivation"

@@ -1,12 +1,12 @@
-"""Arithmetic on networks of one shape and one start: cumulative gradients, their assignment, weighted fusion.
+"""Arithmetic on networks with one architecture and one start: task vectors, their assignment, weighted fusion.
 
-arithmetic: a network trained from theta_0 to theta has the cumulative gradient g = theta - theta_0 (elsewhere called its
-task vector, and what follows task arithmetic). Gradients of several tasks are assigned to a network, theta_n +
-sum alpha_i g_i, or the networks themselves are fused, sum alpha_i theta_i.
+arithmetic: a network trained from theta_0 to theta has the cumulative gradient g = theta - theta_0 (a task vector in
+task arithmetic). Gradients of several tasks can be assigned to a network, theta_n + sum alpha_i g_i. Or the networks
+can be fused, sum alpha_i theta_i.
 
-All of it is done on integers (fusion.exact), so the order of terms does not matter and a term can be taken out again, bit
-for bit. Weights are combined as the formula says. BatchNorm's running mean and variance, and counters, are not weights: a
-combination has the terms' weighted mean of them, with the coefficients' sizes as weights, rounded where they are integers.
+Everything is computed on integers (fusion.exact). So the order of terms does not matter, and a term can be removed
+again, bit for bit. Weights follow the formula. BatchNorm's running mean, variance and counters are not weights: a
+combination gets their weighted mean, with the sizes of the coefficients as weights, rounded for integers.
 """
 
 import itertools
@@ -22,36 +22,36 @@ from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise
 from fedloom.fusion.state import State, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
-LARGEST = 2.0**62  # size of an int64 entry
+LARGEST = 2.0**62  # limit of an int64 entry
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
-Alpha = float | Mapping[str, float]  # one number, or one for each layer, by its name
+Alpha = float | Mapping[str, float]  # one number, or one for each layer by name
 
 
 def is_statistic(name: str) -> bool:
-    """Whether a tensor of this name is a running statistic of a norm, or its counter, and no weight."""
+    """Return whether a tensor of this name is a running statistic or counter of a norm, not a weight."""
     return name.rpartition(".")[2] in STATISTICS
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name without the last part."""
+    """Return the layer of a tensor: its name without the last part."""
     return name.rpartition(".")[0]
 
 
 def alpha_for(alpha: Alpha, name: str) -> float:
-    """The coefficient of a tensor. UserError for a layer without one, and for numbers that are not finite."""
+    """Return the coefficient of a tensor. Raise UserError if its layer has none, or if it is not finite."""
     if not isinstance(alpha, int | float):
         if layer_of(name) not in alpha:
-            raise UserError(f"no coefficient for the layer '{layer_of(name)}'; give one number, or one for each layer")
+            raise UserError(f"no coefficient for the layer '{layer_of(name)}'; use one number, or one for each layer")
         alpha = alpha[layer_of(name)]
     if not math.isfinite(alpha):
-        raise UserError(f"a coefficient is {alpha}; takes finite numbers")
+        raise UserError(f"a coefficient is {alpha}; use finite numbers")
     return float(alpha)
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A cumulative gradient: int64 tensors in units of 2**-bits, and the digest of the start that it counts from."""
+    """A cumulative gradient: int64 tensors in units of 2**-bits, and the digest of the network that it starts from."""
 
     change: State
     start: str
@@ -59,16 +59,16 @@ class Gradient:
 
 
 def check_shapes(one: Mapping[str, Tensor], other: Mapping[str, Tensor], who: str) -> None:
-    """UserError, naming the tensor, unless both states have the same names and shapes; `who` is the other's name."""
+    """Raise UserError, with the tensor's name, unless both states have equal names and shapes. `who` starts the message."""
     if odd := one.keys() ^ other.keys():
-        raise UserError(f"{who}: tensor '{min(odd)}' is in one of the two networks only; takes networks of one shape")
+        raise UserError(f"{who}: tensor '{min(odd)}' is in one of the two networks only; use networks of one shape")
     for name, tensor in one.items():
         if tensor.shape != other[name].shape:
             raise UserError(f"{who}: tensor '{name}' is {list(other[name].shape)}, takes {list(tensor.shape)}")
 
 
 def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
-    """g = theta - theta_0 of two quantised states (fusion.exact.quantise). UserError for networks of different shapes."""
+    """Return g = theta - theta_0 of two quantised states (fusion.exact.quantise). Raise UserError for other shapes."""
     check_shapes(start, end, "cumulative gradient")
     return Gradient({name: tensor - start[name] for name, tensor in end.items()}, digest(start), bits)
 
@@ -76,42 +76,45 @@ def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
 def combine(
     start: State, gradients: Sequence[Gradient], alphas: Sequence[Alpha], how: str = GRADIENTS, *, force: bool = False
 ) -> State:
-    """theta_n + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64 like the quantised `start`.
+    """Return theta_n + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
 
-    `start` is theta_0, or with `force` and GRADIENTS any other network of its shape: the gradients are assigned to its
-    weights (arithmetic, Eq. 6), its statistics stay. Raises UserError for gradients that count from another start (unless
-    forced; never with WEIGHTS, since theta_i is not known then), other shapes, and a number of alphas that is not theirs.
+    `start`: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
+    added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged. `gradients`: the cumulative
+    gradients. `alphas`: one coefficient for each gradient. `force`: allow gradients that count from another start.
+    Raise UserError if the start, the shapes or the number of coefficients do not fit. With WEIGHTS, another start is
+    always an error, because theta_i is then unknown.
     """
     if len(gradients) != len(alphas):
-        raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; give one for each")
+        raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; use one for each")
     here = digest(start)
-    for place, gradient in enumerate(gradients):
-        check_shapes(start, gradient.change, f"gradient {place + 1}")
+    for index, gradient in enumerate(gradients):
+        check_shapes(start, gradient.change, f"gradient {index + 1}")
         if gradient.start != here and not force:
             digests = f"digest {gradient.start[:12]}, this network's is {here[:12]}"
-            raise UserError(f"gradient {place + 1} counts from another start ({digests}); force it if that is meant")
+            raise UserError(f"gradient {index + 1} counts from another start ({digests}); use force if that is intended")
         if gradient.start != here and how == WEIGHTS:
-            raise UserError(f"gradient {place + 1} counts from another start, from which weights do not follow; add states")
+            raise UserError(f"gradient {index + 1} counts from another start, from which weights do not follow; add states")
     bits = gradients[0].bits if gradients else 0
-    found = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
-    if any(gradient.start != here for gradient in gradients):  # the statistics of another network are its own
-        found |= {name: tensor for name, tensor in start.items() if is_statistic(name)}
-    return found
+    combination = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
+    if any(gradient.start != here for gradient in gradients):  # another network's statistics stay its own
+        combination |= {name: tensor for name, tensor in start.items() if is_statistic(name)}
+    return combination
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
-    """The combination of changes, which may be read one by one, with their alphas; all int64 in units of 2**-bits.
+    """Return the combination of changes, read one by one, with their alphas; all int64 in units of 2**-bits.
 
-    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). UserError beyond the range of exact sums.
+    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). Raise UserError if the result is beyond
+    the range of exact sums.
     """
     factors = {name: _factors(alphas, name, [1] * len(alphas)) for name in start}
-    terms = ({name: _times(tensor, factors[name][place]) for name, tensor in change.items()}
-             for place, change in enumerate(changes))  # fmt: skip
+    terms = ({name: _times(tensor, factors[name][index]) for name, tensor in change.items()}
+             for index, change in enumerate(changes))  # fmt: skip
     return _added(start, {name: math.fsum(own) for name, own in factors.items()}, terms, how, bits)
 
 
 def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
-    """The same where all changes have one coefficient and their sum is known: it is multiplied once."""
+    """Return what `composed` returns if all changes have one coefficient. Multiplies their sum, which is known, once."""
     number = total.addends
     factors = {name: _factors([alpha], name, [number])[0] for name in start}
     term = {name: _times(tensor, factors[name]) for name, tensor in total.totals.items()}
@@ -119,12 +122,12 @@ def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
 
 
 def added(one: State, other: State) -> State:
-    """The sum of two networks' integers. UserError beyond the range of exact sums."""
+    """Return the sum of two networks' integers. Raise UserError beyond the range of exact sums."""
     return _summed([one, other], bits=0).totals
 
 
 def _added(start: State, sums: Mapping[str, float], terms: Iterable[State], how: str, bits: int) -> State:
-    """theta_0 and the terms; `sums`: of the coefficients, by tensor. UserError beyond the range of exact sums."""
+    """Add the terms to theta_0. `sums` are the sums of the coefficients by tensor."""
     once = {name: how == GRADIENTS or is_statistic(name) for name in start}
     first = {name: tensor if once[name] else _times(tensor, sums[name]) for name, tensor in start.items()}
     return _summed(itertools.chain([first], terms), bits).totals
@@ -136,34 +139,34 @@ def _summed(terms: Iterable[State], bits: int) -> ExactSum:
         for term in terms:
             total.add(term)
     except ExactSumError as error:
-        raise UserError(f"the combination leaves the range of exact sums ({error}); take smaller coefficients") from None
+        raise UserError(f"the combination leaves the range of exact sums ({error}); use smaller coefficients") from None
     return total
 
 
 def _factors(alphas: Sequence[Alpha], name: str, times: Sequence[int]) -> list[float]:
-    """What each change of a tensor is multiplied by: alpha, or for statistics the shares of a weighted mean."""
+    """Return the factor of each change of a tensor: alpha, or for statistics the share in a weighted mean."""
     if not is_statistic(name):
         return [alpha_for(alpha, name) for alpha in alphas]
     return _shares([_size(alpha, name) for alpha in alphas], times)
 
 
 def _size(alpha: Alpha, name: str) -> float:
-    """How much a network counts in the mean of a statistic: by its layer's coefficient, or all its layers' mean."""
+    """Return a network's weight in the mean of a statistic: its layer's coefficient, or the mean over its layers."""
     if isinstance(alpha, Mapping) and layer_of(name) not in alpha:
-        return math.fsum(abs(one) for one in alpha.values()) / max(len(alpha), 1)
+        return math.fsum(abs(coefficient) for coefficient in alpha.values()) / max(len(alpha), 1)
     return abs(alpha_for(alpha, name))
 
 
 def _shares(sizes: Sequence[float], times: Sequence[int]) -> list[float]:
-    """Sizes as shares that add up to 1 if each counts so many times; all 0 if they are."""
+    """Return sizes as shares that sum to 1 if each counts `times` times; all 0 if all sizes are 0."""
     total = math.fsum(size * number for size, number in zip(sizes, times, strict=True))
     return [size / total if total else 0.0 for size in sizes]
 
 
 def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
-    """Integers in units of 2**-bits as a state with the dtypes of `like`: float32, counters rounded.
+    """Return integers in units of 2**-bits as a state with the dtypes of `like`.
 
-    Counters and variances are at least 0.
+    Counters are rounded. Counters and variances are at least 0.
     """
     plain = dequantise({name: tensor for name, tensor in quantised.items() if like[name].is_floating_point()}, bits)
     counts = {name: (tensor.double() * 2.0**-bits).round().clamp(min=0).to(like[name].dtype) for name, tensor in
@@ -173,7 +176,7 @@ def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """int64 times a number, rounded to nearest; exact for 1 and 0. UserError beyond the range of exact sums."""
+    """Return int64 times a number, rounded to nearest; exact for 0 and 1. Raise UserError beyond the exact range."""
     if factor == 1.0:
         return tensor
     scaled = (tensor.double() * factor).round_()
@@ -183,18 +186,21 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
 
 
 class Composer:
-    """Many combinations of the same terms, written into one network in place: nothing is built, read or copied anew.
+    """Computes many combinations of the same terms, written into one network in place.
 
-    The network's weights become views of one vector, a sum over the terms' vectors, and its running statistics views of
-    another, their weighted mean; float32, unlike `combine`. Counters are not touched.
+    The network's weights become views of one vector, a sum over the terms' vectors. Its running statistics become
+    views of another, their weighted mean. Unlike `combine` it computes in float32, and leaves counters unchanged.
     """
 
     def __init__(
         self, network: nn.Module, start: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]], how: str
     ) -> None:
-        """`start`: theta_0; `ends`: the networks trained from it, as float states. UserError for other shapes."""
-        for place, end in enumerate(ends):
-            check_shapes(start, end, f"network {place + 1}")
+        """Prepare the vectors. `start` is theta_0, `ends` are the networks trained from it, as float states.
+
+        Raise UserError if the shapes differ.
+        """
+        for index, end in enumerate(ends):
+            check_shapes(start, end, f"network {index + 1}")
         statistics = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
         weights = dict(network.named_parameters())
         self.network = network
@@ -202,7 +208,7 @@ class Composer:
         self._parts = [_Vector(weights, start, ends, how), _Vector(statistics, start, ends, GRADIENTS)]
 
     def __call__(self, alphas: Sequence[Alpha]) -> nn.Module:
-        """The network, its weights now the combination with these coefficients."""
+        """Return the network after its weights have become the combination with these coefficients."""
         weights, statistics = self._parts
         once = [1] * len(alphas)
         if all(isinstance(alpha, int | float) for alpha in alphas):
@@ -217,7 +223,7 @@ class Composer:
 
 
 class _Vector:
-    """Tensors of a network as views of one vector, and what it is a sum of."""
+    """Tensors of a network as views of one vector, with the terms of its sum."""
 
     def __init__(
         self, named: Mapping[str, Tensor], start: Mapping[str, Tensor], ends: Sequence[Mapping[str, Tensor]], how: str

@@ -1,4 +1,4 @@
-"""What cannot be fused is refused, naming what is at fault."""
+"""Refuse what cannot be fused, with a message that says what is wrong."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,65 +13,68 @@ TYPES = (torch.float32, torch.float64)
 
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
-    """Weights that add up to 1."""
-    given = [1.0] * number if weights is None else [float(weight) for weight in weights]
-    if len(given) != number or any(not weight >= 0.0 for weight in given) or not 0.0 < sum(given) < float("inf"):
-        raise UserError(f"fuse: weights {given} for {number} networks; takes one for each, not negative, not all 0")
-    return [weight / sum(given) for weight in given]
+    """Return weights that sum to 1; equal ones by default."""
+    numbers = [1.0] * number if weights is None else [float(weight) for weight in weights]
+    if len(numbers) != number or any(not weight >= 0.0 for weight in numbers) or not 0.0 < sum(numbers) < float("inf"):
+        raise UserError(f"fuse: weights {numbers} for {number} networks; use one for each, not negative, not all 0")
+    return [weight / sum(numbers) for weight in numbers]
 
 
 def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
-    """A map that was given, as units of the structure and those of the other network."""
+    """Return the user's map as a dictionary: a unit of the structure -> a unit of the other network."""
     few, many = min(own, other), max(own, other)
     rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
     if networks != 2 or not rising:
-        raise UserError(f"fuse: map {chosen} for {networks} networks of {own} and {other} layers; takes, for two networks, "
-                        f"{few} rising places below {many}")  # fmt: skip
+        raise UserError(f"fuse: map {chosen} for {networks} networks of {own} and {other} layers; use, for two networks, "
+                        f"{few} rising indices below {many}")  # fmt: skip
     return {(row if own == many else column): (column if own == many else row) for column, row in enumerate(chosen)}
 
 
 def check_places(networks: int, into: int, depth: int) -> None:
-    if networks < 2 or any(type(place) is not int or not 0 <= place < networks for place in (into, depth)):
-        raise UserError(f"fuse: {networks} networks, into={into}, depth={depth}; takes two or more, places from 0")
+    """Raise UserError unless there are two or more networks, and both indices are in range."""
+    if networks < 2 or any(type(index) is not int or not 0 <= index < networks for index in (into, depth)):
+        raise UserError(
+            f"fuse: {networks} networks, into={into}, depth={depth}; use two or more networks, and indices from 0"
+        )
 
 
-def check_numbers(place: int, network: nn.Module) -> None:
-    """All numbers are finite, and of a type in which sums over a probe set can be taken."""
+def check_numbers(index: int, network: nn.Module) -> None:
+    """Raise UserError unless all values are finite and precise enough for sums over a probe set."""
     for name, tensor in network.state_dict().items():
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
-            raise UserError(f"network {place}: tensor '{name}' holds values that are not finite")
+            raise UserError(f"network {index}: tensor '{name}' holds values that are not finite")
         if tensor.is_floating_point() and tensor.dtype not in TYPES:
-            raise UserError(f"network {place}: tensor '{name}' is {tensor.dtype}: too coarse; call float() on the network")
+            raise UserError(f"network {index}: tensor '{name}' is {tensor.dtype}: too coarse; call float() on the network")
 
 
-def check_layers(place: int, wiring: Wiring) -> None:
-    """There are hidden layers, none of which shares its weight; that all tensors lie on axes, wiring has checked."""
+def check_layers(index: int, wiring: Wiring) -> None:
+    """Raise UserError if the network has no hidden layers, or two layers share a weight."""
     if not wiring.units or not wiring.layers:
-        raise UserError(f"network {place} has no hidden layers: nothing to fuse")
+        raise UserError(f"network {index} has no hidden layers: nothing to fuse")
     first: dict[str, str] = {}
     for layer in wiring.layers:
         if layer.weight and (other := first.setdefault(layer.weight, layer.name)) != layer.name:
-            raise UserError(f"network {place}: the layers '{other}' and '{layer.name}' have one weight, which a fused one "
-                            "cannot keep; give each its own")  # fmt: skip
+            raise UserError(f"network {index}: the layers '{other}' and '{layer.name}' have one weight, which a fused "
+                            "network cannot share; give each layer its own")  # fmt: skip
 
 
 def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Moves]) -> None:
-    """No layer's bias stays while plans divided by column sums scale what it is added to."""
+    """Raise UserError if plans divided by column sums would scale a layer's input but not its bias."""
     unequal = [name for move in moves for name, plan in move.outgoing.items() if plan.shape[0] != plan.shape[1]]
     normed = {layer.outputs for layer in wiring.layers if layer.kind == "norm"}
     biased = [layer.name for layer in wiring.layers
               if layer.kind != "norm" and layer.outputs not in normed and f"{layer.name}.bias" in state]  # fmt: skip
     if unequal and biased:
         raise UserError(f"fuse: '{biased[-1]}' has a bias, and the widths differ at '{unequal[0]}': plans divided by column "
-                        "sums (the public code's) scale a layer's input and not its bias; take networks without biases "
+                        "sums (the public code's) scale a layer's input and not its bias; use networks without biases "
                         "(here bias=false and head_bias=false), or transport normalisation 'both'")  # fmt: skip
 
 
-def check_ends(one: Wiring, other: Wiring, place: int) -> None:
-    """The same inputs and the same classes."""
+def check_ends(one: Wiring, other: Wiring, index: int) -> None:
+    """Raise UserError unless both networks have the same number of input channels and of classes."""
     ends = {"input channels": (one.layers[0].inputs, other.layers[0].inputs),
             "classes": (one.layers[-1].outputs, other.layers[-1].outputs)}  # fmt: skip
     for what, (ours, theirs) in ends.items():
         if one.axes[ours].size != other.axes[theirs].size:
-            told = f"network {place} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}"
-            raise UserError(told + ("; name them with classes= (--classes)" if what == "classes" else ""))
+            message = f"network {index} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}"
+            raise UserError(message + ("; name them with classes= (--classes)" if what == "classes" else ""))

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a network learns what others answer, on inputs without labels or with."""
+"""Knowledge distillation: train a network on the answers of others, with or without labels."""
 
 import math
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from fedloom.conf.errors import UserError
 
 @dataclass(frozen=True)
 class Distillation:
-    """Adam with a learning rate that falls from `rate` to 0 as half a cosine over `steps` steps of `batch` inputs each.
+    """The settings of `distil`: Adam on `distillation_loss`.
 
-    Minimised is the distillation_loss with `temperature` and `weight`.
+    The learning rate falls from `rate` to 0 as half a cosine over `steps` steps of `batch` inputs.
     """
 
     steps: int = 300
@@ -35,18 +35,21 @@ class Distillation:
 def distillation_loss(
     logits: Tensor, answers: Tensor, temperature: float, labels: Tensor | None = None, weight: float = 1.0
 ) -> Tensor:
-    """weight T^2 KL(softmax(answers / T) || softmax(logits / T)) + (1 - weight) cross-entropy with the labels.
+    """Return weight T^2 KL(softmax(answers / T) || softmax(logits / T)) + (1 - weight) cross-entropy with the labels.
 
-    logits, answers: [k, classes], the student's and the teacher's; labels: int64 [k], needed for a weight below 1 (0: plain
-    training). The mean over the batch (Hinton et al. 2015, Sec. 2). Raises UserError for another weight or no labels.
+    The mean over the batch (Hinton et al. 2015, Sec. 2).
+
+    `logits`: the student's, [k, classes]. `answers`: the teacher's logits, [k, classes]. `labels`: int64 [k]; needed
+    for a weight below 1. `weight`: 0 is plain training on the labels. Raise UserError if the weight is not in [0, 1],
+    or labels are missing.
     """
     if not 0.0 <= weight <= 1.0 or (labels is None and weight < 1.0):
-        raise UserError(f"distillation weight: got {weight}, takes 0 to 1, and labels where it is below 1")
+        raise UserError(f"distillation weight: got {weight}; use 0 to 1, and labels if it is below 1")
     plain = F.cross_entropy(logits, labels) if labels is not None and weight < 1.0 else None
     if weight == 0.0 and plain is not None:
         return plain
-    goal, given = (answers / temperature).softmax(dim=1), (logits / temperature).log_softmax(dim=1)
-    soft = temperature**2 * F.kl_div(given, goal, reduction="batchmean")
+    goal, predicted = (answers / temperature).softmax(dim=1), (logits / temperature).log_softmax(dim=1)
+    soft = temperature**2 * F.kl_div(predicted, goal, reduction="batchmean")
     return soft if plain is None else weight * soft + (1.0 - weight) * plain
 
 
@@ -54,26 +57,26 @@ def distil(
     student: nn.Module, inputs: Tensor, answers: Tensor, settings: Distillation, generator: torch.Generator,
     labels: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Train a network, in place, to give the teachers' `answers` [k, classes] (logits) on `inputs` [k, ...].
+    """Train a network, in place, to return the teachers' `answers` (logits, [k, classes]) on `inputs` [k, ...].
 
-    labels: int64 [k], which a weight below 1 needs. Leaves the network in the mode in which it was. Raises UserError for
-    inputs and answers of unequal number.
+    The network's training mode stays unchanged. `labels` are int64 [k]; a weight below 1 needs them. Raise UserError
+    if the numbers of inputs and answers differ, or are below 2.
     """
     if len(inputs) != len(answers) or len(inputs) < 2:
-        raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; takes as many, and two at least")
+        raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; use equal numbers, at least two")
     was = student.training
     optimiser = torch.optim.Adam([weight for weight in student.parameters() if weight.requires_grad], settings.rate)
     order = torch.empty(0, dtype=torch.int64)
     student.train()
     for step in range(settings.steps):
-        if len(order) < 2:  # BatchNorm has no variance of a single input
+        if len(order) < 2:  # BatchNorm has no variance for a single input
             order = torch.randperm(len(inputs), generator=generator)
         drawn, order = order[: settings.batch], order[settings.batch :]
         for group in optimiser.param_groups:
             group["lr"] = settings.rate * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
         optimiser.zero_grad()
-        given = None if labels is None else labels[drawn]
-        loss = distillation_loss(student(inputs[drawn]), answers[drawn], settings.temperature, given, settings.weight)
+        targets = None if labels is None else labels[drawn]
+        loss = distillation_loss(student(inputs[drawn]), answers[drawn], settings.temperature, targets, settings.weight)
         loss.backward()
         optimiser.step()
     student.train(was)

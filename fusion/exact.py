@@ -1,7 +1,7 @@
-"""Exact sums of states: int64 fixed point, so that addition is associative, commutative and exactly invertible.
+"""Exact sums of states in int64 fixed point, so that addition is associative, commutative and invertible.
 
 sum aggregation, Sec. 3: N* = N_1 + ... + N_n and forgetting N* - N_k. In float32, (S + phi) - phi differs from S in a
-third of the entries; in units of 2**-bits it is S, bit for bit, whatever the order of arrival.
+third of the entries. In units of 2**-bits it equals S bit for bit, in any order of arrival.
 """
 
 import math
@@ -17,26 +17,26 @@ LARGEST = 2**63 - 1
 
 
 class ExactSumError(ValueError):
-    """A tensor that cannot be added exactly: the message names it and says why."""
+    """A tensor that cannot be added exactly. The message has its name and the reason."""
 
 
 def quantise(state: Mapping[str, Tensor], bits: int) -> State:
-    """The state as int64 multiples of 2**-bits, rounded to nearest (ties to even); shapes are kept.
+    """Return the state as int64 multiples of 2**-bits, rounded to nearest (ties to even), with the same shapes.
 
-    The error is at most 2**-(bits + 1) for each entry. Raises ExactSumError, naming the tensor, for entries that are not
-    finite and for |w| >= 2**(62 - bits).
+    The error of an entry is at most 2**-(bits + 1). Raise ExactSumError if an entry is not finite, or |w| >= 2**(62 -
+    bits).
     """
-    whole = flat(state).mul_(2.0**bits)
-    if len(whole):
-        low, high = torch.aminmax(whole)
+    scaled = flat(state).mul_(2.0**bits)
+    if len(scaled):
+        low, high = torch.aminmax(scaled)
         if not max(-float(low), float(high)) < 2.0**62:
             check_range(state, bits)
-    integers = whole.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
+    integers = scaled.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), integers, strict=True)}
 
 
 def check_range(state: Mapping[str, Tensor], bits: int) -> None:
-    """Raises ExactSumError, naming the tensor, unless the state can be quantised."""
+    """Raise ExactSumError, with the tensor's name, unless `quantise` can convert the state."""
     for name, tensor in state.items():
         largest = float(tensor.double().abs().max()) if tensor.numel() else 0.0
         if not math.isfinite(largest):
@@ -46,25 +46,25 @@ def check_range(state: Mapping[str, Tensor], bits: int) -> None:
 
 
 def exact(state: Mapping[str, Tensor], bits: int) -> State:
-    """A state that is kept for a sum, as it is summed: its integers are in units of 2**-bits already, floats become so."""
+    """Return the integers of a stored state: floats are quantised, integers are in units of 2**-bits already."""
     floats = quantise({name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}, bits)
     return {name: floats.get(name, tensor) for name, tensor in state.items()}
 
 
 def dequantise(state: Mapping[str, Tensor], bits: int, divisor: int = 1) -> State:
-    """int64 multiples of 2**-bits, divided by `divisor`, as float32 (one rounding in float64, one to float32)."""
+    """Divide int64 multiples of 2**-bits by `divisor` and return float32 (one rounding in float64, one to float32)."""
     scale = 2.0**-bits / divisor
     return {name: (tensor.double() * scale).float() for name, tensor in state.items()}
 
 
 @dataclass
 class ExactSum:
-    """A running sum of quantised states (all of the same names and shapes), in units of 2**-bits.
+    """A running sum of quantised states with the same names and shapes, in units of 2**-bits.
 
-    `totals` are int64 tensors and `addends` the number of states in the sum. What is added must be subtracted as the
-    same integers: quantise once, keep the result. Whatever was added can be subtracted: integers wrap around modulo 2**64,
-    and what is left is right as soon as it is in range. `modular`: additions wrap around, too: it is a sum of masked states
-    (secure aggregation), or one that was checked before.
+    `totals` are int64 tensors; `addends` is the number of states in the sum. Quantise a state once and store the
+    result: a state must be subtracted as the same integers that were added. Integers wrap around modulo 2**64, so
+    anything added can be subtracted, and the sum is right whenever it is in range. `modular`: additions also wrap
+    around, because the states are masked (secure aggregation) or were checked before.
     """
 
     bits: int = 32
@@ -74,17 +74,17 @@ class ExactSum:
     _bounds: dict[str, int] = field(default_factory=dict, repr=False)
 
     def add(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
-        """Add `times` copies of a quantised state. Raises ExactSumError for other names or shapes, and on overflow."""
+        """Add `times` copies of a quantised state. Raise ExactSumError for other names or shapes, and on overflow."""
         self._accumulate(quantised, times)
 
     def subtract(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
-        """Take a quantised state out again; the exact inverse of `add`. Raises ExactSumError for other names or shapes."""
+        """Subtract a quantised state: the exact inverse of `add`. Raise ExactSumError for other names or shapes."""
         if self.addends < times:
             raise ExactSumError(f"cannot subtract {times} from a sum of {self.addends}")
         self._accumulate(quantised, -times)
 
     def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-        """Subtract `old` and add `new` in one step: all or, with an ExactSumError, nothing."""
+        """Subtract `old` and add `new`. On an ExactSumError the sum stays unchanged."""
         self._check(new)
         self._accumulate(old, -1)
         try:
@@ -94,22 +94,22 @@ class ExactSum:
             raise
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:
-        """Add what is itself a sum, or a difference of sums, of `addends` states. Raises ExactSumError as `add` does."""
+        """Add a sum (or a difference of sums) of `addends` states. Raise ExactSumError as `add` does."""
         self._accumulate(totals, 1)
         self.addends += addends - 1
 
     def total(self) -> State:
-        """The sum, as float32."""
+        """Return the sum as float32."""
         return dequantise(self.totals, self.bits)
 
     def mean(self) -> State:
-        """The sum divided by the number of addends, as float32. Raises ExactSumError if there are none."""
+        """Return the sum divided by the number of addends, as float32. Raise ExactSumError if the sum is empty."""
         if self.addends < 1:
             raise ExactSumError("the mean of no states is not defined")
         return dequantise(self.totals, self.bits, self.addends)
 
     def copy(self) -> "ExactSum":
-        """An independent copy."""
+        """Return an independent copy."""
         totals = {name: tensor.clone() for name, tensor in self.totals.items()}
         return ExactSum(self.bits, totals, self.addends, self.modular, dict(self._bounds))
 
@@ -118,7 +118,7 @@ class ExactSum:
         checked = checked and times > 0 and not self.modular
         bounds = {
             name: self._bound(name, tensor, times, checked) for name, tensor in quantised.items()
-        }  # all, before a change
+        }  # check all tensors before the first change
         for name, tensor in quantised.items():
             if name not in self.totals:
                 self.totals[name] = tensor * times
@@ -142,7 +142,7 @@ class ExactSum:
                 )
 
     def _bound(self, name: str, tensor: Tensor, times: int, checked: bool) -> int:
-        """An upper bound of the largest entry after the addition; exact maxima are taken only when it gets tight."""
+        """Return an upper bound of the largest entry after the addition. Compute the exact maximum only near the limit."""
         if self.modular:
             return 0
         step = _largest(tensor) * abs(times)
@@ -157,7 +157,7 @@ class ExactSum:
 
 
 def _largest(tensor: Tensor) -> int:
-    """The largest absolute value of an int64 tensor, as a Python int (so that -2**63 is no special case)."""
+    """Return the largest absolute value of an int64 tensor as a Python int, which also holds 2**63."""
     if tensor.numel() == 0:
         return 0
     low, high = torch.aminmax(tensor)

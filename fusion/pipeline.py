@@ -1,8 +1,8 @@
-"""Fusion of networks of equal or different depth and width: align, balance depths, transport, average (CLA+OT, Alg. 2).
+"""Fuse networks of equal or different depth and width: align, balance depths, transport, average (CLA+OT, Alg. 2).
 
-`fuse` brings every network to one depth and one basis and averages them there. The default is ours: one plan for each axis,
-so that residual streams stay whole; the deeper network's own weights where the others have no layer; channel statistics
-repaired. FusionSettings.reference() does what the public code does.
+`fuse` brings every network to one depth and one basis and combines them there. Differences from the public code: one
+plan for each axis, so that residual streams stay whole; where some networks lack a layer, only the others are
+averaged; channel statistics are repaired, or layers refitted. FusionSettings.reference() follows the public code.
 """
 
 import time
@@ -40,7 +40,7 @@ from fedloom.fusion.results import Fused, Made, View, averaged
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.state import State
 
-LARGE = "the inputs' or the networks' values are too large for their type; scale them, or convert all to float64"
+LARGE = "the values of the inputs or networks are too large for their type; scale them, or convert all to float64"
 
 
 def fuse(
@@ -53,14 +53,28 @@ def fuse(
     classes: Sequence[Sequence[str]] | None = None,
     settings: FusionSettings | None = None,
 ) -> Fused:
-    """Fuse two or more networks into one with the widths of `into` and the layers of `depth` (default: `into`).
+    """Fuse two or more networks into one. CLA+OT, Alg. 2.
 
-    Both are places in `networks`; inside of blocks that `into` lacks the widths are those of `depth`. The networks stay
-    as they are. probe: [k, ...] inputs, unlabelled. `weights`: of the networks in the average, not negative (default:
-    equal). `classes`: the names of each network's outputs; the result answers for all of them (`Fused.classes`), those of
-    `into` first. Repair and refit give layers a bias in networks without norm (noted). CLA+OT, Alg. 2.
-    Raises UserError, naming what is at fault, for networks of different families, input sizes or numbers of classes, weights
-    that are not finite, and probe sets that cannot be used.
+    The input networks stay unchanged. Refit and repair add biases to layers without norm, and say so in
+    `Fused.notes`.
+
+    Args:
+        networks: The networks to fuse, each a traceable `nn.Module` that takes `probe`.
+        into: The index of the network whose widths the result has.
+        depth: The index of the network whose layers the result has; default: `into`. Inside blocks that `into` lacks,
+            the widths are those of `depth`.
+        probe: Inputs without labels, [k, ...] with k >= 2, of the networks' dtype and on their device; 200 are usual.
+        weights: One share for each network, not negative; default: equal.
+        classes: One list of output names for each network. The result answers for all of them, those of `into` first
+            (`Fused.classes`).
+        settings: How to fuse.
+
+    Returns:
+        The fused network in `Fused.network`, with the alignment, plans, costs and notes.
+
+    Raises:
+        UserError: The networks differ in family, input channels or number of classes, are not finite or traceable, or
+            the probe set is not usable. The message says which network and layer.
     """
     networks, depth = plain_networks(networks), into if depth is None else depth
     check_places(len(networks), into, depth)
@@ -68,8 +82,8 @@ def fuse(
     names = () if classes is None else united(classes, into)
     with torch.inference_mode(False):
         networks, probe = [_usable(network) for network in networks], probe.clone() if _inference(probe) else probe
-        given = networks if classes is None else in_classes(networks, classes, names, probe)
-        fused = _Fusion(given, into, depth, probe, settings or FusionSettings()).run(shares)
+        inputs = networks if classes is None else in_classes(networks, classes, names, probe)
+        fused = _Fusion(inputs, into, depth, probe, settings or FusionSettings()).run(shares)
     for name, tensor in fused.network.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
             raise UserError(f"fuse: '{name}' of the fused network is not finite: {LARGE}")
@@ -81,7 +95,7 @@ def _inference(probe: object) -> bool:
 
 
 def _usable(network: nn.Module) -> nn.Module:
-    """The network, or a copy of one that was made in inference mode, which no gradient can be taken of."""
+    """Return the network, or a copy if it was made in inference mode, because such tensors have no gradients."""
     state = network.state_dict()
     if not any(tensor.is_inference() for tensor in state.values()):
         return network
@@ -89,7 +103,7 @@ def _usable(network: nn.Module) -> nn.Module:
 
 
 class _Fusion:
-    """The steps of one fusion and what they share."""
+    """The steps of one fusion, and what they share."""
 
     def __init__(self, networks: list[nn.Module], into: int, depth: int, probe: Tensor, settings: FusionSettings) -> None:
         self.networks, self.into, self.depth, self.probe, self.settings = networks, into, depth, probe, settings
@@ -97,45 +111,47 @@ class _Fusion:
         self.every = -(-len(probe) // settings.repair_samples) if settings.repair_samples else 1
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
-        for place, network in enumerate(networks):
-            check_numbers(place, network)
+        for index, network in enumerate(networks):
+            check_numbers(index, network)
         self.wirings = wired(networks, probe)
-        for place, wiring in enumerate(self.wirings):
-            check_layers(place, wiring)
-            check_ends(self.wirings[0], wiring, place)
+        for index, wiring in enumerate(self.wirings):
+            check_layers(index, wiring)
+            check_ends(self.wirings[0], wiring, index)
         self.structure = self.wirings[depth]
         outputs = self.structure.axes[self.structure.layers[-1].outputs].size
         self.classes = settings.answers == "classes" and outputs > 1
         self._lap("wire")
 
     def run(self, weights: list[float]) -> Fused:
-        """All steps."""
-        everyone = range(len(self.networks))
-        seen = [self._observed(wiring, self._compared(place)) for place, wiring in enumerate(self.wirings)]
+        """Align, balance, combine, and refit or repair the networks."""
+        indices = range(len(self.networks))
+        seen = [self._observed(wiring, self._compared(index)) for index, wiring in enumerate(self.wirings)]
         self._lap("probe")
-        matches = [self._matched(place, seen) for place in everyone]
+        matches = [self._matched(index, seen) for index in indices]
         self._lap("align")
-        bodies = [self._balanced(place, matches[place], seen[place]) for place in everyone]
-        self.bodies = [self._wired(place, bodies[place]) for place in everyone]
-        views = [self._view(place, bodies[place], seen[place]) for place in everyone]
+        bodies = [self._balanced(index, matches[index], seen[index]) for index in indices]
+        self.bodies = [self._wired(index, bodies[index]) for index in indices]
+        views = [self._view(index, bodies[index], seen[index]) for index in indices]
         del seen
         self._lap("balance")
-        whole = [Body(body.network, wiring, view.features)
+        complete = [Body(body.network, wiring, view.features)
                  for body, wiring, view in zip(bodies, self.bodies, views, strict=True)]  # fmt: skip
         if self.settings.refit == "selection":
-            made = self._selected(whole, weights)
+            made = self._selected(complete, weights)
         else:
             made = self._averaged(bodies, views, weights)
-        result, notes = with_state(self.networks[self.depth], made.state, like=whole[self.into].network).eval(), []
+        result, notes = with_state(self.networks[self.depth], made.state, like=complete[self.into].network).eval(), []
         if self.settings.refit != "none":
-            notes = self._refitted(result, whole, made.mixture, weights)
+            notes = self._refitted(result, complete, made.mixture, weights)
         elif self.settings.repair:
             notes = self._repaired(result, made.statistics, made.shares)
-        notes = [f"network {place}: {note}" for place in everyone for note in bodies[place].notes] + notes
+        notes = [f"network {index}: {note}" for index in indices for note in bodies[index].notes] + notes
         return Fused(
             network=result,
-            alignment=tuple(self._alignment(place, match) for place, match in enumerate(matches)),
-            pairs=tuple(pairs_of(self.structure, one, match) for one, match in zip(self.wirings, matches, strict=True)),
+            alignment=tuple(self._alignment(index, match) for index, match in enumerate(matches)),
+            pairs=tuple(
+                pairs_of(self.structure, wiring, match) for wiring, match in zip(self.wirings, matches, strict=True)
+            ),
             plans=made.plans,
             balanced=tuple(body.network for body in bodies),
             aligned=made.aligned,
@@ -152,32 +168,32 @@ class _Fusion:
         statistics = [(in_basis(view.seen, move.outgoing), in_basis(view.own, move.outgoing))
                       for view, move in zip(views, moves, strict=True)]  # fmt: skip
         self._lap("transport")
-        aligned = [body.network if place == self.into else with_state(body.network, self._moved(place, body, moves[place]))
-                   for place, body in enumerate(bodies)]  # fmt: skip
+        aligned = [body.network if index == self.into else with_state(body.network, self._moved(index, body, moves[index]))
+                   for index, body in enumerate(bodies)]  # fmt: skip
         states = [network.state_dict() for network in aligned]
         shares = {name: self._shares(name, states, bodies, weights) for name in states[self.depth]}
         state = averaged(states, shares)
         self._lap("average")
         planned = Planned([{axis: plan.outgoing for axis, plan in (move.plans or {}).items()} for move in moves], weights)
-        told = Regressed(planned, self.into) if self.settings.refit == "regression" else planned
+        targets = Regressed(planned, self.into) if self.settings.refit == "regression" else planned
         costs, plans = tuple(move.costs for move in moves), tuple(move.outgoing for move in moves)
-        return Made(state, told, plans, costs, tuple(aligned), statistics, shares)
+        return Made(state, targets, plans, costs, tuple(aligned), statistics, shares)
 
     def _selected(self, bodies: list[Body], weights: list[float]) -> Made:
-        """The channels of all networks that are chosen."""
-        order = [self.into, *(place for place in range(len(bodies)) if place != self.into)]
-        first, shares = [bodies[place] for place in order], [weights[place] for place in order]
+        """Combine selected channels of all networks."""
+        order = [self.into, *(index for index in range(len(bodies)) if index != self.into)]
+        first, shares = [bodies[index] for index in order], [weights[index] for index in order]
         choices = chosen_channels(first, shares, self.settings.width, self.probe, self.classes)
         goal = goal_of(self.networks[self.depth], first[0], choices, self.probe)
         state = selected_state(first, choices, shares, goal)
         self._lap("select")
         writers = {layer.name: layer.outputs for layer in self.structure.layers if layer.outputs in choices}
-        plans = [{name: choices[axis].rows(order.index(place))[0] for name, axis in writers.items()}
-                 for place in range(len(bodies))]  # fmt: skip
+        plans = [{name: choices[axis].rows(order.index(index))[0] for name, axis in writers.items()}
+                 for index in range(len(bodies))]  # fmt: skip
         return Made(state, Selected(choices, order, weights), tuple(plans))
 
     def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
-        """Notes."""
+        """Refit the result in place and return notes."""
         wiring = wire(result, self.probe[:1])
         targets = Targets(bodies, mixture, weights, wiring)
         done = refit(result, wiring, targets, self.probe, self.settings.positions, self.classes)
@@ -188,13 +204,13 @@ class _Fusion:
         now = time.perf_counter()
         self.seconds[part], self._clock = now - self._clock, now
 
-    def _compared(self, place: int) -> list[Unit]:
-        """The network's units that have to be compared with others'."""
+    def _compared(self, index: int) -> list[Unit]:
+        """Return the network's units whose matches need a comparison."""
         if self.settings.map is not None:
             return []
         others = [other for other in range(len(self.networks)) if other != self.depth]
         pairs = {other: undecided(self.structure, self.wirings[other], self.pins) for other in others}
-        return [unit for pair in pairs.values() for unit in pair[0]] if place == self.depth else pairs[place][1]
+        return [unit for pair in pairs.values() for unit in pair[0]] if index == self.depth else pairs[index][1]
 
     def _observed(self, wiring: Wiring, compared: Sequence[Unit] = ()) -> Observation:
         settings, looked = self.settings, looked_at(compared, self.settings.comparison)
@@ -208,70 +224,75 @@ class _Fusion:
         return observe(wiring, self.probe, features=features, grams=looked.get("grams", ()),
                        moments=set(nodes.values()), positions=settings.positions, every=self.every)  # fmt: skip
 
-    def _matched(self, place: int, seen: list[Observation]) -> dict[int, int]:
-        wiring, settings = self.wirings[place], self.settings
-        if place == self.depth:
+    def _matched(self, index: int, seen: list[Observation]) -> dict[int, int]:
+        wiring, settings = self.wirings[index], self.settings
+        if index == self.depth:
             return {unit: unit for unit in range(len(wiring.units))}
         if settings.map is not None:
             return given_map(settings.map, len(self.structure.units), len(wiring.units), len(self.networks))
-        return match_seen(self.structure, wiring, seen[self.depth], seen[place], settings.comparison, self.pins)
+        return match_seen(self.structure, wiring, seen[self.depth], seen[index], settings.comparison, self.pins)
 
-    def _balanced(self, place: int, matches: dict[int, int], seen: Observation) -> Balanced:
-        network, wiring = self.networks[place], self.wirings[place]
-        if place == self.depth:
+    def _balanced(self, index: int, matches: dict[int, int], seen: Observation) -> Balanced:
+        network, wiring = self.networks[index], self.wirings[index]
+        if index == self.depth:
             return unchanged(network, wiring)
         merged = {unit.node for k, unit in enumerate(wiring.units) if k not in matches.values()} & seen.features.keys()
         signs = relu_signs({node: features_of(seen, node) for node in merged}, self.settings.relu)
         inner = "stream" if self.settings.sequential else "own"
         return balanced(self.networks[self.depth], self.structure, network, wiring, matches, signs, inner)
 
-    def _view(self, place: int, body: Balanced, seen: Observation) -> View:
-        """What the balanced network does: seen before balancing, or in the network itself; BatchNorms as trained."""
-        known, modules = _by_layer(seen, self.wirings[place]), dict(self.networks[place].named_modules())
+    def _view(self, index: int, body: Balanced, seen: Observation) -> View:
+        """Return what the balanced network does: observed before balancing where possible, else in the network itself."""
+        known, modules = _by_layer(seen, self.wirings[index]), dict(self.networks[index].named_modules())
         origins = {name: origin for name, origin in body.origins.items() if origin in known}
         before = {name: known[origin] for name, origin in origins.items()}
-        own = {name: found for name, origin in origins.items() if (found := running(modules[origin]))}
+        own = {name: stored for name, origin in origins.items() if (stored := running(modules[origin]))}
         if self.settings.sequential or body.stale:
             wiring = wire(body.network, self.probe[:1])
             new = self._observed(wiring)
             features = {node: features_of(new, node) for node in new.features}
             return View(features, before if own else _by_layer(new, wiring), own)
         sources = {node: source for node, source in body.sources.items() if source.node in seen.features}
-        found = {node: features_of(seen, source.node) for node, source in sources.items()}
-        features = {node: values.relu() if sources[node].rectified else values for node, values in found.items()}
+        before_relu = {node: features_of(seen, source.node) for node, source in sources.items()}
+        features = {node: values.relu() if sources[node].rectified else values for node, values in before_relu.items()}
         return View(features, before, own)
 
     def _moves(self, bodies: list[Balanced], views: list[Mapping[str, Tensor]]) -> list[Moves]:
-        """First of the network that gives the depth: where `into` lacks a layer, the others are brought into its basis."""
+        """Return the moves of each network into the basis of `into`.
+
+        The network that gives the depth comes first: where `into` lacks a layer, the others move into its basis.
+        """
         settings, make = self.settings, layer_moves if self.settings.sequential else axis_moves
         goal, values, wirings = bodies[self.into].network, views[self.into], self.bodies
         moves = {self.into: Moves({}, {}, {})}
-        for place in sorted(range(len(bodies)), key=lambda place: place != self.depth):
-            if place == self.into:
+        for index in sorted(range(len(bodies)), key=lambda index: index != self.depth):
+            if index == self.into:
                 continue
-            body, into = Body(bodies[place].network, wirings[place], views[place]), Body(goal, wirings[self.into], values)
-            moves[place] = make(self.structure, body, into, settings.transport, settings.basis)
-            if place == self.depth and len(bodies) > 2 and bodies[self.into].added and not settings.sequential:
-                state = self._moved(place, bodies[place], moves[place])
+            body, into = Body(bodies[index].network, wirings[index], views[index]), Body(goal, wirings[self.into], values)
+            moves[index] = make(self.structure, body, into, settings.transport, settings.basis)
+            if index == self.depth and len(bodies) > 2 and bodies[self.into].added and not settings.sequential:
+                state = self._moved(index, bodies[index], moves[index])
                 goal = with_state(goal, {name: state[name] for name in bodies[self.into].added})
-                values = {**views[place], **values}
-        return [moves[place] for place in range(len(bodies))]
+                values = {**views[index], **values}
+        return [moves[index] for index in range(len(bodies))]
 
-    def _wired(self, place: int, body: Balanced) -> Wiring:
-        return self.wirings[place] if body.network is self.networks[place] else wire(body.complete, self.probe[:1])
+    def _wired(self, index: int, body: Balanced) -> Wiring:
+        return self.wirings[index] if body.network is self.networks[index] else wire(body.complete, self.probe[:1])
 
-    def _moved(self, place: int, body: Balanced, move: Moves) -> State:
+    def _moved(self, index: int, body: Balanced, move: Moves) -> State:
         if move.plans is None:
             return moved(body.network.state_dict(), self.structure.layers, move)
-        return carried(body.network.state_dict(), self.bodies[place], self.bodies[self.into], move.plans)
+        return carried(body.network.state_dict(), self.bodies[index], self.bodies[self.into], move.plans)
 
     def _shares(self, name: str, states: list[State], bodies: list[Balanced], weights: list[float]) -> list[float]:
-        """Of each network in the mean of a tensor; 0 for those that have no such layer of their own."""
+        """Return each network's share in the mean of a tensor; 0 for networks without such a layer."""
         have = [name in state for state in states]
-        own = [there and name not in body.added for there, body in zip(have, bodies, strict=True)]
+        own = [present and name not in body.added for present, body in zip(have, bodies, strict=True)]
         taken = own if self.settings.keep_added and any(own) else have
-        given = [weight if there else 0.0 for weight, there in zip(weights, taken, strict=True)]
-        return [share / sum(given) for share in given] if any(given) else [there / sum(taken) for there in taken]
+        portions = [weight if present else 0.0 for weight, present in zip(weights, taken, strict=True)]
+        return (
+            [share / sum(portions) for share in portions] if any(portions) else [present / sum(taken) for present in taken]
+        )
 
     def _repaired(
         self,
@@ -279,19 +300,19 @@ class _Fusion:
         statistics: Sequence[tuple[Mapping[str, Statistics], Mapping[str, Statistics]]],
         shares: Mapping[str, list[float]],
     ) -> list[str]:
-        """Notes."""
+        """Repair the result's channel statistics in place and return notes."""
         by_layer = {name.rpartition(".")[0]: share for name, share in shares.items()}
         seen, own = (mixture(parents, by_layer) for parents in zip(*statistics, strict=True))
         without = repair(result, Target(seen, own), self.probe[:: self.every])
         self._lap("repair")
         return [f"{len(without)} layers without bias got one by repair, {without[0]} the first"] if without else []
 
-    def _alignment(self, place: int, matches: Mapping[int, int]) -> tuple[int, ...]:
+    def _alignment(self, index: int, matches: Mapping[int, int]) -> tuple[int, ...]:
         pairs = sorted(matches.items())
-        deeper = len(self.wirings[place].units) > len(self.structure.units)
+        deeper = len(self.wirings[index].units) > len(self.structure.units)
         return tuple(theirs if deeper else ours for ours, theirs in pairs)
 
 
 def _by_layer(seen: Observation, wiring: Wiring) -> dict[str, Statistics]:
     moments = {name: seen.moments[node] for name, node in watched(wiring).items() if node in seen.moments}
-    return {name: (found.mean, found.std) for name, found in moments.items()}
+    return {name: (value.mean, value.std) for name, value in moments.items()}

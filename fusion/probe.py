@@ -1,7 +1,7 @@
-"""What a network does on a probe set, seen in one pass: sample Grams of its layers and the values of some of its neurons.
+"""Observe a network on a probe set in one pass: sample Grams of its layers, and values of some neurons.
 
-Nothing of the size of the activations is kept: Grams are [k, k] for k samples, and of a convolution's positions a fixed
-number is kept, the same in every network.
+It stores nothing as large as the activations. Grams are [k, k] for k samples. Of a convolution's positions it stores
+a fixed number, the same in every network.
 """
 
 from collections.abc import Collection
@@ -16,15 +16,15 @@ from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.refit.patches import picked
 
-BATCH = 256  # samples that go through a network at once; Grams are taken within a batch
-LARGE, CHUNK = 2**26, 40  # convolutions take inputs of more bytes by so many samples at once
-EXACT_FEATURES = 8192  # up to here Grams are multiplied out in float64, beyond in float32 by pieces, added up in float64
+BATCH = 256  # samples in one forward pass; Grams are computed within a batch
+LARGE, CHUNK = 2**26, 40  # a convolution whose input has more bytes processes CHUNK samples at once
+EXACT_FEATURES = 8192  # up to here, Grams are computed in float64; above, in float32 by pieces, summed in float64
 PIECE, BAND = 2048, 100
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Number of values, their sum and the sum of their squares for each channel, float64; they add up over batches."""
+    """For each channel: the number of values, their sum and the sum of their squares, float64. Batches can be added."""
 
     count: int
     sums: Tensor
@@ -35,21 +35,24 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """[channels]."""
+        """The means, [channels]."""
         return self.sums / self.count
 
     @property
     def std(self) -> Tensor:
-        """[channels], of the population."""
+        """The population standard deviations, [channels]."""
         return (self.squares / self.count - self.mean.square()).clamp(min=0.0).sqrt()
 
 
 @dataclass(eq=False)
 class Observation:
-    """By the name of the node whose output was seen.
+    """What a network did on a probe set, by name of the observed node.
 
-    `grams`: for each batch [k, k] float64, uncentred. `features`: [channels, values], the same samples and positions in
-    every network of the same resolution; channels as the wiring's layout of the node has them. `moments` of the channels.
+    Attributes:
+        grams: For each batch [k, k], float64, not centred.
+        features: [channels, values], with the same samples and positions in every network of the same resolution.
+            Channels follow the wiring's layout of the node.
+        moments: Of the channels.
     """
 
     grams: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -67,13 +70,14 @@ def observe(
     positions: int | None = None,
     every: int = 1,
 ) -> Observation:
-    """Run the network on the probe set [k, ...] in eval mode and look at some of its nodes.
+    """Run the network on the probe set in eval mode and observe some of its nodes.
 
-    `features`, `grams`, `moments`: names of the nodes of which these are wanted. `positions`: how many values of each
-    channel are kept as features over all samples (None: all). `every`: moments are those of every so many samples. Flags
-    and BatchNorm statistics are left alone.
-    Raises UserError for a probe set that cannot be used (check_probe), and if features or Grams are not finite, naming
-    the layer.
+    Training flags and BatchNorm statistics stay unchanged.
+
+    `probe`: inputs, [k, ...]. `features`: names of the nodes whose values to store. `grams`: names of the nodes whose
+    Grams to compute. `moments`: names of the nodes whose moments to compute. `positions`: values of each channel to
+    store over all samples; None: all. `every`: compute moments on every n-th sample only. Raise UserError if the
+    probe set is not usable (check_probe), or features or Grams are not finite. The message has the layer.
     """
     check_probe(wiring.graph, probe)
     share = max(1, positions // len(probe)) if positions else None
@@ -88,12 +92,12 @@ def observe(
 
 
 def features_of(seen: Observation, node: str) -> Tensor:
-    """All values seen at a node, [channels, values]."""
+    """Return all values observed at a node, [channels, values]."""
     return torch.cat(seen.features[node], dim=1)
 
 
 def cka(one: list[Tensor], other: list[Tensor]) -> float:
-    """Linear CKA from uncentred sample Grams of batches (Kornblith et al. 2019, Eq. 3); 0 for a layer that is constant."""
+    """Return the linear CKA from uncentred Grams of batches (Kornblith et al. 2019, Eq. 3); 0 for a constant layer."""
     pairs = [(_centred(x), _centred(y)) for x, y in zip(one, other, strict=True)]
     shared = sum(float((x * y).sum()) for x, y in pairs)
     own = sum(float((x * x).sum()) for x, _ in pairs) * sum(float((y * y).sum()) for _, y in pairs)
@@ -101,11 +105,11 @@ def cka(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def check_probe(network: nn.Module, probe: Tensor) -> None:
-    """UserError unless the probe set can be run: at least two finite samples of the network's type, on its device."""
+    """Raise UserError unless the probe set has two or more finite samples of the network's dtype, on its device."""
     if not isinstance(probe, Tensor) or probe.layout is not torch.strided:
-        raise UserError(f"the probe set is a {type(probe).__name__}, takes a dense torch.Tensor [k, ...]")
+        raise UserError(f"the probe set is a {type(probe).__name__}; use a dense torch.Tensor [k, ...]")
     if probe.ndim < 2 or len(probe) < 2:
-        raise UserError(f"the probe set has the shape {list(probe.shape)}; takes [k, ...] with k >= 2 (200 is usual)")
+        raise UserError(f"the probe set has the shape {list(probe.shape)}; use [k, ...] with k >= 2 (200 is usual)")
     like = next(network.parameters(), probe)
     if probe.device != like.device:
         raise UserError(f"the probe set is on {probe.device}, the network on {like.device}: move one of them")
@@ -116,22 +120,22 @@ def check_probe(network: nn.Module, probe: Tensor) -> None:
 
 
 class Runner(fx.Interpreter):
-    """Runs a graph node by node, convolutions of much by pieces of the batch: their workspace is as large as their input."""
+    """Runs a graph node by node; large convolutions run on pieces of the batch, because their workspace is large."""
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.submodules[target]
         if not isinstance(module, nn.modules.conv._ConvNd) or kwargs or args[0].nbytes <= LARGE:
             return module(*args, **kwargs)
-        given, whole = args[0], None
-        for begin in range(0, len(given), CHUNK):
-            part = module(given[begin : begin + CHUNK])
-            whole = part.new_empty(len(given), *part.shape[1:]) if whole is None else whole
-            whole[begin : begin + CHUNK] = part
-        return whole
+        inputs, outputs = args[0], None
+        for begin in range(0, len(inputs), CHUNK):
+            part = module(inputs[begin : begin + CHUNK])
+            outputs = part.new_empty(len(inputs), *part.shape[1:]) if outputs is None else outputs
+            outputs[begin : begin + CHUNK] = part
+        return outputs
 
 
 class _Looker(Runner):
-    """What is looked at is taken before a later in-place operation can change it."""
+    """Observes values before a later in-place operation can change them."""
 
     def __init__(self, wiring: Wiring, wanted: tuple[set[str], set[str], set[str]], share: int | None, every: int) -> None:
         super().__init__(wiring.graph)
@@ -139,8 +143,8 @@ class _Looker(Runner):
         self.extra_traceback = False
         self.features, self.grams, self.moments = wanted
         self.share, self.every, self.seen = share, every, Observation()
-        self.samples, self.done = 0, 0  # of the batch; of those before it
-        self.first = 0  # the first sample of the batch whose moments are taken
+        self.samples, self.done = 0, 0  # samples in this batch, and before it
+        self.first = 0  # the first sample of the batch that counts for moments
 
     def run_node(self, n: fx.Node) -> Any:
         value, seen = super().run_node(n), self.seen
@@ -156,10 +160,10 @@ class _Looker(Runner):
         return value
 
     def _channels(self, node: str, value: Tensor) -> Tensor:
-        """[entries of the dimensions that carry channels, values]; as many values wherever channels lie."""
+        """Return [entries of the dimensions that carry channels, values]; the number of values depends only on `share`."""
         dims = self.layouts[node].dims if node in self.layouts else (1,)
         loose = self.layouts[node].others if node in self.layouts else ()
-        for dim in loose:  # their order is not that of another network
+        for dim in loose:  # their order differs between networks
             value = value.sort(dim=dim).values
         share = self.share and max(1, self.share * self.samples // len(value))
         return picked(value, share, dims, self.done * len(value) // self.samples).T.contiguous()
@@ -167,24 +171,24 @@ class _Looker(Runner):
 
 def _check_finite(node: fx.Node, value: Tensor) -> None:
     if not bool(torch.isfinite(torch.stack(value.aminmax())).all()):
-        raise UserError(f"layer '{node.target}': its outputs are not finite: the network holds NaN or far too large weights")
+        raise UserError(f"layer '{node.target}': its outputs are not finite: the network has NaN or far too large weights")
 
 
 def moments_of(value: Tensor) -> Moments:
-    """Of the channels of [k, c, ...]."""
+    """Return the moments of the channels of [k, c, ...]."""
     value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
     sums, squares = value.sum(dim=2), torch.linalg.vector_norm(value, dim=2).double().square()
     return Moments(value.shape[0] * value.shape[2], sums.double().sum(dim=0), squares.sum(dim=0))
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """[k, features] -> [k, k] float64."""
+    """Return the Gram [k, k], float64, of rows [k, features]."""
     if rows.shape[1] <= EXACT_FEATURES:
         rows = rows.double()
         return rows @ rows.T
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for piece in rows.split(PIECE, dim=1):
-        for begin in range(0, len(rows), BAND):  # the half below the diagonal
+        for begin in range(0, len(rows), BAND):  # only below the diagonal
             total[begin:, begin : begin + BAND] += piece[begin:] @ piece[begin : begin + BAND].T
     return total.tril() + total.tril(-1).T
 

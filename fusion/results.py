@@ -1,4 +1,4 @@
-"""What a fusion gives, and what its steps hand to one another."""
+"""The result of a fusion, and what its steps pass on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,21 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """The result of a fusion; one entry for each input network, in their order.
+    """The result of `fuse`. Tuples have one entry for each input network, in their order.
 
-    `alignment`: for each layer (or block) of the shallower of two networks, this one and the one that gives the depth, its
-    0-based place in the deeper. `pairs`: the same by names, as `align(networks[depth], network).pairs` gives it. `plans`: by
-    layer, [n, m], columns sum to 1: output m of the result as a mean of the network's own n; empty for the network `into`;
-    of a selection: 1 where output m is the network's own n. `balanced`: the network in the result's depth; `aligned`: and in
-    its basis, not averaged (of a selection: none); where nothing has to change it is the input itself.
-    `costs`: transport costs by layer. `seconds`: of each part. `notes`: what a user should know. `classes`:
-    the names of the network's outputs, where names were given.
+    Attributes:
+        network: The fused network, in evaluation mode.
+        alignment: For each layer (or block) of the shallower of two networks (this one and `depth`), its 0-based
+            position in the deeper one.
+        pairs: The same by names, as `align(networks[depth], network).pairs`.
+        plans: By layer, [n, m] with columns that sum to 1: output m of the result as a mean of the network's n
+            outputs. Empty for `into`. For a selection: 1 where output m is the network's output n.
+        balanced: The network at the depth of the result; the input itself if nothing had to change.
+        aligned: The same in the basis of the result, before averaging; empty for a selection.
+        costs: Transport costs by layer.
+        seconds: Duration of each step.
+        notes: What a user should know.
+        classes: Names of the outputs, if `fuse` received names.
     """
 
     network: nn.Module
@@ -37,13 +43,13 @@ class Fused:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the network has."""
+        """The number of parameters of the network."""
         return sum(parameter.numel() for parameter in self.network.parameters())
 
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A fused network's tensors before refit or repair, what its channels should do, and how they were made."""
+    """A fused network's tensors before refit or repair, the targets of its channels, and how both were made."""
 
     state: State
     mixture: Mixture
@@ -56,7 +62,11 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Of a balanced network: values [channels, n] by node; by layer what repair has seen, and BatchNorms' own statistics."""
+    """What a balanced network does on the probe set.
+
+    `features`: values [channels, n] by node. `seen`: the mean and deviation of the channels by layer, for repair.
+    `own`: the same as BatchNorm stored them in training.
+    """
 
     features: Mapping[str, Tensor]
     seen: Mapping[str, Statistics]
@@ -64,7 +74,10 @@ class View:
 
 
 def averaged(states: list[State], shares: Mapping[str, list[float]]) -> State:
-    """The weighted mean, tensor by tensor; what is no number with a fraction is that of the first network that has it."""
+    """Return the weighted mean of states, tensor by tensor.
+
+    A tensor that is not floating-point is copied from the first network that has it.
+    """
     mean: State = {}
     for name, weights in shares.items():
         parts = [(weight, state[name]) for weight, state in zip(weights, states, strict=True) if weight]

@@ -1,4 +1,4 @@
-"""Mixing weights and coefficients chosen on held-out data by a small search. Never score on test data."""
+"""Choose mixing weights and coefficients on held-out data by a small search. Never score on test data."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,48 +17,51 @@ Score = Callable[[Sequence[float]], float]
 def best_weights(
     make: Callable[[Sequence[float]], nn.Module], score: Callable[[nn.Module], float], number: int
 ) -> tuple[list[float], nn.Module]:
-    """The weights of `number` networks, adding up to 1, whose fusion `make(weights)` scores highest, and that network.
+    """Return the weights of `number` networks whose fusion `make(weights)` scores highest, and that network.
 
-    One network's share after the other is tried at STEPS, the others' keeping their ratio, once around; of equal scores the
-    more even weights win.
+    The weights sum to 1. The search tries STEPS for one network's share after the other, once around; the ratio of
+    the others stays fixed. Of equal scores, the more even weights win.
     """
     best = [1.0 / number] * number
     network = make(best)
     highest = score(network)
-    for place in range(number - 1 if number == 2 else number):
+    for index in range(number - 1 if number == 2 else number):
         for share in sorted(STEPS, key=lambda step: abs(step - 1.0 / number)):
-            weights = _with_share(best, place, share)
+            weights = _with_share(best, index, share)
             tried = make(weights)
             if (reached := score(tried)) > highest:
                 best, network, highest = weights, tried, reached
     return best, network
 
 
-def _with_share(weights: Sequence[float], place: int, share: float) -> list[float]:
-    others = sum(weight for k, weight in enumerate(weights) if k != place)
+def _with_share(weights: Sequence[float], index: int, share: float) -> list[float]:
+    others = sum(weight for k, weight in enumerate(weights) if k != index)
     even = 1.0 / (len(weights) - 1)
     rest = [weight / others if others > 0 else even for weight in weights]
-    return [share if k == place else (1.0 - share) * rest[k] for k in range(len(weights))]
+    return [share if k == index else (1.0 - share) * rest[k] for k in range(len(weights))]
 
 
 def best_on_grid(score: Score, steps: Sequence[float], number: int) -> list[float]:
-    """The point of steps x ... x steps (`number` times) that scores highest; of equal ones the first.
+    """Return the point of steps x ... x steps (`number` times) with the highest score; of equal ones the first.
 
-    Raises UserError for more than MOST points.
+    Raise UserError if the grid has more than MOST points.
     """
     check_grid(steps, number)
     return list(max(itertools.product(steps, repeat=number), key=score))
 
 
 def check_grid(steps: Sequence[float], number: int) -> None:
-    """UserError if steps x ... x steps (`number` times) are more than MOST points."""
+    """Raise UserError if steps x ... x steps (`number` times) has more than MOST points."""
     if len(steps) ** number > MOST:
         raise UserError(f"a grid of {len(steps)} steps for {number} coefficients has more than {MOST} points; "
-                        "take fewer steps, or a derivative-free search")  # fmt: skip
+                        "use fewer steps, or a derivative-free search")  # fmt: skip
 
 
 def climb(score: Score, start: Sequence[float], low: float, high: float, evaluations: int) -> list[float]:
-    """The best of about so many points, by Powell's derivative-free method between `low` and `high` from `start` on."""
+    """Return the best point that Powell's derivative-free method reaches from `start` between `low` and `high`.
+
+    `evaluations` is about the number of points that it scores.
+    """
     from scipy.optimize import minimize
 
     best = [min(max(value, low), high) for value in start]

@@ -1,4 +1,4 @@
-"""The choices of a fusion."""
+"""The settings of a fusion."""
 
 from dataclasses import dataclass, field, fields
 
@@ -13,20 +13,27 @@ REFITS = ("none", "plans", "regression", "selection")
 
 @dataclass(frozen=True)
 class FusionSettings:
-    """How networks are fused.
+    """The settings of `fuse`.
 
-    `comparison` of layers: "cka", "wasserstein" or "neurons"; `pin_first`, `pin_last`: the ends of every group of layers
-    correspond. `relu`: what stands for the ReLU of a merged layer, "sum", "majority" or "average". `basis`: plans from
-    "activations" or from "weights", or channels are the "same" by their numbers (the first, of more). `positions`: values of
-    each channel that are kept for the plans (0: all). `keep_added`: a layer that some networks lack is the others' alone.
-    `repair`: channel statistics after averaging (REPAIR), measured on at most `repair_samples` of the probe set, in one
-    forward pass that takes its memory (0: all). `sequential`: one plan for each layer, each reading the one before (the
-    public code), instead of one for each axis.
-    `refit`: what the layers are fitted to afterwards, instead of repair: the mixture of all networks that the "plans" or a
-    "regression" write into the channels of `into`, or a "selection" of all networks' channels, which no plan moves
-    (fusion.refit.refit); or "none". `width`: channels of the result, in those of `into`; needs a selection, unless it is 1.
-    `answers`: what the networks' last layer gives, logits of "classes", or "values" of which the mean is meant.
-    `map`: instead of comparing layers, for two networks: the alignment as cla_ot.matching.optimal_alignment returns it.
+    Attributes:
+        transport: How transport plans are computed.
+        comparison: How layers are compared: "cka", "wasserstein" or "neurons".
+        pin_first: Whether the first layers of every group of layers must correspond.
+        pin_last: Whether the last layers of every group of layers must correspond.
+        relu: What replaces the ReLU of a merged layer: "sum", "majority" or "average".
+        basis: What plans are computed from: "activations" or "weights"; "same" matches channels by number.
+        positions: Values of each channel that are used for the plans; 0: all.
+        keep_added: Whether a layer that some networks lack is averaged over the others only.
+        repair: Whether channel statistics are repaired after averaging (REPAIR).
+        repair_samples: Probe samples that repair measures in one forward pass, which needs their memory; 0: all.
+        sequential: One plan for each layer, each based on the plan before (the public code), instead of one for each
+            axis.
+        refit: What layers are fitted to, instead of repair. "selection": channels selected from all networks, without
+            plans. "plans", "regression": the mean of all networks, written into the channels of `into`. "none": no
+            refit.
+        width: Channels of the result, relative to `into`. Only a selection takes a width other than 1.
+        answers: What the last layer returns: logits of "classes", or "values", which are averaged.
+        map: For two networks, the alignment to use instead of a comparison, as `optimal_alignment` returns it.
     """
 
     transport: TransportSettings = field(default_factory=TransportSettings)
@@ -51,10 +58,10 @@ class FusionSettings:
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
-        for one in fields(self):
-            kinds = KINDS.get(type(one.default))
-            if kinds and type(getattr(self, one.name)) not in kinds:
-                raise UserError(f"fusion {one.name}: got {getattr(self, one.name)!r}, takes {kinds[0].__name__}")
+        for setting in fields(self):
+            kinds = KINDS.get(type(setting.default))
+            if kinds and type(getattr(self, setting.name)) not in kinds:
+                raise UserError(f"fusion {setting.name}: got {getattr(self, setting.name)!r}, takes {kinds[0].__name__}")
         if not isinstance(self.transport, TransportSettings):
             raise UserError(f"fusion transport: got {self.transport!r}, takes TransportSettings")
         for name in ("positions", "repair_samples"):
@@ -68,6 +75,6 @@ class FusionSettings:
 
     @classmethod
     def reference(cls) -> "FusionSettings":
-        """What the public code of CLAFusion and OTFusion does, its faults included."""
+        """Return the settings of the public code of CLAFusion and OTFusion, its faults included."""
         euclidean = TransportSettings(ground="euclidean", normalisation="columns")
         return cls(transport=euclidean, positions=0, keep_added=False, repair=False, sequential=True, refit="none")

@@ -1,4 +1,4 @@
-"""States: the tensors of a network by name, their digest, and the layers that keep running statistics among them."""
+"""States (the tensors of a network by name), their digest, and the layers with running statistics."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 State = dict[str, Tensor]
 
-BATCH_NORM = nn.modules.batchnorm._BatchNorm  # of one, two or three dimensions
+BATCH_NORM = nn.modules.batchnorm._BatchNorm  # in one, two or three dimensions
 
 
 def flat(state: Mapping[str, Tensor]) -> Tensor:
-    """All entries as one vector of float64, on the CPU."""
+    """Return all entries as one float64 vector on the CPU."""
     parts = [tensor.detach().cpu().flatten() for tensor in state.values()]
     if len({part.dtype for part in parts}) == 1:
         return torch.cat(parts).double()
@@ -20,7 +20,7 @@ def flat(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """sha256 over names (sorted), dtypes, shapes and little-endian contents: equal if and only if the states are."""
+    """Return the sha256 of names (sorted), dtypes, shapes and little-endian contents; equal only for equal states."""
     total = hashlib.sha256()
     for name in sorted(state):
         array = state[name].detach().cpu().contiguous().numpy()

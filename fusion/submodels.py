@@ -1,8 +1,8 @@
-"""Smaller networks as parts of a larger one, and the mean of networks of which each has some of the layers and channels.
+"""Smaller networks as parts of a larger one, and the mean of networks that each hold some layers and channels.
 
-A smaller network's units (layers, residual blocks) are brought to units of the larger one's, in order; its channels are the
-first of the larger one's, or (FedRolex) the first after turning them round. A layer that it lacks counts, where one wants it
-to, as the layer that leaves the function as it is: the identity, or a block whose branch is zero (CLA+OT, Sec. 3.2).
+Units of the smaller network (layers, residual blocks) are assigned to units of the larger one, in order. Its channels
+are the first of the larger one's, or the first after a rotation (FedRolex). A missing layer can count as one that
+leaves the function unchanged: the identity, or a block whose branch is zero (CLA+OT, Sec. 3.2).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,21 +22,22 @@ Index = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Submodel:
-    """Where a smaller network's tensors lie in a larger one's.
+    """Where a smaller network's tensors lie in a larger one.
 
-    places: by tensor of the smaller, the larger one's tensor and, for each dimension, the entries of it (None: all);
-    neutral: of the larger one's layers that the smaller lacks, tensors that leave its function as it is.
+    `places`: for each tensor of the smaller network, the larger one's tensor and its entries in each dimension (None:
+    all). `neutral`: for layers that the smaller network lacks, tensors that leave the larger one's function
+    unchanged.
     """
 
     places: Mapping[str, tuple[str, Index]]
     neutral: Mapping[str, Tensor]
 
     def taken(self, state: Mapping[str, Tensor]) -> State:
-        """The smaller network's state as part of the larger one's."""
+        """Return the smaller network's part of the larger network's state."""
         return {name: _picked(state[own], index).clone() for name, (own, index) in self.places.items()}
 
     def spread(self, state: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Index, Tensor]]:
-        """A state of the smaller as parts of the larger one's `whole`: name, entries, and what lies there."""
+        """Yield the smaller network's tensors as parts of the larger state `whole`: name, entries, values."""
         for name, (own, index) in self.places.items():
             if own in whole:
                 yield own, index, state[name]
@@ -44,10 +45,11 @@ class Submodel:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A state of a network that is part of a larger one, its weight in means, and that of the layers that it lacks.
+    """A state of a network that is part of a larger one, with its weight in means.
 
-    shares: where the state is a mean in which entries that a network does not hold count as 0, the share of the weight that
-    holds them, by the larger one's tensor; to be broadcast to the smaller one's.
+    `lacking`: the relative weight of the neutral tensors for missing layers. `shares`: if the state is already a mean
+    in which missing entries count as 0, the share of the weight that holds each entry, by the larger network's
+    tensor. A share is broadcast to the smaller tensor.
     """
 
     submodel: Submodel
@@ -58,16 +60,16 @@ class Held:
 
 
 def mean_over_holders(held: Sequence[Held], before: Mapping[str, Tensor]) -> State:
-    """Every entry of the larger network as the weighted mean over those who hold it; where none does, what it was `before`.
+    """Return each entry of the larger network as the weighted mean over its holders; without holders, as in `before`.
 
-    Of networks with one and the same architecture it is their weighted mean, bit for bit.
+    If all networks have one architecture, this is their weighted mean, bit for bit.
     """
     total = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in before.items()}
-    for one in held:
-        for name, index, weight, _ in _parts(one, before):
-            _add(total[name], index, weight * one.shares.get(name, torch.ones(())).double())
+    for holder in held:
+        for name, index, weight, _ in _parts(holder, before):
+            _add(total[name], index, weight * holder.shares.get(name, torch.ones(())).double())
     mean = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
-    for name, index, weight, part in (entry for one in held for entry in _parts(one, before)):
+    for name, index, weight, part in (entry for holder in held for entry in _parts(holder, before)):
         share = torch.tensor(weight, dtype=torch.float64).div(_picked(total[name], index))
         _add(mean[name], index, part.double() * share)
     return {
@@ -90,10 +92,14 @@ def submodel(
     turn: int = 0,
     names: tuple[str, str] = ("", ""),
 ) -> Submodel:
-    """A smaller network in a larger one. matches: units of the larger by those of the smaller (default: evenly spread in
-    every group of layers); turn: by how many places the larger one's channels are turned round before the first are taken;
-    names: of both, for errors. Raises UserError where the one is no part of the other, naming the layer."""
-    told = f"{names[1] or 'a network'} is no part of {names[0] or 'another'}"
+    """Return a smaller network as a part of a larger one.
+
+    `matches`: units of the larger network by units of the smaller one; default: evenly spread in each group of
+    layers. `turn`: how far the larger network's channels are rotated before the first are taken. `names`: names of
+    both networks, for errors. Raise UserError if the smaller network is not a part of the larger one. The message
+    says which layer does not fit.
+    """
+    message = f"{names[1] or 'a network'} is not a part of {names[0] or 'another'}"
     try:
         pairs = match_evenly(large, small) if matches is None else {ours: theirs for theirs, ours in matches.items()}
         if len(pairs) < len(small.units):
@@ -101,32 +107,32 @@ def submodel(
         layers = _layer_pairs(large, small, pairs)
         state = large.graph.state_dict()
         places = {
-            name: place for theirs, ours in layers for name, place in _places(large, small, theirs, ours, turn).items()
+            name: index for theirs, ours in layers for name, index in _places(large, small, theirs, ours, turn).items()
         }
-        left = [name for name in small.graph.state_dict() if name not in places]
-        if left:
-            raise UserError(f"'{left[0]}' has no counterpart")
+        missing = [name for name in small.graph.state_dict() if name not in places]
+        if missing:
+            raise UserError(f"'{missing[0]}' has no counterpart")
     except UserError as error:
-        raise UserError(f"{told}: {error}") from None
-    lacking = [unit for place, unit in enumerate(large.units) if place not in pairs]
+        raise UserError(f"{message}: {error}") from None
+    lacking = [unit for index, unit in enumerate(large.units) if index not in pairs]
     return Submodel(places, {name: tensor for unit in lacking for name, tensor in neutral(large, unit, state).items()})
 
 
 def neutral(wiring: Wiring, unit: Unit, state: Mapping[str, Tensor]) -> State:
-    """Tensors with which a unit leaves what it is given as it is (behind a ReLU); none where there are no such."""
+    """Return tensors with which a unit passes its input on unchanged (after a ReLU), or an empty state."""
     modules = dict(wiring.graph.named_modules())
     if unit.kind == "block":
         last = unit.layers[-1]
-        mine = {name: torch.zeros_like(state[name]) for name in (f"{last}.weight", f"{last}.bias") if name in state}
-        return mine if unit.identity_skip else {}
-    found: State = {}
+        zeros = {name: torch.zeros_like(state[name]) for name in (f"{last}.weight", f"{last}.bias") if name in state}
+        return zeros if unit.identity_skip else {}
+    tensors: State = {}
     for layer in unit.layers:
         module = modules[layer]
         own = _identity(module)
         if own is None:
             return {}
-        found |= {f"{layer}.{name}": tensor for name, tensor in own.items()}
-    return found
+        tensors |= {f"{layer}.{name}": tensor for name, tensor in own.items()}
+    return tensors
 
 
 def _identity(module: Any) -> State | None:
@@ -151,41 +157,41 @@ def _changes_size(module: nn.Linear | nn.Conv2d) -> bool:
 
 
 def _layer_pairs(large: Wiring, small: Wiring, pairs: Mapping[int, int]) -> list[tuple[str, str]]:
-    """Layers of the larger network with those of the smaller: of units that correspond, and of those in no unit."""
-    found: list[tuple[str, str]] = []
+    """Pair layers of the larger network with those of the smaller: in matched units, then outside of units."""
+    pairs_: list[tuple[str, str]] = []
     for theirs, ours in sorted(pairs.items()):
-        found += _zipped(large.units[theirs].layers, small.units[ours].layers)
+        pairs_ += _zipped(large.units[theirs].layers, small.units[ours].layers)
     rest = []
     for wiring in (large, small):
         inside = {name for unit in wiring.units for name in unit.layers}
         rest.append(list(dict.fromkeys(layer.name for layer in wiring.layers if layer.name not in inside)))
-    return found + _zipped(*rest)
+    return pairs_ + _zipped(*rest)
 
 
 def _zipped(theirs: Sequence[str], ours: Sequence[str]) -> list[tuple[str, str]]:
     if len(theirs) != len(ours):
-        raise UserError(f"{' + '.join(ours) or 'nothing'} there, {' + '.join(theirs) or 'nothing'} here")
+        raise UserError(f"'{' + '.join(ours) or 'nothing'}' does not match '{' + '.join(theirs) or 'nothing'}'")
     return list(zip(theirs, ours, strict=True))
 
 
 def _places(large: Wiring, small: Wiring, theirs: str, ours: str, turn: int) -> dict[str, tuple[str, Index]]:
-    """Of the tensors of a layer."""
+    """Return the places of a layer's tensors, as in `Submodel.places`."""
     states = large.graph.state_dict(), small.graph.state_dict()
     names = [{name.rpartition(".")[2]: name for name in state if name.rpartition(".")[0] == layer}
              for state, layer in zip(states, (theirs, ours), strict=True)]  # fmt: skip
     if odd := sorted(names[0].keys() ^ names[1].keys()):
         raise UserError(f"of '{ours}' and '{theirs}' only one has a {odd[0]}")
-    found: dict[str, tuple[str, Index]] = {}
+    places: dict[str, tuple[str, Index]] = {}
     for kind, name in names[1].items():
         if states[0][names[0][kind]].ndim != states[1][name].ndim:
-            raise UserError(f"'{name}' and '{names[0][kind]}' are of different kinds")
+            raise UserError(f"'{name}' and '{names[0][kind]}' have different numbers of dimensions")
         index = tuple(_index(large, small, names[0][kind], name, dim, turn) for dim in range(states[1][name].ndim))
-        found[name] = names[0][kind], index
-    return found
+        places[name] = names[0][kind], index
+    return places
 
 
 def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn: int) -> Tensor | None:
-    """The entries of one dimension of the larger network's tensor; None: all of them, in order."""
+    """Return the entries of one dimension of the larger network's tensor; None: all of them, in order."""
     sizes = large.graph.state_dict()[theirs].shape[dim], small.graph.state_dict()[ours].shape[dim]
     index = torch.arange(sizes[1])
     pairs = list(zip(_slots(large, theirs, dim), _slots(small, ours, dim), strict=False))
@@ -194,15 +200,15 @@ def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn:
         short = size < len(one.entries) and (not free or one.blocks > 1)
         if one.repeat != other.repeat or size > len(one.entries) or short:
             raise UserError(f"'{ours}' has {size} channels, '{theirs}' {len(one.entries)}, along dimension {dim}")
-        kept = (torch.arange(size) - (turn if free and size < len(one.entries) else 0)) % len(one.entries)
-        index[other.entries.flatten()] = one.entries[kept].flatten()
+        chosen = (torch.arange(size) - (turn if free and size < len(one.entries) else 0)) % len(one.entries)
+        index[other.entries.flatten()] = one.entries[chosen].flatten()
     if not pairs and sizes[0] != sizes[1]:
         raise UserError(f"'{ours}' has {sizes[1]} entries, '{theirs}' {sizes[0]}, along dimension {dim}")
     return None if torch.equal(index, torch.arange(sizes[0])) else index
 
 
 def _slots(wiring: Wiring, tensor: str, dim: int) -> list[tuple[bool, Slot]]:
-    """On each axis: whether its channels may be chosen from, and the slot."""
+    """Return the slots on this dimension, each with whether its channels can be selected."""
     return [(not axis.fixed and axis.groups == 1, slot)
             for axis in wiring.axes for slot in axis.slots if (slot.tensor, slot.dim) == (tensor, dim)]  # fmt: skip
 
@@ -218,7 +224,7 @@ def _add(total: Tensor, index: Index, part: Tensor) -> None:
         total += part
         return
     places = [torch.arange(size) if entries is None else entries for size, entries in zip(total.shape, index, strict=True)]
-    shape = [len(place) for place in places]
+    shape = [len(entries) for entries in places]
     total.index_put_(torch.meshgrid(*places, indexing="ij"), part.expand(shape), accumulate=True)
 
 

@@ -1,4 +1,4 @@
-"""The Flower ServerApp, for a real federation: `flwr run . --run-config 'experiment="digits" overrides="rounds=3"'`."""
+"""The Flower ServerApp of a real federation: `flwr run . --run-config 'experiment="digits" overrides="rounds=3"'`."""
 
 import shlex
 
@@ -17,22 +17,22 @@ app = ServerApp()
 
 
 class RunFailed(RuntimeError):
-    """Ends a run as failed. Flower logs what an app raises with its traceback; this one's text says all there is to say."""
+    """Ends a run as failed. Flower logs an app's exception with its traceback; this exception has none, only its text."""
 
     @property
     def __traceback__(self) -> None:
         return None
 
     @__traceback__.setter  # contextlib sets it
-    def __traceback__(self, given: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """It has none."""
+    def __traceback__(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Ignore it: this exception has no traceback."""
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment that the run-config names, with its `overrides` (key=value words, as in `fedloom run`).
+    """Run the experiment that the run-config names, with its `overrides` (key=value pairs, as in `fedloom run`).
 
-    Raises RunFailed, told in one line, for bad input and for a run that cannot go on.
+    Raises RunFailed with one line for bad input, and for a run that cannot continue.
     """
     try:
         experiment = str(context.run_config.get("experiment", "digits"))
@@ -41,9 +41,7 @@ def main(grid: Grid, context: Context) -> None:
         words = ["engine.name=flower", *overrides]
         config, listener = with_default_objective(load(experiment, words), words), LogListener()
         if config.tracking:
-            listener.message(
-                "tracking: none here: trackers are opened by 'fedloom run' with engine.address, not by `flwr run`"
-            )
+            listener.message("tracking is off: `flwr run` opens no trackers; use `fedloom run` with engine.address instead")
         run_experiment(grid, config, listener)
     except (UserError, FailedError) as error:
         raise RunFailed(str(error)) from None

@@ -1,1 +1,1 @@
-"""Simulated federations: the command line, engines, sweeps, reports, experiments. From Python: fedloom.run and its kind."""
+"""Simulated federations: the command line, the Python API, engines, sweeps, reports, experiments."""

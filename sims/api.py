@@ -1,4 +1,4 @@
-"""Experiments from Python, such as in a notebook: `run` one, and look at its Result."""
+"""Run experiments from Python, for example in a notebook, and read their results."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import pandas
 
 OnFinished = Callable[["Result"], object]
-AGGREGATE = "aggregate"  # the file of the aggregated network
+AGGREGATE = "aggregate"  # the name of the file with the aggregated network
 
 
 def run(
@@ -47,15 +47,23 @@ def run(
     on_reply: OnReply | None = None,
     on_finished: OnFinished | None = None,
 ) -> "Result":
-    """Run an experiment into the folder run.root/run.name; returns when it is finished.
+    """Run an experiment in the folder run.root/run.name, and return its result when it is finished.
 
-    `experiment`: the name of one that ships, the path of a YAML file, or the same keys as a dictionary. `overrides`:
-    `key=value` words as on the command line. `overwrite`: replace a run of that name. `progress`: tell how it goes.
-    `on_round(record)` is called after each committed round, with its record (Result.metrics) and `part`, which is empty or
-    the folder of a baseline; `on_reply(site, ok, reason)` for each answer, or why there is none; `on_finished(result)` at
-    the end, when the report is written. They are called in this thread; what they raise ends the run and comes out of here.
-    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt, or an error of yours, `resume`
-    goes on.
+    Callbacks are called in this thread. An exception from a callback ends the run and is raised here. After it, or after a
+    KeyboardInterrupt, `resume` continues the run.
+
+    Args:
+        experiment: The name of a shipped experiment, the path of a YAML file, or a dictionary with the same keys.
+        overrides: Changed keys, `"key=value"`, as on the command line.
+        overwrite: Replace an existing run of the same name.
+        progress: Show the progress.
+        on_round: Called after each committed round with its record, as in `Result.metrics`. The record has one more key,
+            `part`: empty, or the folder of a baseline.
+        on_reply: Called with (site, ok, reason) for each reply of a site, and for each missing one.
+        on_finished: Called with the result when the report is written.
+
+    Raises:
+        UserError: Before anything starts, if the experiment cannot work.
     """
     config = config_of(experiment, [*overrides, *(["run.overwrite=true"] if overwrite else [])])
     with as_usual():
@@ -65,11 +73,13 @@ def run(
 
 
 def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration of what `run` takes. Raises UserError for what is none."""
+    """Return the configuration for the arguments of `run`. Raises UserError for invalid ones."""
     if odd := [word for word in overrides if not isinstance(word, str)]:
         raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
     if not isinstance(experiment, str | os.PathLike | Mapping):
-        raise UserError(f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a file or a dictionary")
+        raise UserError(
+            f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a YAML file or a dictionary"
+        )
     config = _config(experiment, overrides) if isinstance(experiment, Mapping) else load(os.fspath(experiment), overrides)
     return with_default_objective(config, overrides)
 
@@ -83,10 +93,10 @@ def resume(
     on_reply: OnReply | None = None,
     on_finished: OnFinished | None = None,
 ) -> "Result":
-    """Go on with a run that was stopped, after its last committed round. Raises UserError if the folder holds none.
+    """Continue a run that was stopped, after its last committed round, and return its result.
 
-    `tracking`: the trackers from now on, as the key `tracking` has them, instead of those that the run began with; they get
-    the rounds before, too. Callbacks as of `run`.
+    `tracking`: trackers, as in the key `tracking`, that replace those of the run; they also receive the earlier rounds.
+    The callbacks are those of `run`. Raises UserError if the folder is not a run.
     """
     with as_usual():
         listener, callbacks = listener_for(quiet=not progress), Callbacks(on_round, on_reply)
@@ -105,7 +115,10 @@ def _finished(folder: Path, on_finished: OnFinished | None) -> "Result":
 
 @dataclass(frozen=True)
 class Result:
-    """A run as its folder holds it now: `Result("runs/digits")` opens an earlier one. UserError if there is none."""
+    """A run, read from its folder. `Result("runs/digits")` opens an earlier one.
+
+    Raises UserError if the folder is not a run.
+    """
 
     folder: Path
 
@@ -115,60 +128,60 @@ class Result:
 
     @property
     def config(self) -> Config:
-        """The configuration."""
+        """The configuration of the run."""
         return read_config(self.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json says: `status`, `sites`, `accuracy`, `forgotten`, `digest`, ..."""
+        """The content of summary.json: `status`, `sites`, `accuracy`, `forgotten`, `digest`, ..."""
         return RunFolder(self.folder).summary()
 
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
-        """Test accuracy, a fraction of 1, by network and domain; `union`: over all domains' images together."""
+        """Test accuracy from 0 to 1 by network and domain. The domain `union` has the images of all domains."""
         return self.summary.get("accuracy") or {}
 
     @property
     def per_site(self) -> dict[str, Any]:
-        """How networks do on the sites' own test images: `aggregate`, `own` (the sites' own), and the baselines by mode.
+        """Accuracy on the sites' own test images, of `aggregate`, of `own` (each site's network), and of baselines by mode.
 
-        Each with `mean`, `deviation`, `deciles`, `worst`, `best`, `classes` and `sites`, as summary.json has them.
+        Each has `mean`, `deviation`, `deciles`, `worst`, `best`, `classes` and `sites`, as in summary.json.
         """
         return self.summary.get("per_site") or {}
 
     @property
     def class_counts(self) -> dict[str, dict[int, int]]:
-        """How many training images of each class a site has, by its name; empty where the server has not the data."""
+        """The number of training images by site and class; empty if the server does not have the data."""
         counts = self.summary.get("classes") or {}
         return {site: {int(name): number for name, number in numbers.items()} for site, numbers in counts.items()}
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A record of each committed round: replies, dropped sites and why, training loss, validation accuracy, seconds."""
+        """A record of each committed round: replies, dropped sites, training loss, validation accuracy, seconds."""
         return list(RunFolder(self.folder).metrics().values())
 
     @property
     def networks(self) -> "Networks":
-        """The networks by the names that `accuracy` uses, each read from its file when it is asked for."""
+        """The networks of the run by name, as in `accuracy`. Each access reads a network from its file."""
         return Networks(self.folder, self.config, str(self.summary.get("aggregate") or ""))
 
     @property
     def network(self) -> nn.Module:
-        """The aggregated network, in evaluation mode; of a run that was stopped, as its last round left it.
+        """The aggregated network in evaluation mode, after the last committed round.
 
-        UserError if the method has none.
+        Raises UserError if the run has no such network.
         """
         if (name := self.summary.get("aggregate") or AGGREGATE) not in self.networks:
-            raise UserError(f"{self.folder}: has no aggregated network (yet); `networks` are those that there are")
+            raise UserError(f"{self.folder}: has no aggregated network; `networks` lists the available ones")
         return self.networks[name]
 
     @property
     def report(self) -> Path:
-        """The page with tables and pictures."""
+        """The path of the page with tables and pictures."""
         return self.folder / "report.html"
 
     def table(self) -> "pandas.DataFrame":
-        """`metrics` as a table: a row for each round, of dropped sites their number."""
+        """Return `metrics` as a table with a row for each round, and the number of dropped sites."""
         import pandas
 
         records = [{**record, "dropped": len(record.get("dropped") or {})} for record in self.metrics]
@@ -176,7 +189,7 @@ class Result:
         return table.set_index("round") if records else table
 
     def site_table(self) -> "pandas.DataFrame":
-        """`per_site` as a table: a row for each site with its domain, numbers of images, each network's accuracy there."""
+        """Return `per_site` as a table: a row for each site with its domain, numbers of images, and accuracy by network."""
         import pandas
 
         rows = {site["name"]: {"domain": site["domain"], "samples": site["samples"]} for site in self.summary["sites"]}
@@ -186,18 +199,19 @@ class Result:
         return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
 
     def open_ledger(self) -> Ledger:
-        """The record of who contributed what, to be read: `with result.open_ledger() as ledger: list(ledger.events())`."""
+        """Open the ledger of contributions for reading: `with result.open_ledger() as ledger: list(ledger.events())`."""
         return Ledger.open(self.folder, server=False)
 
     def measure(self, network: nn.Module) -> dict[str, float]:
-        """Test accuracy of a network of any origin by domain, as `accuracy` has it.
+        """Return the test accuracy of any network by domain, as in `accuracy`.
 
-        It takes [n, c, h, w] float32 in [-1, 1] of the run's channels and size, and returns logits [n, classes].
+        The network takes images [n, c, h, w], float32 in [-1, 1], with the run's channels and size, and returns logits
+        [n, classes].
         """
         evaluator = Evaluator(self.config)
-        own = copy.deepcopy(network).to(evaluator.device).eval()
+        copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
-            return evaluator.measure("test", network=own)  # pyright: ignore[reportArgumentType]
+            return evaluator.measure("test", network=copied)  # pyright: ignore[reportArgumentType]
 
     def unlearn(
         self,
@@ -212,18 +226,31 @@ class Result:
         without_data: bool = False,
         progress: bool = False,
     ) -> dict[str, Any]:
-        """Remove sites as `fedloom unlearn` does; the certificate, which certificates/ keeps, too.
+        """Forget sites, like `fedloom unlearn`, and return the certificate, which is also in certificates/.
 
-        Where another process is at work on the run it takes the request up between rounds: {"request", "state"} till then.
-        Raises UserError for sites that are unknown or forgotten already.
+        If another process runs the training, it fulfils the request between rounds; this returns {"request", "state"} then.
+
+        Args:
+            sites: The names of one or several sites.
+            request_id: The name of the request; empty: a new one. Repeating a name changes nothing.
+            reason: For the ledger and the certificate.
+            repair: Rounds of training without the sites, afterwards.
+            recalibrate: Fit the aggregate's head again, to sums from the other sites.
+            rollback: Go back to the round before the sites joined, and train again.
+            retrain: Train a network without the sites, for comparison.
+            without_data: Forget even if the images for measuring are missing.
+            progress: Show the progress.
+
+        Raises:
+            UserError: For sites that are unknown or already forgotten.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
-        asked = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+        request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
         with as_usual():
-            return unlearn(self.folder, asked, listener=listener_for(quiet=not progress)).certificate
+            return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 
     def __str__(self) -> str:
-        """How it stands, of what method, how good it is and where: in a line."""
+        """Return the status, method, accuracy and folder of the run as a line."""
         summary = self.summary
         scores = {name: shares["union"] for name, shares in self.accuracy.items() if "union" in shares}
         name = str(summary.get("aggregate") or next(iter(scores), ""))
@@ -233,7 +260,7 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """A notebook shows this: the accuracies, and where the rest is."""
+        """Return the accuracies and the folder as HTML, for notebooks."""
         summary = self.summary
         table = accuracy_table(summary).html() if summary.get("accuracy") else ""
         state = html.escape(f"{summary.get('status', 'begun')}: {self.folder}")
@@ -241,9 +268,9 @@ class Result:
 
 
 class Networks(Mapping[str, nn.Module]):
-    """A run's networks in evaluation mode, made new whenever one is asked for.
+    """The networks of a run by name. Each access builds a new network in evaluation mode.
 
-    With evaluation.statistics=batch BatchNorm's running statistics are not those that the run measured with.
+    With evaluation.statistics=batch, the running statistics of BatchNorm differ from those that the run measured with.
     """
 
     def __init__(self, folder: Path, config: Config, aggregate: str) -> None:
@@ -273,13 +300,13 @@ class Networks(Mapping[str, nn.Module]):
 
 
 def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Of a dictionary, read as if it were in a file."""
+    """Return the configuration of a dictionary, read like a file."""
     return load_text(write_yaml(plain_value(experiment, "")), "experiment", overrides)
 
 
 @contextlib.contextmanager
 def as_usual() -> Iterator[None]:
-    """Within, torch is as this project takes it to be; afterwards it is again as it was, its number of threads, too."""
+    """Set torch's defaults for this project, and restore them and the number of threads afterwards."""
     before = torch.get_num_threads()
     try:
         with ordinary():

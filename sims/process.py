@@ -1,8 +1,8 @@
-"""How a process of ours is interrupted, and how it ends: at once, when all is in order.
+"""Interrupt and end Fedloom's processes quickly and with the correct exit status.
 
-To take an interpreter with torch and Ray in it apart takes half a second, on a busy machine seconds, and threads of Ray have
-crashed meanwhile: the status of a run that had finished was then that of a crash. Nor may a thread or a handler that a
-tracker or a method from outside has left keep the process from ending.
+Shutting down an interpreter with torch and Ray takes half a second, or seconds on a busy machine. Threads of Ray have
+crashed meanwhile, which gave finished runs the status of a crash. Threads and handlers of other packages must not block the
+end.
 """
 
 import _thread
@@ -14,18 +14,18 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-PATIENCE = 15.0  # seconds that others' threads and handlers may take
+PATIENCE = 15.0  # seconds for threads and handlers of other packages
 
 
 class Ending:
-    """Made before anything else is registered with `atexit`, so that it comes last."""
+    """Ends the process as the last `atexit` handler. Create it before any other handler is registered."""
 
     def __init__(self) -> None:
-        self._status = 1  # of a process that an exception ends
+        self._status = 1  # if an exception ends the process
         atexit.register(self._end)
 
     def leave(self, status: int) -> NoReturn:
-        """End with this status: after all threads and handlers, but not long after."""
+        """End with this status after all threads and handlers, but wait at most PATIENCE seconds for them."""
         self._status = status
         last = threading.Timer(PATIENCE, self._end)
         last.daemon = True
@@ -34,13 +34,13 @@ class Ending:
 
     def _end(self) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
                 stream.flush()
         os._exit(self._status)
 
 
 def listen() -> None:
-    """Be interrupted by SIGINT, even where the shell started us with it ignored, and by SIGTERM, at whatever moment."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGINT, even if the shell made this process ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
     sys.unraisablehook = _again
@@ -51,7 +51,7 @@ def _terminate(*_: Any) -> None:
 
 
 def _interrupt() -> None:
-    """A signal to another thread would not end a wait; Windows has none to a thread."""
+    """Interrupt the main thread, by a signal where the system has signals to threads, since only that ends a wait."""
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     else:
@@ -59,7 +59,7 @@ def _interrupt() -> None:
 
 
 def _again(ignored: Any) -> None:
-    """An interruption while an object is destroyed goes no further than there: hear it again."""
+    """Repeat an interruption that came while an object was destroyed, where Python ignores it."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         threading.Timer(0.1, _interrupt).start()
     else:

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from PIL import Image
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from fedloom.conf.package import ROOMS
 from tests.data_folder import FOLDER, below
@@ -48,8 +50,32 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 
+# Files whose tests share what takes long to start. All tests of such files run on one worker, one file after the other.
+SHARED = {
+    "one federation": ("flower/test_federation.py", "flower/test_faults.py", "flower/test_outsiders.py"),
+    "one Ray": (
+        "engines/test_engines.py", "engines/test_plugins.py", "engines/test_lost_workers.py", "engines/test_room.py",
+        "engines/test_timed_out_rounds.py",
+    ),
+}  # fmt: skip
+GROUPS = {f"tests/{file}": group for group, files in SHARED.items() for file in files}
+
+
+class ByFile(LoadFileScheduling):
+    """Give each worker a file at a time, or all files of a group."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return GROUPS.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that at the end no worker waits for another one's long file."""
+    """Run files with slow tests first, so that at the end no worker waits for another worker's long file."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:

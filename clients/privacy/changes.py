@@ -1,7 +1,8 @@
-"""The change of a round: how far what a site sends is from where it began, which is never anything that only the site knows.
+"""The change of a round: what a site sends minus where it started, which the site must never be the only one to know.
 
-A record begins at what the server has sent in this round (Session.from_server), or else at what this site sent last. What
-a session says to begin at the server's must be there, to the bit: a server may leave out what a session falls back from.
+A record starts at what the server has sent in this round (Session.from_server), or else at what this site sent last.
+If a session says that a record starts at the server's values, they must be there, to the bit: a server can leave out
+values, and a session then falls back to others.
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,10 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True)
 class Changes:
-    """By record, in units of 2**-scale_bits (int64): where it began, and how far training has moved it.
+    """By record, in units of 2**-scale_bits (int64): where it started, and how far training has moved it.
 
-    `kept`: records that begin at what was sent last, in the next round too. `first`: in this round, they begin at what the
-    server knows, too.
+    `kept`: records that start at what was sent last, also in the next round. `first`: in this round, these too start
+    at what the server knows.
     """
 
     begin: dict[str, State]
@@ -33,28 +34,28 @@ class Changes:
     first: bool
 
     def is_known(self, record: str) -> bool:
-        """Whether the server knows where a record begins."""
+        """Return whether the server knows where a record starts."""
         return self.first or record not in self.kept
 
     def whole(self) -> dict[str, State]:
-        """The records as they are now."""
-        return {record: {name: self.begin[record][name] + one for name, one in state.items()}
+        """Return the current records."""
+        return {record: {name: self.begin[record][name] + change for name, change in state.items()}
                 for record, state in self.moved.items()}  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
-        """The moves of all tensors."""
+        """Return the moves of all tensors."""
         return [self.moved[record][name] for record in sorted(self.moved) for name in sorted(self.moved[record])]
 
 
 def changes(job: Job, session: Session, start: Mapping[str, State], given: Mapping[str, State]) -> Changes:
-    """The change of what a session sends. `start`: what it would send without training.
+    """Return the change of what a session sends. `start`: what it would send without training.
 
-    Raises LostStateError if what the site sent last is not in its store, UserError if a record that should begin at what the
-    server has sent does not.
+    Raise LostStateError if what the site sent last is not in its store. Raise UserError if a record should start at
+    what the server has sent, but does not.
     """
     bits, order = job.config.federation.scale_bits, job.order
     kept = frozenset(given) - session.from_server
-    first = not order.base or OWN in job.content.array_records  # the session knows nothing that the server does not
+    first = not order.base or OWN in job.content.array_records  # the session knows nothing that the server does not know
     begin = {record: quantise(state, bits) for record, state in start.items() if first or record not in kept}
     if not first:
         _check_sent(to_states(job.content), {record: state for record, state in start.items() if record not in kept})
@@ -63,26 +64,26 @@ def changes(job: Job, session: Session, start: Mapping[str, State], given: Mappi
         begin |= {order.slot: sent.summed(order.base)} if order.slot in lacking else {}
         others = lacking - {order.slot}
         begin |= {record: state for record, state in sent.records(order.base).items() if record in others} if others else {}
-    moved = {record: {name: one - begin[record][name] for name, one in quantise(state, bits).items()}
+    moved = {record: {name: tensor - begin[record][name] for name, tensor in quantise(state, bits).items()}
              for record, state in given.items()}  # fmt: skip
     return Changes(begin, moved, kept, first)
 
 
 def _check_sent(sent: Mapping[str, State], begin: Mapping[str, State]) -> None:
-    """UserError if a tensor at which a record begins is in nothing that the server has sent."""
+    """Raise UserError if a record starts at a tensor that the server has not sent."""
     for record, state in begin.items():
-        for name, one in state.items():
-            if not any(name in each and _same(each[name], one) for each in sent.values()):
-                raise UserError(f"record '{record}': tensor '{name}' begins at what the server has not sent in this round, "
-                                "so that only this site knows it")  # fmt: skip
+        for name, tensor in state.items():
+            if not any(name in each and _same(each[name], tensor) for each in sent.values()):
+                raise UserError(f"record '{record}': tensor '{name}' does not start at what the server has sent in this "
+                                "round, so that only this site knows it")  # fmt: skip
 
 
-def _same(sent: Tensor, one: Tensor) -> bool:
-    return sent.shape == one.shape and torch.equal(sent.to(one.dtype), one.cpu())
+def _same(sent: Tensor, tensor: Tensor) -> bool:
+    return sent.shape == tensor.shape and torch.equal(sent.to(tensor.dtype), tensor.cpu())
 
 
 def keep_sent(job: Job, changed: Changes, sent: Mapping[str, State]) -> None:
-    """Save what the next round's records begin at. `sent`: the records as the server will add them up, int64."""
+    """Save where the next round's records start. `sent`: the records as the server will sum them, int64."""
     order, store = job.order, Sent(job.store)
     names = changed.kept | ({order.slot} if order.secure else set())  # masked contributions are changes of the last one
     integers = {record: dict(state) for record, state in sent.items() if record in names}

@@ -1,7 +1,6 @@
-"""What leaves a site when something fails there: kinds of errors and names of options, never the site's own values.
+"""Filter what leaves a site after an error: kinds of errors and names of options, never the site's own values.
 
-A path, a variable of the environment or a piece of data in an error's text is nobody else's business. The whole text goes to
-the site's own log.
+An error's text can contain a path, an environment variable or data. The full text goes to the site's own log.
 """
 
 import logging
@@ -16,7 +15,7 @@ from fedloom.clients.training.learner import DivergedError
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import place_of
 
-SIMULATED = "simulated"  # node-config of engines, whose sites are on the user's own machines: errors leave in full
+SIMULATED = "simulated"  # node-config of engines whose sites run on the user's own machines: errors leave in full
 LOG = logging.getLogger("fedloom.site")
 
 _OPTION = re.compile(
@@ -26,12 +25,12 @@ _OPTION = re.compile(
 
 
 def failed(error: BaseException, message: Message, full: bool) -> Message:
-    """The reply to a message that raised. `full`: with the error's text, else of known parts."""
-    if isinstance(error, LostStateError):  # the server can help
+    """Return the reply to a message that raised an error. `full`: with the error's text, otherwise only known parts."""
+    if isinstance(error, LostStateError):  # the server can repair this
         return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, UnknownConfigurationError):
         return Message(RecordDict({UNKNOWN: ConfigRecord({"digest": error.digest})}), reply_to=message)
-    if isinstance(error, SummedBeforeError):  # the server may begin the round again
+    if isinstance(error, SummedBeforeError):  # the server can start the round again
         LOG.warning("%s", error)
         return Message(RecordDict({SUMMED_BEFORE: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, BlamedError):
@@ -44,7 +43,7 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
 
 
 def told_here(error: BaseException) -> str:
-    """An error in words: what it says, and unless it was made for users its kind, and where in code of theirs it came up."""
+    """Return an error as text. For errors not meant for users, add the kind and the line in their code."""
     if isinstance(error, UserError):
         return str(error)
     place = place_of(error)
@@ -52,7 +51,7 @@ def told_here(error: BaseException) -> str:
 
 
 def told_outside(error: BaseException) -> str:
-    """What may be said of an error anywhere."""
+    """Return what any recipient can know about an error."""
     if isinstance(error, DivergedError):
         return str(error)
     kind = type(error).__name__

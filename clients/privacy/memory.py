@@ -1,7 +1,7 @@
-"""What a site remembers over all of its runs: what its rounds have cost, and over which sites its sums were read.
+"""What a site remembers over all its runs: what its rounds have cost, and over which sites its sums were read.
 
-One SQLite file in the site's own store. The server's names of runs and sites do not lead to it, and no request erases it:
-otherwise a server could start from nothing again. Every change is one transaction: processes do not overtake each other.
+One SQLite file in the site's own store. It does not depend on the server's names of runs and sites, and no request
+erases it. Otherwise a server could reset it. Every change is one transaction, so processes do not conflict.
 """
 
 import contextlib
@@ -26,23 +26,29 @@ create table if not exists sums (site text, run text, round integer, counted tex
 create index if not exists sums_of on sums (site);
 create table if not exists keys (site text primary key, key blob);
 create table if not exists begun (site text, run text, round integer, primary key (site, run));
-"""
+"""  # plain: ignore
 
 
 @dataclass(frozen=True)
 class Disclosure:
-    """A sum that is about to be read: of a run's round, over these sites. `sketches`: by record that is summed, of what the
-    server does not know of this site's part of it. `config`: a digest of the configuration.
+    """A sum that is about to be read.
 
-    `beside`: those of the sites that go on from the same round as this one. `first`: no site goes on from a round; all
-    begin at what the server sends. `leaving`: sites that are forgotten in this round, whose common masks are taken out.
-    `idle`: nobody trains in it.
+    Attributes:
+        run: The run.
+        round: The round.
+        counted: The sites of the sum.
+        same_base: Those of the sites that continue from the same round as this one.
+        first: Whether no site continues from a round: all start from what the server sends.
+        config: A digest of the configuration.
+        sketches: By summed record, a sketch of what the server does not know of this site's part.
+        leaving: Sites that are forgotten in this round, whose common masks are removed.
+        idle: Whether no site trains in this round.
     """
 
     run: str
     round: int
     counted: Sequence[str]
-    beside: Sequence[str]
+    same_base: Sequence[str]
     first: bool
     config: str
     sketches: Mapping[str, Sketch]
@@ -52,7 +58,7 @@ class Disclosure:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory in the folder of a site's store. `site`: its name in a simulation, whose sites share a folder."""
+    """The memory in the folder of a site's store. `site`: its name in a simulation, where sites share a folder."""
 
     root: Path
     site: str = ""
@@ -62,7 +68,7 @@ class Memory:
         object.__setattr__(self, "_path", self.root / FILE)
 
     def spend(self, noise: float, check: Callable[[Mapping[float, int]], None]) -> dict[float, int]:
-        """Count one more round with this noise multiplier; all rounds by their noise. `check` may refuse (UserError)."""
+        """Count one more round with this noise multiplier, and return all rounds by noise. `check` can raise UserError."""
         with self._opened() as db:
             times = self._spent(db)
             times[noise] = times.get(noise, 0) + 1
@@ -72,9 +78,9 @@ class Memory:
         return times
 
     def begin(self, run: str, round: int) -> bytes:
-        """Note that a masked round begins; 16 bytes that nobody else has, on which sketches depend.
+        """Record the start of a masked round, and return 16 secret bytes, on which sketches depend.
 
-        UserError if a later round of the run has begun: a server could change what a site goes on from between two sums.
+        Raise UserError if a later round of the run has started. A server could change a site's base between two sums.
         """
         with self._opened() as db:
             last = db.execute("select round from begun where site = ? and run = ?", (self.site, run)).fetchone()
@@ -85,39 +91,29 @@ class Memory:
             return bytes(db.execute("select key from keys where site = ?", (self.site,)).fetchone()[0])
 
     def check(self, disclosure: Disclosure) -> None:
-        """Raise SummedBeforeError if the difference of this sum and an earlier one would be about what a few sites gave."""
+        """Raise SummedBeforeError if this sum minus an earlier one would reveal approximately what a few sites sent."""
         with self._opened() as db:
             self._check(db, disclosure)
 
     def add(self, disclosure: Disclosure) -> None:
-        """Check, and note that the sum is read."""
+        """Check the sum, and record that it is read."""
         with self._opened() as db:
             self._check(db, disclosure)
-            counted, beside, leaving = (
-                "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.beside, disclosure.leaving)
+            counted, same_base, leaving = (
+                "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.same_base, disclosure.leaving)
             )
-            row = (
-                self.site,
-                disclosure.run,
-                disclosure.round,
-                counted,
-                beside,
-                disclosure.first,
-                leaving,
-                disclosure.config,
-            )
-            db.execute(
-                "insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, json.dumps(packed(disclosure.sketches)))
-            )
+            row = (self.site, disclosure.run, disclosure.round, counted, same_base, disclosure.first, leaving)
+            row = (*row, disclosure.config, json.dumps(packed(disclosure.sketches)))
+            db.execute("insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
-        """Rounds by noise; of a store of an earlier version, whose budgets were files, what those say."""
+        """Return rounds by noise. A store of an earlier version has budgets in files; read those."""
         rows = list(db.execute("select noise, rounds from spent where site = ?", (self.site,)))
         for file in () if rows else sorted((self.root / "privacy").glob(f"{self.site or '*'}.json")):
             try:
                 rows += [(noise, count) for noise, count in json.loads(file.read_text(encoding="utf-8")).items()]
             except (ValueError, AttributeError):
-                raise UserError(f"{file}: cannot be read; it says what this site has spent of its privacy") from None
+                raise UserError(f"{file}: cannot be read; it records what this site has spent of its privacy") from None
         times: dict[float, int] = {}
         for noise, count in rows:
             times[float(noise)] = times.get(float(noise), 0) + int(count)
@@ -125,37 +121,36 @@ class Memory:
 
     def _check(self, db: sqlite3.Connection, disclosure: Disclosure) -> None:
         before = self._before(db)
-        mine = [one for one in before if one.run == disclosure.run]
-        left = {one.round: set(one.leaving) for one in mine}
+        own = [past for past in before if past.run == disclosure.run]
+        left = {past.round: set(past.leaving) for past in own}
         if (last := max(left, default=0)) > disclosure.round:
             raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
         left.setdefault(disclosure.round, set(disclosure.leaving))
-        if disclosure.idle and any(set(one.counted) - {*disclosure.counted, *disclosure.leaving} for one in mine[-1:]):
-            raise UserError("secure aggregation: where nobody trains, all must count that counted last, or leave")
-        for one in before:
-            later = [names for number, names in left.items() if number > one.round] if one.run == disclosure.run else []
-            if (apart := _apart(one, disclosure, set().union(*later))) and likeness(
-                one.sketches, disclosure.sketches
-            ) > ALIKE:
-                text = f"secure aggregation: what this site has trained was summed in round {one.round} of '{one.run}', "
+        if disclosure.idle and any(set(past.counted) - {*disclosure.counted, *disclosure.leaving} for past in own[-1:]):
+            raise UserError("secure aggregation: if no site trains, all sites of the last sum must count again, or leave")
+        for past in before:
+            later = [names for number, names in left.items() if number > past.round] if past.run == disclosure.run else []
+            apart = _apart(past, disclosure, set().union(*later))
+            if apart and likeness(past.sketches, disclosure.sketches) > ALIKE:
+                text = f"what this site has trained was summed in round {past.round} of '{past.run}', {apart}"
                 raise SummedBeforeError(
-                    f"{text}{apart}; the difference of the two sums tells what few gave", disclosure.round
+                    f"secure aggregation: {text}; the difference of the two sums would reveal what a few sites sent",
+                    disclosure.round,
                 )
 
     def _before(self, db: sqlite3.Connection) -> list[Disclosure]:
-        """The sums that were read, the oldest first."""
-        words = (
-            "select run, round, counted, beside, first, config, sketches, leaving from sums where site = ? order by rowid"
-        )
+        """Return the sums that were read, oldest first."""
+        columns = "run, round, counted, beside, first, config, sketches, leaving"  # plain: ignore
+        query = f"select {columns} from sums where site = ? order by rowid"
         return [
-            Disclosure(run, round, counted.split("\n"), beside.split("\n"), bool(first), config,
+            Disclosure(run, round, counted.split("\n"), same_base.split("\n"), bool(first), config,
                        unpacked(json.loads(sketches)), leaving.split("\n"))
-            for run, round, counted, beside, first, config, sketches, leaving in db.execute(words, (self.site,))
+            for run, round, counted, same_base, first, config, sketches, leaving in db.execute(query, (self.site,))
         ]  # fmt: skip
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        """One transaction. UserError for a file that cannot be read: nothing leaves the site without it."""
+        """Open one transaction. Raise UserError for an unreadable file: without it nothing leaves the site."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -170,21 +165,24 @@ class Memory:
                     raise
         except (OSError, sqlite3.Error) as error:
             raise UserError(
-                f"{self._path}: cannot be used ({error}); without it the site discloses nothing: mend the disk, or put the "
-                "file back from a copy"
+                f"{self._path}: cannot be used ({error}); without it the site discloses nothing: repair the disk, or "
+                "restore the file from a copy"
             ) from None
 
 
 def _apart(before: Disclosure, now: Disclosure, gone: set[str]) -> str:
-    """How two sums differ by what only some sites gave, in words; empty if they do not. `gone`: sites forgotten since."""
+    """Return how two sums differ in what only some sites sent, as text; empty if they do not.
+
+    `gone`: sites that were forgotten in between.
+    """
     if some := (set(before.counted) ^ set(now.counted)) - gone:
-        return f"and {_named(some)} would be in one of two sums only"
-    if some := (set(before.beside) ^ set(now.beside)) - gone:
-        return f"where {_named(some)} did not go on from the same round as now"
+        return f"and {_named(some)} would be in only one of two sums"
+    if some := (set(before.same_base) ^ set(now.same_base)) - gone:
+        return f"where {_named(some)} did not continue from the same round as now"
     if before.config != now.config:
-        return "by another configuration, with which few may train otherwise than now"
+        return "by another configuration, under which a few sites could train differently"
     if before.run != now.run and not (before.first and now.first):
-        return "another run, in which some sites may go on from something else than now"
+        return "another run, in which some sites could continue from something else"
     return ""
 
 

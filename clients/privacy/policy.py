@@ -28,31 +28,40 @@ from fedloom.fusion.state import State
 
 NOTHING = "none"
 LISTS = ("networks", "objectives", "optimizers", "publish", "strategies", "disclose")
-SCORES, BY_CLASS = "scores", "classes"  # what a site may let the server hear of its images
+SCORES, BY_CLASS = "scores", "classes"  # what a site can let the server know about its images
 DISCLOSED = (SCORES, BY_CLASS)
 DEVICES = ("", "auto", "cpu", "cuda")
 MASKS = ("", "required")
-HARMLESS = (ENROL, *SECURE_KINDS)  # kinds of questions that tell nothing of a site's images but their number
+HARMLESS = (ENROL, *SECURE_KINDS)  # kinds of questions that reveal nothing about a site's images except their number
 MOST_STEPS, MOST_PARAMETERS, LEAST_BATCH = 100_000, 500.0, 8  # defaults of a site's limits (clients.privacy.limits)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a node's node-config says of its site.
+    """What a node's node-config says about its site.
 
-    `data`: the folder with its data. `domain`: its own data in any form that `domain:` takes in a configuration, read in
-    place of what the server's says for it. `networks`, `objectives`, `optimizers`: the names that it is willing to run;
-    none: all that this project ships, nothing from outside. `publish`: which components of its network others may have
-    (extractor, head), `none`: none; empty: what the server's configuration says. `strategies`: of runs that it takes part
-    in; none: any. `device`: where it computes (auto, cpu, cuda), whatever the server's configuration says; `gpu`: its share
-    of a GPU's memory, from 0 to 1; `largest_order`: MB of a message, above which it answers nothing; 0: any. `masks`:
-    `required`: what it trains leaves it under secure aggregation only, and it answers no question that tells more of its
-    images than their number. `epsilon`: what all its rounds together may cost of its privacy; 0: any.
-    `disclose`: what the server may hear: `scores` (losses and accuracies) also where the site hides what it trains, and
-    `classes` (right answers by class). `min_members`, `min_known`: fewest sites of a masked sum, and of those whose keys are
-    in `peers`; None: clients.privacy.secure_aggregation.members. `limits`: what one order may cost.
-    `identity`: how it signs, and knows others' signatures. `name`: the site's own; empty: the one at its place of the
-    server's roster.
+    Attributes:
+        data: The folder with its data.
+        domain: Its own data, in any form that `domain:` takes; it replaces the server's.
+        networks: Names of networks that it runs; empty: all that this project ships, nothing from outside.
+        objectives: The same for objectives.
+        optimizers: The same for optimizers.
+        publish: Components of its network that others can have (extractor, head); `none`: no component; empty: as the
+            server's configuration says.
+        strategies: Strategies of runs in which it participates; empty: any.
+        device: Where it computes (auto, cpu, cuda), whatever the server's configuration says.
+        gpu: Its share of a GPU's memory, 0 to 1.
+        largest_order: The largest message that it answers, in MB; 0: any.
+        masks: `required`: what it trains leaves only under secure aggregation, and it answers no question that
+            reveals more about its images than their number.
+        epsilon: What all its rounds together can cost of its privacy; 0: no limit.
+        identity: How it signs, and knows others' signatures.
+        name: The site's own name; empty: the name at its index in the server's roster.
+        disclose: What the server can know: `scores` (losses and accuracies) also where the site hides what it trains;
+            `classes` (right answers by class).
+        min_members: Fewest sites of a masked sum; None: see clients.privacy.secure_aggregation.members.
+        min_known: Fewest of them whose keys are in `peers`; None: see the same.
+        limits: What one order can cost.
     """
 
     data: str = ""
@@ -76,86 +85,89 @@ class Policy:
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
-        """The policy in a node-config, whose names are separated by commas."""
-        here = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
-        names = {key: _names(here[key]) for key in LISTS}
+        """Return the policy of a node-config, whose names are separated by commas."""
+        values = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
+        names = {key: _names(values[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
         if odd := next((name for name in names["disclose"] if name not in DISCLOSED), ""):
             raise UserError(f"disclose: got '{odd}', takes scores, classes, or both separated by a comma")
-        if here["device"] not in DEVICES:
-            raise UserError(f"device: got '{here['device']}', takes auto, cpu or cuda")
-        if here["masks"] not in MASKS:
-            raise UserError(f"masks: got '{here['masks']}', takes required, or nothing")
+        if values["device"] not in DEVICES:
+            raise UserError(f"device: got '{values['device']}', takes auto, cpu or cuda")
+        if values["masks"] not in MASKS:
+            raise UserError(f"masks: got '{values['masks']}', takes required, or nothing")
         gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0)
         cost = _number(node_config, "epsilon", 0.0)
-        batch = LEAST_BATCH if here["masks"] or cost else 1
-        limits = Limits(_whole(node_config, "max_steps", MOST_STEPS) or 0,
+        batch = LEAST_BATCH if values["masks"] or cost else 1
+        limits = Limits(_count(node_config, "max_steps", MOST_STEPS) or 0,
                         _number(node_config, "max_parameters", MOST_PARAMETERS),
-                        _whole(node_config, "min_batch", batch) or 0)  # fmt: skip
+                        _count(node_config, "min_batch", batch) or 0)  # fmt: skip
         identity = Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))
-        return Policy(here["data"], here["domain"], device=here["device"], gpu=gpu, largest_order=most, masks=here["masks"],
-                      epsilon=cost, identity=identity, name=str(node_config.get("site", "")), limits=limits,
-                      min_members=_whole(node_config, "min_members"), min_known=_whole(node_config, "min_known"),
-                      **names)  # fmt: skip
+        return Policy(values["data"], values["domain"], device=values["device"], gpu=gpu, largest_order=most,
+                      masks=values["masks"], epsilon=cost, identity=identity, name=str(node_config.get("site", "")),
+                      limits=limits, min_members=_count(node_config, "min_members"),
+                      min_known=_count(node_config, "min_known"), **names)  # fmt: skip
 
     def hides(self, config: Config) -> bool:
-        """Whether nobody is to hear of this site's images more than a sum over sites, or than noise lets through."""
+        """Return whether the server can only know a sum over sites, or noised values, of this site's images."""
         return bool(self.masks or self.epsilon or config.federation.secure_aggregation or config.privacy.noise)
 
     def tells_scores(self, config: Config) -> bool:
-        """Whether the server may hear this site's losses and accuracies."""
+        """Return whether the server can know this site's losses and accuracies."""
         return SCORES in self.disclose or not self.hides(config)
 
     def tells_classes(self, config: Config) -> bool:
-        """Whether the server may hear this site's right answers by class, and so how many images it has of each."""
+        """Return whether the server can know this site's right answers by class, and so its number of images by class."""
         return BY_CLASS in self.disclose and self.tells_scores(config)
 
     def check_question(self, order: TaskInstructions, config: Config) -> None:
-        """RefusedError for a question to a site that hides what it trains, if the answer would be neither summed nor noised:
-        exact scores tell images, and so do statistics."""
+        """Raise RefusedError for a question whose answer is neither summed nor noised, to a site that hides its training.
+
+        Exact scores reveal images, and so do statistics.
+        """
         if order.kind in (TRAIN, *HARMLESS) or not self.hides(config):
             return
         if order.kind != EVALUATE:
-            raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, and this site hides what it trains, or "
+            raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site hides what it trains, or "
                                "the run does (masks or noise)")  # fmt: skip
         if not self.tells_scores(config):
-            told = "tells no scores under masks or noise; its owner may allow them (site.yaml: disclose)"
-            raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, and this site {told}")
+            reason = "discloses no scores under masks or noise; its owner can allow them (site.yaml: disclose)"
+            raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, but this site {reason}")
 
     def check_secure_aggregation(self, order: TaskInstructions) -> None:
-        """RefusedError for an order whose answer would tell what this policy wants hidden."""
+        """Raise RefusedError for an order whose answer would reveal what this policy hides."""
         if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and order.secure):
             return
-        told = "takes part under masks only (site.yaml: masks); the run needs federation.secure_aggregation=true"
-        raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, and this site {told}")
+        reason = "participates only under masks (site.yaml: masks); set federation.secure_aggregation=true for the run"
+        raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site {reason}")
 
     def check_privacy_budget(self, order: TaskInstructions, config: Config) -> None:
-        """RefusedError for an order whose answer would cost of this site's privacy what its `epsilon` does not count."""
+        """Raise RefusedError for an order whose answer would cost privacy that `epsilon` does not count."""
         if not self.epsilon or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and config.privacy.noise):
             return
-        told = "lets out what is noised only (site.yaml: epsilon); the run needs privacy.clip and privacy.noise"
-        raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, and this site {told}")
+        reason = "sends only what is noised (site.yaml: epsilon); set privacy.clip and privacy.noise for the run"
+        raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, but this site {reason}")
 
     def check_message_size(self, content: RecordDict) -> None:
-        """RefusedError for a message that is larger than this policy takes."""
+        """Raise RefusedError for a message that is larger than this policy allows."""
         size = content_bytes(content) / 1e6
         if 0 < self.largest_order < size:
-            told = f"has {size:.1f} MB, and this site's policy takes {self.largest_order:g}"
-            raise RefusedError(f"order: {told} (site.yaml: largest_order)")
+            reason = f"has {size:.1f} MB, but this site's policy allows {self.largest_order:g}"
+            raise RefusedError(f"order: {reason} (site.yaml: largest_order)")
 
     def apply(self, config: Config, place: int) -> Config:
-        """The server's configuration as the site at this place of the roster follows it: its data are where it has them.
+        """Return the server's configuration as the site at index `place` of the roster follows it, with its own data paths.
 
-        Raises RefusedError, before anything is imported or opened, for names that this policy does not allow. Domains of
-        any names are allowed where nobody looks them up: shared heads of data.classes outputs, own data at this site.
+        A domain with any name is allowed if no one looks it up: shared heads with data.classes outputs, own data at
+        this site. Raise RefusedError if the policy does not allow a name. This is checked before anything is imported
+        or opened.
         """
         sites = config.roster
         if not 0 <= place < len(sites):
-            raise UserError(f"order.site: is no place among the configuration's {len(sites)} sites")
+            raise UserError(f"order.site: is not the index of one of the configuration's {len(sites)} sites")
         site = sites[place]
         if self.name not in ("", site.name):
-            raise RefusedError(f"order.site: is the place of '{site.name}', and this site is '{self.name}'")
+            raise RefusedError(f"order.site: is the index of '{site.name}', but this site is '{self.name}'")
         key = f"sites[{place}]"
         for where, section in {"network": config.network, f"{key}.network": getattr(site.spec, "network", {})}.items():
             if section:
@@ -164,21 +176,23 @@ class Policy:
         self._allow_all(OPTIMIZERS, self.optimizers, optimizer_section(config.training), "training.optimizer")
         self._allow_all(SCHEDULES, (), schedule_section(config.training), "training.schedule")
         if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
-            told = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
-            raise RefusedError(f"strategy.name: {told}")
+            reason = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
+            raise RefusedError(f"strategy.name: {reason}")
         by_label = site.spec.classes or site.spec.partition.name in ("classes", "dirichlet")
         if (self.masks or self.epsilon) and not self.domain and by_label:
             which = "classes" if site.spec.classes else "partition"
-            raise RefusedError(f"{key}.{which}: how many images of chosen classes there are tells this site's labels, which "
-                               "it hides; leave it out, or name the site's own data (site.yaml: domain)")  # fmt: skip
+            raise RefusedError(f"{key}.{which}: the number of images of chosen classes would reveal this site's labels, "
+                               "which it hides; remove it, or name the site's own data (site.yaml: domain)")  # fmt: skip
         if not self.domain and site.spec.partition.name not in WAYS:
-            told = f"'{site.spec.partition.name}' is none of this project's ways to divide"
-            raise RefusedError(f"{key}.partition.name: {told}; a site imports none that a server names")
+            reason = f"'{site.spec.partition.name}' is not one of this project's ways to divide data"
+            raise RefusedError(f"{key}.partition.name: {reason}; a site does not import what a server names")
         shipped, unread = set(domain_names()), bool(config.data.heads == "shared" and config.data.classes)
-        for one in sites:
-            if one.spec.domain not in shipped and not (unread and (self.domain or one is not site)):
-                told = f"'{one.spec.domain}' is none of this project's domains"
-                raise RefusedError(f"sites[{one.index}].domain: {told}; a site opens and imports none that a server names")
+        for other in sites:
+            if other.spec.domain not in shipped and not (unread and (self.domain or other is not site)):
+                reason = f"'{other.spec.domain}' is not one of this project's domains"
+                raise RefusedError(
+                    f"sites[{other.index}].domain: {reason}; a site does not open or import what a server names"
+                )
         self.limits.check(config, site)
         if self.hides(config):
             check_harmless(config)
@@ -187,32 +201,36 @@ class Policy:
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)
 
     def source(self, config: Config, site: Site) -> Site:
-        """The site with the domain that its images are read from: whole if it is the policy's own.
+        """Return the site with the domain that its images are read from: all of it, if it is the policy's own.
 
-        UserError if that has more classes than the server's configuration gives the site.
+        Raise UserError if the domain has more classes than the server's configuration has for the site.
         """
         if not self.domain:
             return site
         spec = replace(site.spec, domain=self.domain, partition=replace(site.spec.partition, name="iid", options={}))
-        if self.hides(config):  # of chosen classes, the number of images would tell how many the site has
+        if self.hides(config):  # with chosen classes, the number of images would reveal how many the site has
             spec = replace(spec, classes=[], samples=0, relabel=False)
         own = replace(site, spec=spec, part=0, parts=1)
         has, head = class_count(own.spec), outputs(config, site.spec)
         if has > (takes := head.stop - head.start):
-            raise UserError(f"the policy's domain has {has} classes, the federation's configuration {takes} for this site")
+            raise UserError(
+                f"the policy's domain has {has} classes, but the federation's configuration {takes} for this site"
+            )
         return own
 
     def filter_published(self, state: State) -> State:
-        """Of components that are to be published, those that this policy lets go."""
+        """Return the tensors of components that this policy allows to publish."""
         prefixes = tuple(PARTS[name] for name in self.publish if name in PARTS)
-        return {name: one for name, one in state.items() if not self.publish or (prefixes and name.startswith(prefixes))}
+        return {
+            name: tensor for name, tensor in state.items() if not self.publish or (prefixes and name.startswith(prefixes))
+        }
 
     def _allow_all(self, registry: Registry[Any], named: tuple[str, ...], section: Mapping[str, Any], where: str) -> None:
-        """Refuse a section whose name, or that of a section inside it, is not allowed: both may be imported."""
+        """Refuse a section with a name that is not allowed, also in inner sections: both could be imported."""
         self._allow(registry, named, section.get("name"), where)
-        if registry.shipped(str(section.get("name"))):  # what is inside another's is its own business
-            for place, kind, name in _inside(section, where, registry):
-                self._allow(kind, named, name, place)
+        if registry.shipped(str(section.get("name"))):  # inner sections of another's class are its own business
+            for path, kind, name in _inside(section, where, registry):
+                self._allow(kind, named, name, path)
 
     def _allow(self, registry: Registry[Any], named: tuple[str, ...], name: Any, where: str) -> None:
         if name in named or (not named and isinstance(name, str) and registry.shipped(name)):
@@ -222,16 +240,16 @@ class Policy:
 
 
 def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> Iterator[tuple[str, Registry[Any], Any]]:
-    """The names that the sections inside a section give: the dotted key, what kind of thing it names, and the name."""
+    """Yield the names in inner sections: the dotted key, the registry of the name, and the name."""
     for key, item in section.items():
         kind = _auxiliary() if key == "auxiliary" else registry
-        for place, one in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
-            path = f"{where}.{key}" + (f"[{place}]" if place != "" else "")
-            if isinstance(one, Mapping) and "name" in one:
-                yield path, kind, one["name"]
-                yield from _inside(one, path, kind)
+        for index, entry in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
+            path = f"{where}.{key}" + (f"[{index}]" if index != "" else "")
+            if isinstance(entry, Mapping) and "name" in entry:
+                yield path, kind, entry["name"]
+                yield from _inside(entry, path, kind)
             elif key == "auxiliary":
-                yield path, kind, one
+                yield path, kind, entry
 
 
 def _auxiliary() -> Registry[Any]:
@@ -241,17 +259,19 @@ def _auxiliary() -> Registry[Any]:
 
 
 def _number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:
-    given = node_config.get(key, default)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= most:
-        raise UserError(f"{key}: got {given!r}, takes a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"))
-    return float(given)
+    value = node_config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise UserError(
+            f"{key}: got {value!r}, takes a number" + (f" from 0 to {most:g}" if math.isfinite(most) else " of at least 0")
+        )
+    return float(value)
 
 
-def _whole(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
-    given = node_config.get(key, default)
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise UserError(f"{key}: got {given!r}, takes a whole number from 0 on")
-    return given
+def _count(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
+    value = node_config.get(key, default)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UserError(f"{key}: got {value!r}, takes a whole number of at least 0")
+    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

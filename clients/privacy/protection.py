@@ -1,4 +1,4 @@
-"""What hides a site's contribution before it leaves: noise, masks or both."""
+"""Protect a site's contribution before it leaves, by noise, masks or both."""
 
 import functools
 from collections.abc import Mapping
@@ -25,21 +25,21 @@ class Protection:
 
     @functools.cached_property
     def cost(self) -> float:
-        """What the site's privacy has cost with this round, which is charged when this is asked first."""
+        """What the site's privacy has cost, with this round; reading it the first time charges the round."""
         return spend(self.job)
 
     @functools.cached_property
     def ready(self) -> Ready:
-        """A masked order whose shares are opened."""
+        """The masked order with its shares opened."""
         return ready(self.job)
 
     @functools.cached_property
     def sketch_key(self) -> bytes:
-        """What sketches depend on; that a masked round begins is noted when this is asked first."""
+        """The key of sketches; reading it the first time records the start of a masked round."""
         return self.job.memory.begin(self.job.order.run, self.job.order.round)
 
     def begin(self) -> None:
-        """Check the order, and charge its cost, before anything is tried: that it fails tells something, too."""
+        """Check the order and charge its cost before anything else, because a failure reveals something, too."""
         if self.job.order.secure:
             _ = self.ready, self.sketch_key
         if self.job.config.privacy.noise:
@@ -48,21 +48,21 @@ class Protection:
     def hidden(
         self, session: Session, given: dict[str, State], start: Mapping[str, State], steps: int
     ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
-        """The records with noise, or under masks, or both; and what the noise has cost. `start`: `given` before training."""
+        """Return the records with noise, masks or both, and what the noise has cost. `start`: `given` before training."""
         job, privacy, bits = self.job, self.job.config.privacy, self.job.config.federation.scale_bits
         changed = changes(job, session, start, given)
         cost = {"epsilon": self.cost} if privacy.noise else {}
         if privacy.noise:
-            whole = private(changed, bits, privacy, noise_share(job, self.ready) if job.order.secure else 1.0)
+            protected = private(changed, bits, privacy, noise_share(job, self.ready) if job.order.secure else 1.0)
         else:
             changed = bounded(job, changed, given)
-            whole = changed.whole()
+            protected = changed.whole()
         if job.order.secure:
             key = b"" if job.charged else self.sketch_key
-            sent = masked(job, self.ready, key, whole, changed, steps)
+            sent = masked(job, self.ready, key, protected, changed, steps)
         else:
-            floats = {record: dequantise(state, bits) for record, state in whole.items()}
+            floats = {record: dequantise(state, bits) for record, state in protected.items()}
             sent = {record: to_arrays(state, job.config.federation.packed) for record, state in floats.items()}
-            whole = {record: quantise(state, bits) for record, state in floats.items()}
-        keep_sent(job, changed, whole)
+            protected = {record: quantise(state, bits) for record, state in floats.items()}
+        keep_sent(job, changed, protected)
         return sent, cost

@@ -1,4 +1,4 @@
-"""Sketches of changes: short vectors whose angle is about that of the long ones (Charikar et al. 2002, count sketch)."""
+"""Sketches of changes: short vectors whose angles are about those of the long ones (Charikar et al. 2002, count sketch)."""
 
 from collections.abc import Mapping
 
@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BUCKETS = 64
-OWN_SKETCH = 256  # entries from which a tensor has a sketch of its own
-SMALL = ""  # the name of the sketch of all smaller ones
-ALIKE = 0.99  # cosine above which two changes are about the same: what is left of one is a seventh of it
+OWN_SKETCH = 256  # a tensor with at least so many entries has its own sketch
+SMALL = ""  # the name of the common sketch of all smaller tensors
+ALIKE = 0.99  # cosine above which two changes count as the same: the remainder of one is a seventh of it
 
 
 Sketch = NDArray[np.float32]
 
 
 def sketch(vector: Tensor, key: bytes) -> Sketch:
-    """float32 [BUCKETS]: every entry of a vector [n] goes into a bucket, with a sign. The sketch of a sum is the sum.
+    """Return float32 [BUCKETS]: each entry of a vector [n] is added to a bucket, with a sign. Sketches can be summed.
 
-    `key`: 16 secret bytes, which draw buckets and signs.
+    `key`: 16 secret bytes that determine buckets and signs.
     """
     draw = torch.Generator().manual_seed(int.from_bytes(key[:8]) >> 1)
     place = torch.randint(2 * BUCKETS, (vector.numel(),), generator=draw)
@@ -28,17 +28,23 @@ def sketch(vector: Tensor, key: bytes) -> Sketch:
 
 
 def sketches(state: Mapping[str, Tensor], key: bytes) -> dict[str, Sketch]:
-    """By tensor, its sketch; small ones have one together: what moves far in one tensor does not hide what is in others."""
-    large = {name: one for name, one in state.items() if one.numel() >= OWN_SKETCH}
-    small = [one.flatten() for name, one in sorted(state.items()) if name not in large]
-    return {name: sketch(one, key) for name, one in large.items()} | (
+    """Return the sketch of each tensor, and one for all small tensors together.
+
+    A large move in one tensor does not hide a small one in another.
+    """
+    large = {name: tensor for name, tensor in state.items() if tensor.numel() >= OWN_SKETCH}
+    small = [tensor.flatten() for name, tensor in sorted(state.items()) if name not in large]
+    return {name: sketch(tensor, key) for name, tensor in large.items()} | (
         {SMALL: sketch(torch.cat(small), key)} if small else {}
     )
 
 
 def likeness(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> float:
-    """The largest cosine of a sketch of one and a sketch of the other, or of the other reversed, whatever their names: the
-    server names tensors. Sketches of tensors of other sizes have nothing in common. 1 for what is not finite."""
+    """Return the largest absolute cosine between sketches of both; 1 if any is not finite.
+
+    Names do not matter, because the server names tensors. Sketches of tensors with different sizes have cosines near
+    0.
+    """
     if not one or not other:
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -47,17 +53,17 @@ def likeness(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> float:
 
 
 def _directions(sketches: Mapping[str, Sketch]) -> NDArray[np.float64]:
-    """The sketches, one a row, with norm 1; those of nothing stay 0."""
+    """Return the sketches as rows with norm 1; zero sketches stay 0."""
     rows = np.stack([*sketches.values()]).astype(np.float64)
     rows /= np.maximum(np.abs(rows).max(1, keepdims=True), np.finfo(np.float64).tiny)
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def packed(sketches: Mapping[str, Sketch]) -> dict[str, str]:
-    """As texts."""
-    return {name: one.tobytes().hex() for name, one in sketches.items()}
+    """Return the sketches as text."""
+    return {name: vector.tobytes().hex() for name, vector in sketches.items()}
 
 
 def unpacked(texts: Mapping[str, str]) -> dict[str, Sketch]:
-    """The inverse."""
+    """Return the sketches of `packed`."""
     return {name: np.frombuffer(bytes.fromhex(text), np.float32) for name, text in texts.items()}

@@ -1,1 +1,1 @@
-"""The steps of CLA+OT: which layers correspond, one depth, one basis, statistics set right."""
+"""The steps of CLA+OT: match layers, balance depths, move channels into one basis, repair statistics."""

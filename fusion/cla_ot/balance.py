@@ -1,8 +1,8 @@
-"""Networks brought to one depth (CLA+OT, Sec. 3.2): layers are added to the shallower or merged in the deeper.
+"""Bring networks to one depth (CLA+OT, Sec. 3.2): add layers to the shallower one, or merge layers of the deeper one.
 
-The result has the structure of the network whose depth is wanted and keeps the widths of the one that is changed. Added
-layers are identities, added blocks are zero beside their identity skip: outputs are unchanged where the layer's input is
-not negative (behind ReLU) or a skip carries it.
+The result has the structure of the target and the widths of the changed network. Added layers are identities. Added
+blocks are zero next to their identity skip. Outputs stay unchanged if a skip carries the layer's input, or the input
+is not negative (after a ReLU).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,13 @@ from fedloom.fusion.graph.channels import Layer, Unit, Wiring
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.state import State
 
-BALANCED = ("conv", "linear", "depthwise", "norm")  # kinds of layers that networks of other depths may have
+BALANCED = ("conv", "linear", "depthwise", "norm")  # kinds of layers that can occur in networks of different depths
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The node that has a node's values in the network before balancing; `rectified`: after a ReLU."""
+    """The node with a node's values in the network before balancing. `rectified`: the values pass a ReLU."""
 
     node: str
     rectified: bool = False
@@ -31,11 +31,16 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """A network with the structure asked for.
+    """A network with the target's structure.
 
-    `complete`: the same network, with norms where they had to be left out: for wiring it. `added`: the tensors of layers
-    that it did not have; `origins`: its other layers' names before. `sources`: its pre-activations in the network it was
-    made of; `stale`: they do not hold, since layers were merged or removed. `notes`: what a user should know.
+    Attributes:
+        network: The network.
+        complete: The same network with all norms, for wiring.
+        added: The tensors of layers that it did not have.
+        origins: The previous names of its other layers.
+        sources: Its pre-activations in the network before balancing.
+        stale: Whether `sources` are outdated, because layers were merged or removed.
+        notes: What a user should know.
     """
 
     network: nn.Module
@@ -48,7 +53,7 @@ class Balanced:
 
 
 def unchanged(network: nn.Module, wiring: Wiring) -> Balanced:
-    """The network itself, where its depth is the one that is wanted."""
+    """Return the network itself, because it has the target depth."""
     layers = {layer.name: layer.name for layer in wiring.layers}
     nodes = {node for nodes in wiring.points.values() for node in nodes} | set(_nodes(wiring, tuple(layers), None))
     sources = {node: Source(node) for node in nodes | {unit.sum for unit in wiring.units if unit.sum}}
@@ -64,12 +69,15 @@ def balanced(
     signs: Mapping[str, Tensor] | None = None,
     inner: str = "own",
 ) -> Balanced:
-    """`network` in the structure of `target`; `matches`: its units by those of the structure (matching.match_units).
+    """Return `network` in the structure of `target`.
 
-    Units of the structure without a partner are added; units of the network without one are merged (linear layers; `signs`
-    holds for the node of each the diagonal D that stands for its ReLU) or removed (residual blocks). `inner`: width inside
-    of added blocks, as in the target ("own") or that of the stream ("stream", as the public code has it).
-    Raises UserError, naming the layer, where neither is possible.
+    Units of the structure without a match are added. Units of the network without a match are merged (linear layers)
+    or removed (residual blocks).
+
+    `matches`: units of the network by those of the structure (matching.match_units). `signs`: for each merged unit's
+    node, the diagonal D that replaces its ReLU. `inner`: the width inside added blocks: the target's ("own") or the
+    stream's ("stream", as in the public code). Raise UserError if a layer cannot be added, merged or removed. The
+    message has its name.
     """
     if _one_structure(structure, wiring) and all(ours == theirs for ours, theirs in matches.items()):
         for layer in wiring.layers:
@@ -80,7 +88,7 @@ def balanced(
 
 
 def _one_structure(one: Wiring, other: Wiring) -> bool:
-    """Whether two networks have the same layers under the same names, and the same tensors."""
+    """Return whether two networks have the same layers under the same names, and the same tensors."""
     nodes = [[(layer.name, layer.kind, layer.node, layer.weight) for layer in wiring.layers] for wiring in (one, other)]
     tensors = [[name for axis in wiring.axes for name in ((slot.tensor, slot.dim) for slot in axis.slots)]
                for wiring in (one, other)]  # fmt: skip
@@ -88,20 +96,20 @@ def _one_structure(one: Wiring, other: Wiring) -> bool:
 
 
 def _check_known(*wirings: Wiring) -> None:
-    """Networks that have to be rebuilt consist of plain layers only."""
+    """Raise UserError unless networks that have to be rebuilt consist of plain layers only."""
     for wiring in wirings:
         for layer in wiring.layers:
             if layer.kind not in BALANCED or layer.weight not in ("", f"{layer.name}.weight"):
                 raise UserError(
-                    f"layer '{layer.name}' ({layer.kind}): networks with such layers are fused at one depth and "
-                    "one structure only; use networks of the same layers"
+                    f"layer '{layer.name}' ({layer.kind}): networks with such layers can only be fused at one depth and "
+                    "one structure; use networks with the same layers"
                 )
         names = {layer.name for layer in wiring.layers}
         for slot in (slot for axis in wiring.axes for slot in axis.slots):
             if slot.tensor.rpartition(".")[0] not in names:
                 raise UserError(
-                    f"tensor '{slot.tensor}' is of no layer: networks with such tensors are fused at one depth "
-                    "and one structure only; use networks of the same layers"
+                    f"tensor '{slot.tensor}' belongs to no layer: networks with such tensors can only be fused at one depth "
+                    "and one structure; use networks with the same layers"
                 )
 
 
@@ -116,27 +124,29 @@ class _Builder:
         self.matches, self.signs, self.inner = matches, signs, inner
         self.goal, self.have = dict(target.named_modules()), dict(network.named_modules())
         self.state: State = {}
-        self.dropped: set[str] = set()  # norms that have no identity
-        self.spare: State = {}  # the tensors of these, for wiring
+        self.dropped: set[str] = set()  # norms that cannot be an identity
+        self.spare: State = {}  # their tensors, for wiring
         self.added: set[str] = set()
         self.origins: dict[str, str] = {}
         self.sources: dict[str, Source] = {}
-        self.last: Source | None = None  # the newest pre-activation of the stream
-        self.end = ""  # the structure's node for it
+        self.last: Source | None = None  # the latest pre-activation of the stream
+        self.end = ""  # its node in the structure
         self.width = wiring.axes[wiring.layers[0].inputs].size
-        self.factor: tuple[Tensor, Tensor] | None = None  # merged linear layers that wait for the next: weight, bias
+        self.factor: tuple[Tensor, Tensor] | None = (
+            None  # weight and bias of merged linear layers that the next layer absorbs
+        )
         self.stale = False
 
     def build(self) -> Balanced:
-        done = 0  # so many of the network's units
-        for place, unit in enumerate(self.structure.units):
-            if place not in self.matches:
-                ADD[unit.kind](self, unit, self._entries(place))
+        done = 0  # number of the network's units processed
+        for index, unit in enumerate(self.structure.units):
+            if index not in self.matches:
+                ADD[unit.kind](self, unit, self._entries(index))
                 continue
-            partner = self.wiring.units[self.matches[place]]
-            self._merge(self.wiring.units[done : self.matches[place]])
+            partner = self.wiring.units[self.matches[index]]
+            self._merge(self.wiring.units[done : self.matches[index]])
             self._copy(unit.layers, partner.layers, unit, partner)
-            done = self.matches[place] + 1
+            done = self.matches[index] + 1
         self._merge(self.wiring.units[done:])
         self._copy(_outside(self.structure), _outside(self.wiring), None, None)
         network = with_state(self.target, {name: tensor.clone() for name, tensor in self.state.items()}, self.dropped)
@@ -144,9 +154,9 @@ class _Builder:
         notes = tuple(f"{name}: added without its norm, which has no identity" for name in sorted(self.dropped))
         return Balanced(network, complete, frozenset(self.added), self.origins, self.sources, self.stale, notes)
 
-    def _entries(self, place: int) -> int:
-        """What the network's own next layer takes, after a place in the structure."""
-        later = [theirs for ours, theirs in self.matches.items() if ours > place]
+    def _entries(self, index: int) -> int:
+        """Return the input width of the network's next own layer after an index in the structure."""
+        later = [theirs for ours, theirs in self.matches.items() if ours > index]
         names = self.wiring.units[min(later)].layers if later else _outside(self.wiring)
         first = next(module for module in map(self.have.__getitem__, names) if not isinstance(module, NORMS))
         return first.get_parameter("weight").shape[1]
@@ -157,16 +167,16 @@ class _Builder:
             self.stale = True
 
     def _copy(self, ours: tuple[str, ...], theirs: tuple[str, ...], unit: Unit | None, partner: Unit | None) -> None:
-        """Layers that correspond to each other: the network's own weights under the structure's names."""
+        """Copy matched layers: the network's own weights under the structure's names."""
         points = _points(self.structure, ours, unit), _points(self.wiring, theirs, partner)
         if len(ours) != len(theirs) or len(points[0]) != len(points[1]):
             names = unit.name if unit else "output", partner.name if partner else "output"
-            raise UserError(f"'{names[0]}' ({len(ours)} layers) and '{names[1]}' ({len(theirs)}) are not of one design")
+            raise UserError(f"'{names[0]}' ({len(ours)} layers) and '{names[1]}' ({len(theirs)}) have different designs")
         for name, other in zip(ours, theirs, strict=True):
             check_design(name, self.goal[name], other, self.have[other])
             self.origins[name] = other
             if self.factor is not None and self.factor[1].any() and self.have[other]._parameters.get("bias") is None:
-                raise UserError(f"layer '{other}' has no bias that could take up those of the layers merged into it")
+                raise UserError(f"layer '{other}' has no bias to absorb those of the layers merged into it")
             for tensor, entry in tensors_of(self.have[other]).items():
                 self.state[f"{name}.{tensor}"] = self._after_merged(tensor, entry, self.have[other])
             if not isinstance(self.have[other], NORMS):
@@ -180,7 +190,7 @@ class _Builder:
             self.width = partner.shape[0]
 
     def _after_merged(self, tensor: str, entry: Tensor, module: nn.Module) -> Tensor:
-        """A layer takes up what was merged before it: W (W_k x + b_k) + b."""
+        """Return a layer's tensor with the layers merged before it: W (W_k x + b_k) + b."""
         if self.factor is None or not isinstance(module, nn.Linear):
             return entry
         weight, bias = self.factor
@@ -198,7 +208,7 @@ class _Builder:
 
     def _remove_block(self, unit: Unit) -> None:
         if not unit.identity_skip:
-            raise UserError(f"block '{unit.name}' cannot be removed: its skip is no identity")
+            raise UserError(f"block '{unit.name}' cannot be removed: its skip is not an identity")
 
     def _add_layer(self, unit: Unit, entries: int) -> None:
         width = entries if len(unit.shape) == 1 else self.width
@@ -212,7 +222,7 @@ class _Builder:
 
     def _add_block(self, unit: Unit, entries: int) -> None:
         if not unit.identity_skip:
-            raise UserError(f"block '{unit.name}' cannot be added: its skip is no identity")
+            raise UserError(f"block '{unit.name}' cannot be added: its skip is not an identity")
         width = self.width
         last = [name for name in unit.layers if not isinstance(self.goal[name], NORMS)][-1]
         for name in unit.layers:
@@ -231,8 +241,8 @@ class _Builder:
         self._carry_on(unit, [node for node in _points(self.structure, unit.layers, unit) if node == unit.sum], not straight)
 
     def _carry_on(self, unit: Unit, nodes: list[str], rectified: bool) -> None:
-        """What was added hands on what came before it."""
-        if self.last is None:  # nothing did but the input
+        """Record that the added unit passes on what precedes it."""
+        if self.last is None:  # only the input precedes it
             self.stale = True
             return
         self.last = Source(self.last.node, self.last.rectified or rectified)
@@ -240,7 +250,7 @@ class _Builder:
             self.sources[node], self.end = self.last, node
 
     def _neutral_norm(self, name: str, module: nn.Module, width: int) -> None:
-        """BatchNorm as an identity in eval mode; other norms have none and are left out."""
+        """Add BatchNorm as an identity in eval mode; leave out other norms, which cannot be an identity."""
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or not module.track_running_stats:
             self.dropped.add(name)
             known = {key: tensor for key, tensor in tensors_of(module).items() if tensor.ndim}
@@ -266,9 +276,9 @@ MERGE: dict[str, Callable[[_Builder, Unit], None]] = {"layer": _Builder._merge_l
 
 
 def relu_signs(features: Mapping[str, Tensor], method: str) -> dict[str, Tensor]:
-    """The diagonal D [channels] that stands for a ReLU, from pre-activations [channels, samples] (CLA+OT, Sec. 3.2).
+    """Return the diagonal D [channels] that replaces a ReLU, from pre-activations [channels, samples] (CLA+OT, Sec. 3.2).
 
-    `method` "sum": 1 where the sum is not negative; "majority": where at least half are positive; "average": the share of
+    `method` "sum": 1 if the sum is not negative. "majority": 1 if at least half are positive. "average": the share of
     positive ones.
     """
     return {node: SIGNS[method](values.double()) for node, values in features.items()}
@@ -282,21 +292,21 @@ SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _outside(wiring: Wiring) -> tuple[str, ...]:
-    """The layers of no unit: those of the output."""
+    """Return the layers outside of units: those of the output."""
     inside = {name for unit in wiring.units for name in unit.layers}
     return tuple(layer.name for layer in wiring.layers if layer.name not in inside)
 
 
 def _nodes(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:
-    """What these layers give, in order of execution, then a block's sum."""
+    """Return the output nodes of these layers in order of execution, then a block's sum."""
     nodes = [layer.node for layer in wiring.layers if layer.name in layers]
     return [*nodes, unit.sum] if unit is not None and unit.kind == "block" else nodes
 
 
 def _points(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:
-    """The pre-activations of these layers in order of execution, a block's sum included."""
-    found: list[Layer] = [layer for layer in wiring.layers if layer.name in layers]
-    nodes = {layer.node for layer in found}
+    """Return the pre-activations of these layers in order of execution, with a block's sum."""
+    selected: list[Layer] = [layer for layer in wiring.layers if layer.name in layers]
+    nodes = {layer.node for layer in selected}
     if unit is not None and unit.kind == "block":
         nodes.add(unit.sum)
     points = {node for each in wiring.points.values() for node in each}

@@ -1,4 +1,4 @@
-"""Single layers: the one that changes nothing, what one holds, and whether two do the same."""
+"""Single layers: the identity, a layer's tensors, and whether two layers have the same design."""
 
 import torch
 from torch import Tensor, nn
@@ -7,11 +7,16 @@ from fedloom.conf.errors import UserError
 
 
 def identity(name: str, module: nn.Module, width: int) -> Tensor:
-    """The weight [width, width, ...] of a layer of this kind that gives what it is given. UserError if none can."""
+    """Return the weight [width, width, ...] of a layer of this kind that is the identity.
+
+    Raise UserError if such a layer cannot be the identity.
+    """
     if type(module) is nn.Linear:
         return torch.eye(width)
     if not isinstance(module, nn.Conv2d) or not _keeps_size(module):
-        raise UserError(f"layer '{name}' cannot be added as an identity: it is no plain convolution that keeps the size")
+        raise UserError(
+            f"layer '{name}' cannot be added as an identity: it must be a plain convolution that preserves the size"
+        )
     rows, columns = module.kernel_size
     weight = torch.zeros(width, width, rows, columns)
     weight[:, :, rows // 2, columns // 2] = torch.eye(width)
@@ -19,29 +24,29 @@ def identity(name: str, module: nn.Module, width: int) -> Tensor:
 
 
 def _keeps_size(module: nn.Conv2d) -> bool:
-    """Whether its outputs are as large as its inputs, each channel of which may reach any output."""
+    """Return whether outputs are as large as inputs, and every output can depend on every input channel."""
     reach = tuple(d * (k // 2) for k, d in zip(module.kernel_size, module.dilation, strict=True))
     odd = all(k % 2 for k in module.kernel_size)
     return type(module) is nn.Conv2d and module.groups == 1 and module.stride == (1, 1) and odd and module.padding == reach
 
 
 def check_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> None:
-    """UserError for two layers that are of another kind, or do something else."""
-    wanted, given = ({key: tuple(t.shape[2:]) for key, t in tensors_of(each).items()} for each in (goal, have))
+    """Raise UserError if two layers have different types or options."""
+    wanted, existing = ({key: tuple(t.shape[2:]) for key, t in tensors_of(each).items()} for each in (goal, have))
     options = ("stride", "padding", "dilation", "num_groups")
     same = all(getattr(goal, option, None) == getattr(have, option, None) for option in options)
-    if type(goal) is not type(have) or wanted != given or not same:
-        raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(given)}) does not fit '{name}' "
-                        f"({type(goal).__name__}: {', '.join(wanted)}): the networks are of different design")  # fmt: skip
+    if type(goal) is not type(have) or wanted != existing or not same:
+        raise UserError(f"layer '{other}' ({type(have).__name__}: {', '.join(existing)}) does not fit '{name}' "
+                        f"({type(goal).__name__}: {', '.join(wanted)}): the networks have different designs")  # fmt: skip
 
 
 def with_bias(layer: nn.Linear) -> dict[str, Tensor]:
-    """Its weight and bias, of zeros where it has none."""
+    """Return the layer's weight and bias; zeros if it has no bias."""
     weight = layer.weight.detach()
     return {"weight": weight, "bias": weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its own parameters and buffers."""
+    """Return the module's own parameters and buffers."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     return {name: tensor.detach() for name, tensor in own.items()}

@@ -1,8 +1,7 @@
-"""Which layer of a deeper network corresponds to which of a shallower one (CLA+OT, Definition 1 and Algorithm 1).
+"""Match the layers of a deeper network with those of a shallower one (CLA+OT, Definition 1 and Algorithm 1).
 
-The map is strictly increasing and minimises the sum of the costs of the layers that it brings together. The algorithm that
-is printed in the paper forces the first layer after the fact and is then not optimal; here the constraints are part of the
-recursion.
+The map is strictly increasing and minimises the sum of the costs of matched layers. The paper's printed algorithm
+forces the first layer afterwards, so it is not optimal. Here the constraints are part of the recursion.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,21 +20,23 @@ from fedloom.fusion.probe import Observation, check_probe, cka, features_of, obs
 
 
 def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool = True) -> tuple[int, ...]:
-    """The rows a(0) < a(1) < ... < a(n-1) that minimise sum_j cost[a(j), j], in O(mn).
+    """Return the rows a(0) < a(1) < ... < a(n-1) that minimise sum_j cost[a(j), j], in O(mn).
 
-    cost: [m, n] with m >= n, the deeper network's layers as rows. `pin_first`: a(0) = 0; `pin_last`: a(n-1) = m - 1. With a
-    single column both cannot hold: the first wins. Of equal sums the one with the smaller rows, from the last column on.
-    Raises UserError if there are fewer rows than columns, or costs that are not finite.
+    Of equal sums, the result has the smaller rows, from the last column backwards.
+
+    `cost`: [m, n] with m >= n; rows are the deeper network's layers. `pin_first`: require a(0) = 0. With a single
+    column, this takes precedence over `pin_last`. `pin_last`: require a(n-1) = m - 1. Raise UserError if there are
+    fewer rows than columns, or costs are not finite.
     """
     table = np.asarray(cost, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] < table.shape[1] or not table.shape[1]:
         raise UserError(
-            f"alignment: costs of shape {list(table.shape)}; takes [m, n] with m >= n >= 1, the deeper network first"
+            f"alignment: costs of shape {list(table.shape)}; use [m, n] with m >= n >= 1, the deeper network first"
         )
     if not np.isfinite(table).all():
-        raise UserError("alignment: the costs are not all finite: a network or the probe set holds NaN or infinite values")
+        raise UserError("alignment: the costs are not all finite: a network or the probe set has NaN or infinite values")
     m, n = table.shape
-    ends = np.empty((n, m))  # ends[j, i]: the best sum of columns 0..j with a(j) = i
+    ends = np.empty((n, m))  # ends[j, i]: the smallest sum of columns 0..j with a(j) = i
     ends[0] = table[:, 0]
     if pin_first:
         ends[0, 1:] = np.inf
@@ -52,17 +53,19 @@ def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool
 def layer_costs(
     a: nn.Module, b: nn.Module, probe: Tensor, *, representation: str = "preactivation", dissimilarity: str = "cka"
 ) -> np.ndarray:
-    """Costs [m, n] float64 between the m hidden layers (or residual blocks) of `a` and the n of `b`, on inputs [k, ...].
+    """Return costs [m, n], float64, between the m hidden layers (or residual blocks) of `a` and the n of `b`.
 
-    `representation` "preactivation" is compared by `dissimilarity` "cka" (1 - linear CKA, centred over the samples) or
-    "wasserstein" (between the layers' neurons, each a vector over samples and positions; infinite where these differ);
-    "neurons" by the squared difference of their numbers. CLA+OT, Sec. 3.1.
-    Raises UserError for an unknown name and a probe set that cannot be used, WiringError for a network that cannot be wired.
+    CLA+OT, Sec. 3.1.
+
+    `probe`: inputs, [k, ...]. `representation`: "preactivation", or "neurons": the squared difference of their
+    numbers. `dissimilarity`: for "preactivation": "cka" (1 - linear CKA, centred over the samples), or "wasserstein"
+    (between the layers' neurons, each a vector over samples and positions; infinite if these differ). Raise UserError
+    if a name is unknown, or the probe set is not usable. Raise WiringError if a network cannot be wired.
     """
     name = "neurons" if representation == "neurons" else dissimilarity
     known = representation == "neurons" or (representation == "preactivation" and dissimilarity in ("cka", "wasserstein"))
     if not known:
-        raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; takes preactivation by cka "
+        raise UserError(f"layer_costs: no comparison of '{representation}' by '{dissimilarity}'; use preactivation by cka "
                         "or wasserstein, or neurons")  # fmt: skip
     wirings = wired(plain_networks([a, b]), probe)
     seen = []
@@ -73,19 +76,19 @@ def layer_costs(
 
 
 def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
-    """The wirings of networks that take these inputs; the errors say which network it is."""
+    """Return the wirings of networks that take these inputs. Errors start with the network's index."""
     wirings = []
-    for place, network in enumerate(networks):
+    for index, network in enumerate(networks):
         try:
             check_probe(network, probe)
             wirings.append(wire(network, probe[:1]))
         except UserError as error:
-            raise type(error)(f"network {place}: {error}") from error
+            raise type(error)(f"network {index}: {error}") from error
     return wirings
 
 
 def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
-    """What `observe` has to see for comparing layers by COSTS[name]."""
+    """Return the nodes that `observe` needs to compare layers by COSTS[name]."""
     nodes = {unit.node for unit in units}
     return {"cka": {"grams": nodes}, "wasserstein": {"features": nodes}}.get(name, {})
 
@@ -93,7 +96,7 @@ def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
 def costs_between(
     ones: Sequence[Unit], twos: Sequence[Unit], seen: Observation, other: Observation, name: str
 ) -> np.ndarray:
-    """layer_costs of units of networks that have been observed."""
+    """Return `layer_costs` between units of networks that have been observed."""
     pairs = [[COSTS[name](u, v, seen, other) for v in twos] for u in ones]
     return np.array(pairs, dtype=np.float64).reshape(len(ones), len(twos))
 
@@ -123,23 +126,23 @@ COSTS: dict[str, Callable[[Unit, Unit, Observation, Observation], float]] = {
 
 @dataclass(frozen=True)
 class Pins:
-    """Whether the first and the last layers of a group correspond."""
+    """Whether the first and the last layers of a group must correspond."""
 
     first: bool = True
     last: bool = True
 
     def decide(self, many: int, few: int) -> bool:
-        """Whether the map between so many layers follows without comparing them."""
+        """Return whether the map between groups of these sizes is determined without comparing layers."""
         return many == few or few <= self.first + self.last
 
 
 def match_units(
     deep: Wiring, shallow: Wiring, cost: np.ndarray, *, pin_first: bool = True, pin_last: bool = True
 ) -> dict[int, int]:
-    """Units of `deep` and the units of `shallow` that they correspond to, group by group; cost [deep, shallow].
+    """Return units of `deep` with their matches in `shallow`, group by group; `cost` is [deep, shallow].
 
-    In each group every unit of the side that has fewer finds its partner on the other. Raises UserError if the networks
-    have not the same groups (max-pools, stages, fully connected part).
+    In each group, every unit of the smaller side gets a match. Raise UserError if the networks have different groups
+    (max-pools, stages, fully connected part).
     """
     return _match(deep, shallow, lambda i, j: cost[np.ix_(i, j)], Pins(pin_first, pin_last))
 
@@ -147,7 +150,7 @@ def match_units(
 def match_seen(
     deep: Wiring, shallow: Wiring, seen: Observation, other: Observation, name: str, pins: Pins
 ) -> dict[int, int]:
-    """match_units by COSTS[name], for networks of which the `undecided` units have been observed."""
+    """Match units by COSTS[name], for networks whose `undecided` units have been observed."""
 
     def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
         if pins.decide(max(len(i), len(j)), min(len(i), len(j))):
@@ -158,51 +161,51 @@ def match_seen(
 
 
 def match_evenly(deep: Wiring, shallow: Wiring) -> dict[int, int]:
-    """match_units by place alone: in each group the first to the first, the last to the last, the others evenly spread."""
+    """Match units by position alone: first to first, last to last, the others evenly spread in each group."""
 
     def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
         ours, theirs = (np.arange(len(each)) * max(1, len(other) - 1) for each, other in ((i, j), (j, i)))
-        return np.square(ours[:, None] - theirs).astype(np.float64)  # of whole numbers: equal ones are equal
+        return np.square(ours[:, None] - theirs).astype(np.float64)  # integers, so that equal costs are exactly equal
 
     return _match(deep, shallow, cost, Pins())
 
 
 def pairs_of(one: Wiring, other: Wiring, matches: Mapping[int, int]) -> dict[str, str]:
-    """Matched units by their names, in the order of the one's."""
+    """Return the names of matched units, in the order of `one`."""
     return {one.units[i].name: other.units[j].name for i, j in sorted(matches.items())}
 
 
 def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:
-    """The units of both networks that have to be compared."""
-    found: tuple[list[Unit], list[Unit]] = [], []
+    """Return the units of both networks that need a comparison."""
+    units: tuple[list[Unit], list[Unit]] = [], []
     for i, j in _paired_groups(deep, shallow):
         if not pins.decide(max(len(i), len(j)), min(len(i), len(j))):
-            found[0].extend(deep.units[k] for k in i)
-            found[1].extend(shallow.units[k] for k in j)
-    return found
+            units[0].extend(deep.units[k] for k in i)
+            units[1].extend(shallow.units[k] for k in j)
+    return units
 
 
 def _match(
     deep: Wiring, shallow: Wiring, cost: Callable[[Sequence[int], Sequence[int]], np.ndarray], pins: Pins
 ) -> dict[int, int]:
-    found = {}
+    matches = {}
     for i, j in _paired_groups(deep, shallow):
         part, flipped = cost(i, j), len(i) < len(j)
         picked = optimal_alignment(part.T if flipped else part, pin_first=pins.first, pin_last=pins.last)
         for few, many in enumerate(picked):
-            found[i[few] if flipped else i[many]] = j[many] if flipped else j[few]
-    return found
+            matches[i[few] if flipped else i[many]] = j[many] if flipped else j[few]
+    return matches
 
 
 def _paired_groups(deep: Wiring, shallow: Wiring) -> list[tuple[list[int], list[int]]]:
-    """The places of the units of each group in both networks."""
+    """Return the indices of the units of each group in both networks."""
     sides = _groups(deep), _groups(shallow)
     kinds = [[(wiring.units[units[0]].kind, len(wiring.units[units[0]].shape)) for units in side]
              for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
     if kinds[0] != kinds[1]:
-        told = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
+        texts = [" + ".join(f"{len(units)} {_kind(wiring.units[units[0]])}" for units in side) or "none"
                 for wiring, side in zip((deep, shallow), sides, strict=True)]  # fmt: skip
-        raise UserError(f"the networks are of different families; groups of layers: {told[0]} here, {told[1]} there")
+        raise UserError(f"the networks are of different families; groups of layers: {texts[0]} here, {texts[1]} there")
     return list(zip(*sides, strict=True))
 
 
@@ -212,6 +215,6 @@ def _kind(unit: Unit) -> str:
 
 def _groups(wiring: Wiring) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
-    for place, unit in enumerate(wiring.units):
-        groups.setdefault(unit.group, []).append(place)
+    for index, unit in enumerate(wiring.units):
+        groups.setdefault(unit.group, []).append(index)
     return list(groups.values())

@@ -1,7 +1,7 @@
-"""Networks moved into another basis: every tensor along the axes that it lies on, by a plan for each.
+"""Move networks into another basis: every tensor along its axes, by one plan for each axis.
 
-Where an axis is written, a plan's columns sum to 1, so that each new channel is a mean of old ones; where it is read, its
-rows do, so that the scale of what follows is kept (fusion.cla_ot.transport).
+Where an axis is written, a plan's columns sum to 1, so that each new channel is a mean of old ones. Where it is read,
+the rows sum to 1, so that the scale of later layers is unchanged (fusion.cla_ot.transport).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,15 @@ from fedloom.fusion.graph.grouped import dense, in_groups
 from fedloom.fusion.state import State
 
 PIECE = 1024  # columns of a weight that are moved at once
-FEW = 4  # entries a row or column: plans with no more are taken as sparse
+FEW = 4  # a plan with at most this many entries a row or column is processed as sparse
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """How a network's channels move: a plan for each axis, by index. Axes that are not named stay.
+    """How a network's channels move: a plan for each axis, by index. Axes without a plan stay.
 
-    outgoing: by layer name, [n, m], how its outputs move; incoming: how its inputs do, where plans are of layers and not of
-    axes (fusion.cla_ot.reference); costs: of the plans, by layer.
+    `outgoing`: by layer name, [n, m], how its outputs move. `incoming`: how its inputs move, if plans are by layer
+    (fusion.cla_ot.reference). `costs`: of the plans, by layer.
     """
 
     outgoing: Mapping[str, Tensor]
@@ -36,10 +36,11 @@ class Moves:
 
 
 def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) -> State:
-    """A network's state in the basis that the moves of its layers lead to.
+    """Return a network's state in the basis that the moves of its layers lead to.
 
-    Weights [out, in, ...] move on both sides, vectors (bias, norms and their statistics) with the outputs; a linear layer
-    behind a flatten with its channels. Raises UserError naming a tensor whose size is not the plan's.
+    Weights [out, in, ...] move on both sides. Vectors (bias, norms and their statistics) move with the outputs, and a
+    linear layer after a flatten with its channels. Raise UserError if a tensor's size is not the plan's. The message
+    has its name.
     """
     new = dict(state)
     for layer in {layer.name: layer for layer in layers}.values():
@@ -62,10 +63,11 @@ class Movement(Protocol):
 
 
 def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
-    """A network's state in the basis, and of the widths, of another of the same structure.
+    """Return a network's state in the basis and widths of another network of the same structure.
 
-    source, goal: the wirings of both. Every slot moves with its axis: where a layer reads it, as what is read. Raises
-    UserError naming a tensor whose size is not the plan's.
+    `source`: the network's own wiring. `goal`: the other network's wiring. `plans`: by axis. A slot that a layer
+    reads moves by `incoming`, the others by `outgoing`. Raise UserError if a tensor's size is not the plan's. The
+    message has its name.
     """
     new = {name: tensor.clone() for name, tensor in state.items()}
     sizes = goal.graph.state_dict()
@@ -84,22 +86,22 @@ def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Ma
 
 
 def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:
-    """By tensor: axis and slots in two wirings of one structure; UserError if they are not of one."""
-    found: dict[str, list[tuple[int, Slot, Slot]]] = {}
+    """Return, by tensor, the axis and slots in two wirings. Raise UserError if their structures differ."""
+    slots: dict[str, list[tuple[int, Slot, Slot]]] = {}
     for ours, theirs in zip(source.axes, goal.axes, strict=False):
         places = [[(slot.tensor, slot.dim) for slot in axis.slots] for axis in (ours, theirs)]
         if places[0] != places[1] or len(source.axes) != len(goal.axes):
             apart = next((one for one, other in zip(*places, strict=False) if one != other), (places[0] or places[1])[-1:])
-            raise UserError(f"the networks are of different design: their channels are tied otherwise at {apart}")
+            raise UserError(f"the networks have different designs: their channels are tied in different ways at {apart}")
         for one, other in zip(ours.slots, theirs.slots, strict=True):
-            found.setdefault(one.tensor, []).append((ours.index, one, other))
-    return found
+            slots.setdefault(one.tensor, []).append((ours.index, one, other))
+    return slots
 
 
 def moved_along(
     tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Movement], size: int, name: str
 ) -> Tensor:
-    """One dimension, all axes that lie on it; what lies on none stays where it is."""
+    """Return a tensor moved along one dimension, on all its axes; entries on no axis stay in place."""
     front = tensor.movedim(dim, 0)
     new = front.clone() if size == len(front) else front.new_zeros(size, *front.shape[1:])
     for index, ours, theirs in pairs:
@@ -112,14 +114,14 @@ def moved_along(
                 )
             rows = apply(rows.reshape(len(rows), -1), matrix, 0, name).view(-1, *front.shape[1:])
         elif ours.entries.shape != theirs.entries.shape:
-            raise UserError(f"tensor '{name}': dimension {dim} does not move, and is {ours.entries.numel()} here and "
-                            f"{theirs.entries.numel()} there")  # fmt: skip
+            raise UserError(f"tensor '{name}': dimension {dim} does not move, but has {ours.entries.numel()} entries here "
+                            f"and {theirs.entries.numel()} there")  # fmt: skip
         new[theirs.entries.flatten().to(front.device)] = rows
     return new.movedim(0, dim)
 
 
 def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Tensor:
-    """How all entries of one dimension move, [n, m], from the slots on it."""
+    """Return how all entries of one dimension move, [n, m], from the slots on it."""
     n = max(int(ours.entries.max()) for _, ours, _ in pairs) + 1
     m = max(int(theirs.entries.max()) for _, _, theirs in pairs) + 1
     matrix = torch.zeros(n, m, dtype=torch.float64)
@@ -131,7 +133,9 @@ def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Te
 
 
 def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
-    """The tensor with dimension `dim` (n channels; n * r entries behind a flatten) mapped by matrix [n, m] float64."""
+    """Return the tensor with dimension `dim` (n channels; n * r entries after a flatten) mapped by matrix [n, m],
+    float64.
+    """
     repeat, rest = divmod(tensor.shape[dim], len(matrix))
     if rest or (repeat > 1 and tensor.ndim > 2):
         raise UserError(f"tensor '{name}': dimension {dim} has {tensor.shape[dim]} entries, the plan {len(matrix)} channels")
@@ -143,7 +147,7 @@ def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
 
 
 def _sparse(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """Multiplication by the transposed matrix, entry by entry: an exact plan has at most n + m - 1."""
+    """Return a function that multiplies by the transposed matrix, entry by entry: an exact plan has at most n + m - 1."""
     rows, columns = matrix.nonzero(as_tuple=True)
     entries = matrix[rows, columns][:, None]
     return lambda piece: piece.new_zeros(matrix.shape[1], piece.shape[1]).index_add_(0, columns, piece[rows] * entries)

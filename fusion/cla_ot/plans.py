@@ -1,4 +1,4 @@
-"""From what two networks of one structure do, or from their weights, to the moves that bring one into the other's basis."""
+"""Compute the moves into another network's basis, from what two networks of one structure do, or from their weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +24,13 @@ from fedloom.fusion.cla_ot.transport import (
 from fedloom.fusion.graph.channels import Axis, Layer, Wiring
 from fedloom.fusion.graph.units import WEIGHTED
 
-OUTPUTS = {"transposed": 1, "embedding": 1}  # dimension of a layer's weight that it writes, by kind; else 0
+OUTPUTS = {"transposed": 1, "embedding": 1}  # the output dimension of a layer's weight, by kind; else 0
 Pairs = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A network of the structure, its own wiring, and the values [channels, n] of its nodes."""
+    """A network of the structure, its wiring, and the values [channels, n] of its nodes."""
 
     network: nn.Module
     wiring: Wiring
@@ -38,26 +38,27 @@ class Body:
 
 
 def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
-    """One plan for each axis but the input's and the output's, from all the pre-activations that lie on it.
+    """Return one plan for each axis except the input's and output's, from all the pre-activations on it.
 
-    With `basis` "weights" from the first layer that writes the axis; with "same" every channel stays where it is. The inside
-    of a block that one of them lacks has nothing to compare. Groups go to groups as their members of all axes fit best.
-    Raises UserError, naming the layer, for pre-activations of different resolution and plans that cannot be made.
+    With `basis` "weights", plans come from the first layer that writes the axis. With "same", every channel stays in
+    place. The inside of a block that one network lacks has nothing to compare. Groups are matched by the costs of
+    their members on all axes. Raise UserError if pre-activations have different resolutions, or a plan cannot be
+    computed. The message has the layer.
     """
-    slots_of(body.wiring, into.wiring)  # the same structure
+    slots_of(body.wiring, into.wiring)  # checks that the structure is the same
     plans = _Planner(structure, body, into, settings, basis).run()
     return _of_axes(structure, body.wiring, into.wiring, plans)
 
 
 def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
-    """One plan for each layer, the output's too, from its own outputs: the public code (fusion.cla_ot.reference)."""
+    """Return one plan for each layer, also the last, from its own outputs (the public code, fusion.cla_ot.reference)."""
     if basis == "weights":
         raise UserError("sequential plans are made from activations; use basis='activations', or sequential=False")
     if any(layer.kind == "depthwise" for layer in structure.layers):
-        raise UserError("sequential plans know no depthwise convolutions; use sequential=False")
+        raise UserError("sequential plans do not support depthwise convolutions; use sequential=False")
     for layer in structure.layers:
         if layer.kind not in ("conv", "linear", "norm") or layer.weight not in ("", f"{layer.name}.weight"):
-            raise UserError(f"layer '{layer.name}': sequential plans know convolutions and linear layers, this is "
+            raise UserError(f"layer '{layer.name}': sequential plans support convolutions and linear layers, not "
                             f"'{layer.kind}'; use sequential=False")  # fmt: skip
     plans = {}
     for layer in structure.layers:
@@ -71,7 +72,7 @@ def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSe
 
 @contextmanager
 def _named(layer: str) -> Iterator[None]:
-    """Errors name the layer."""
+    """Add the layer's name to errors."""
     try:
         yield
     except UserError as error:
@@ -79,7 +80,7 @@ def _named(layer: str) -> Iterator[None]:
 
 
 class _Planner:
-    """Plans of all axes, those of groups and their members together."""
+    """Computes the plans of all axes, those of groups together with their members."""
 
     def __init__(self, structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> None:
         self.structure, self.body, self.into, self.settings, self.basis = structure, body, into, settings, basis
@@ -92,7 +93,7 @@ class _Planner:
         self.plans: dict[int, Plan] = {}
 
     def run(self) -> dict[int, Plan]:
-        order = {layer.node: place for place, layer in enumerate(self.structure.layers)}
+        order = {layer.node: index for index, layer in enumerate(self.structure.layers)}
         axes = [axis for axis in self.structure.axes if not axis.fixed]
         first = {axis.index: order[self.writers[axis.index].node] for axis in axes if axis.index in self.writers}
         for axis in sorted(axes, key=lambda axis: (first.get(axis.index, len(order)), axis.index)):
@@ -109,7 +110,7 @@ class _Planner:
             return
         with _named(self._name(root)):
             table = self._table(root)
-            if root.parent is not None:  # its groups do not move
+            if root.parent is not None:  # its groups stay in place
                 self.plans[root.index] = self._blocks(root, table).plan(np.eye(root.groups))
             elif root.index in self.members and table is not None:
                 joint = torch.from_numpy(between_groups(table))
@@ -121,19 +122,19 @@ class _Planner:
             self._descend(root)
 
     def _stay(self, axis: Axis) -> None:
-        """The channels of an axis and of its members go to those of their numbers."""
+        """Map the channels of an axis and of its members to the same numbers."""
         self.plans[axis.index] = same_plan(*self._sizes(axis), self.settings.normalisation)
         for member in self.members.get(axis.index, ()):
             self._stay(member)
 
     def _descend(self, axis: Axis) -> None:
-        """The plans of an axis's members, from its own."""
+        """Compute the plans of an axis's members from its own plan."""
         for member in self.members.get(axis.index, ()):
             self.plans[member.index] = self.blocks[member.index].plan(self.plans[axis.index].joint.numpy())
             self._descend(member)
 
     def _table(self, axis: Axis) -> np.ndarray | None:
-        """Costs [n, m] of the channels of an axis, with those of their members; None if nothing tells them apart."""
+        """Return costs [n, m] of the channels of an axis and its members; None if channels are indistinguishable."""
         pairs = self._pairs(axis)
         table = GROUNDS[self._ground(axis)](pairs) if pairs else None
         for member in self.members.get(axis.index, ()):
@@ -142,7 +143,7 @@ class _Planner:
         return table
 
     def _ground(self, axis: Axis) -> str:
-        """What is the same for all inputs (an MLP of coordinates) is compared by its values: it lies in few dimensions."""
+        """Return the cost function: "squared" for values that are the same for all inputs (an MLP of coordinates)."""
         nodes = self.structure.points[axis.index]
         still = self.basis == "activations" and nodes and self.structure.still.issuperset(nodes)
         return "squared" if still else self.settings.ground
@@ -159,7 +160,7 @@ class _Planner:
         return self.body.wiring.axes[axis.index].size, self.into.wiring.axes[axis.index].size
 
     def _name(self, axis: Axis) -> str:
-        """The layer that writes an axis, or the first tensor on it, or on its members."""
+        """Return the layer that writes an axis, or else the first tensor on it or its members."""
         members = self.members.get(axis.index, ())
         if axis.index in self.writers:
             return self.writers[axis.index].name
@@ -178,7 +179,7 @@ class _Planner:
         return pairs
 
     def _importance(self, axis: Axis) -> tuple[Tensor, Tensor] | None:
-        """The norms of each channel's incoming weights, [n] and [m]."""
+        """Return the norms of each channel's incoming weights, [n] and [m]."""
         if axis.index not in self.writers:
             return None
         rows = (_written(one, self.writers[axis.index], axis.index)[0] for one in (self.body, self.into))
@@ -186,8 +187,11 @@ class _Planner:
         return one, other
 
     def _rows(self, axis: Axis) -> Pairs:
-        """Weights of both networks as vectors of the channels that they write, what they read in one basis; none for zero
-        weights. In one family of groups both sides are unknown yet: then the vectors' sorted entries."""
+        """Return both networks' weights as vectors of the channels that they write, with the read side in one basis.
+
+        The list is empty for zero weights. Within a family of groups, both sides are still unknown: then the vectors
+        are sorted.
+        """
         if axis.index not in self.writers:
             return []
         layer = self.writers[axis.index]
@@ -209,7 +213,7 @@ class _Planner:
 
 
 def _values(body: Body, node: str, axis: int) -> Tensor:
-    """What a node shows of the channels of an axis, [size, values]."""
+    """Return a node's values on the channels of an axis, [size, values]."""
     values, entries = body.values[node], body.wiring.layouts[node].entries[axis]
     if len(entries) == len(values) and torch.equal(entries.flatten(), torch.arange(len(values))):
         return values
@@ -217,16 +221,16 @@ def _values(body: Body, node: str, axis: int) -> Tensor:
 
 
 def _writers(structure: Wiring) -> dict[int, Layer]:
-    """The first layer that writes each axis."""
-    found: dict[int, Layer] = {}
+    """Return the first layer that writes each axis."""
+    first: dict[int, Layer] = {}
     layers = {layer.weight: layer for layer in reversed(structure.layers) if layer.kind in WEIGHTED}
-    order = {layer.node: place for place, layer in enumerate(structure.layers)}
+    order = {layer.node: index for index, layer in enumerate(structure.layers)}
     for axis in structure.axes:
         named = [layers[slot.tensor] for slot in axis.slots
                  if slot.tensor in layers and slot.dim == OUTPUTS.get(layers[slot.tensor].kind, 0)]  # fmt: skip
         if named and not axis.fixed:
-            found[axis.index] = min(named, key=lambda layer: order[layer.node])
-    return found
+            first[axis.index] = min(named, key=lambda layer: order[layer.node])
+    return first
 
 
 def _weight(body: Body, layer: Layer) -> Tensor:
@@ -234,7 +238,7 @@ def _weight(body: Body, layer: Layer) -> Tensor:
 
 
 def _written(body: Body, layer: Layer, axis: int) -> tuple[Tensor, int]:
-    """The weights that a layer writes the channels of an axis with, [size, rest], and the dimension they lie on."""
+    """Return the weights by which a layer writes the channels of an axis, [size, rest], and their dimension."""
     dim = OUTPUTS.get(layer.kind, 0)
     return _rows_of(_weight(body, layer), dim, body.wiring, layer, axis), dim
 
@@ -246,7 +250,7 @@ def _rows_of(weight: Tensor, dim: int, wiring: Wiring, layer: Layer, axis: int) 
 
 
 def _of_axes(structure: Wiring, source: Wiring, goal: Wiring, plans: Mapping[int, Plan]) -> Moves:
-    """With the moves of whole layers' outputs."""
+    """Return the moves of axes, with the moves of whole layers' outputs."""
     slots, outgoing = slots_of(source, goal), dict[str, Tensor]()
     for layer in structure.layers:
         dim = OUTPUTS.get(layer.kind, 0)

@@ -1,7 +1,8 @@
-"""Plans as the public code of OTFusion and CLAFusion makes them: one a layer, its inputs moved by the plan before.
+"""Plans as in the public code of OTFusion and CLAFusion: one for each layer, whose inputs move by the plan before.
 
-Measured, not improved: in residual networks every layer of a stream has a plan of its own (what an identity skip carries is
-then in another basis than what is added to it), column sums scale activations at unequal widths, and outputs are moved.
+This is for comparison, with its faults. In residual networks, every layer of a stream has its own plan: a skip's
+values and what they are added to are in different bases. Column sums scale activations at unequal widths. Outputs
+move, too.
 """
 
 from collections.abc import Mapping
@@ -15,20 +16,20 @@ from fedloom.fusion.graph.channels import Layer, Wiring
 
 
 def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:
-    """The moves for one plan a layer (`plans` by the name of every convolution and linear layer)."""
+    """Return the moves for one plan a layer; `plans` has the name of every convolution and linear layer."""
     layers = [layer for layer in wiring.layers if layer.kind != "norm"]
     incoming: dict[str, Tensor] = {}
     outgoing = {name: plan.outgoing for name, plan in plans.items()}
     before: Tensor | None = None  # the plan of the layer before
     skip, residual, shortcut = None, None, -2
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         if before is not None and layer.kind == "conv":
             if _changes_shape(wiring, layer):
-                if _kernel(wiring, layer) == 1:  # a shortcut reads what the block has read
-                    residual, shortcut, before = before, place, skip
+                if _kernel(wiring, layer) == 1:  # a shortcut reads the input of the block
+                    residual, shortcut, before = before, index, skip
                 else:
                     skip = before
-            elif shortcut == place - 1 and residual is not None:
+            elif shortcut == index - 1 and residual is not None:
                 before = (before + residual) / 2
         if before is not None:
             incoming[layer.name] = before

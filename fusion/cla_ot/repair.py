@@ -1,9 +1,9 @@
-"""Statistics of a fused network set right (REPAIR, Jordan et al. 2023): fused channels vary less than their parents' did.
+"""Repair the statistics of a fused network (REPAIR, Jordan et al. 2023): fused channels vary less than their parents'.
 
-With BatchNorm its running statistics become the parents' own, corrected by how the fused network differs from the parents
-over one probe set: what training has measured is kept, and what fusion has changed is measured. Without, every channel of
-every layer is rescaled so that its mean and standard deviation over the probe set are the parents' mixture; the change is
-folded into weight and bias. What is within rounding of its target stays as it is.
+BatchNorms get the parents' own running statistics, corrected by how the fused network differs from the parents on one
+probe set. Without BatchNorm, every channel of every layer is rescaled, so that its mean and standard deviation on the
+probe set are the parents' mixture; the change is folded into weight and bias. Values within rounding of their target
+stay unchanged.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,20 +15,20 @@ from torch import Tensor, fx, nn
 
 from fedloom.fusion.graph.channels import Wiring, wire
 from fedloom.fusion.graph.tracing import evaluating
-from fedloom.fusion.probe import Moments, Runner, moments_of, observe
+from fedloom.fusion.probe import Moments, Runner, moments_of
 from fedloom.fusion.state import BATCH_NORM
 
 Statistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel, float64
-PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # weights that scale the outputs; standardised ones do not
-SMALLEST = 1e-5  # standard deviations below this are left as they are: a channel that is constant stays so
-ROUNDING = 1e-4  # standard deviations by which statistics differ that are the same but for float32's rounding
+PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # types whose weight scales the outputs; standardised ones do not
+SMALLEST = 1e-5  # smaller standard deviations stay unchanged, so that a constant channel stays constant
+ROUNDING = 1e-4  # standard deviations by which equal statistics differ because of float32
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a fused network's layers should have, by name: the parents' mixture.
+    """The statistics that a fused network's layers should have, by name: the parents' mixture.
 
-    `seen`: statistics over the probe set, of BatchNorms those of their inputs. `own`: BatchNorms' running statistics.
+    `seen`: statistics on the probe set; for a BatchNorm, those of its inputs. `own`: BatchNorms' running statistics.
     """
 
     seen: Mapping[str, Statistics]
@@ -36,7 +36,7 @@ class Target:
 
 
 def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Measure all BatchNorm running statistics again on batches [k, ...], each of the same weight; nothing else changes."""
+    """Measure all BatchNorm running statistics again on batches [k, ...] with equal weights. Nothing else changes."""
     norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
     momenta = [(norm, norm.momentum) for norm in norms]
     with torch.no_grad(), evaluating(network):
@@ -53,10 +53,12 @@ def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
 
 
 def repair(network: nn.Module, target: Target, probe: Tensor) -> tuple[str, ...]:
-    """Set a fused network's statistics right, in place: BatchNorm's where it has one (reset), else each layer's (rescale).
+    """Repair a fused network's statistics in place: BatchNorms by `reset`, or else each layer by `rescale`.
 
-    probe: [k, ...]; the same samples as the target's keep a network as it is that needs no repair. Returns the names of the
-    layers that got a bias.
+    With the target's own samples as `probe` [k, ...], a network that needs no repair stays unchanged.
+
+    Returns:
+        The names of layers that got a bias.
     """
     if target.own:
         reset(network, probe, target)
@@ -65,9 +67,9 @@ def repair(network: nn.Module, target: Target, probe: Tensor) -> tuple[str, ...]
 
 
 def watched(wiring: Wiring) -> dict[str, str]:
-    """The nodes whose moments repair needs, by layer: the inputs of BatchNorms; without any norm what layers give.
+    """Return the nodes whose moments repair needs, by layer: inputs of BatchNorms, or without norms the outputs of layers.
 
-    None of the output's layer, and of those whose weights do not scale what they give.
+    Excludes the output layer, and layers whose weights do not scale their outputs.
     """
     norms = [layer for layer in wiring.layers if layer.kind == "norm"]
     if norms:
@@ -80,34 +82,26 @@ def watched(wiring: Wiring) -> dict[str, str]:
 
 
 def running(norm: nn.Module) -> Statistics | None:
-    """A BatchNorm's running mean and standard deviation [channels], float64; None if it keeps none, or is no BatchNorm."""
+    """Return a BatchNorm's running mean and standard deviation [channels], float64; None for other modules."""
     if not isinstance(norm, BATCH_NORM) or norm.running_mean is None or norm.running_var is None:
         return None
     return norm.running_mean.double(), norm.running_var.double().sqrt()
 
 
-def layer_moments(network: nn.Module, layers: Sequence[str], probe: Tensor) -> dict[str, Moments]:
-    """Moments of the named layers' outputs over the probe set, by name; those of several sites add up."""
-    wiring = wire(network, probe[:1])
-    nodes = first_calls(wiring, layers)
-    seen = observe(wiring, probe, moments=set(nodes.values()))
-    return {name: seen.moments[node] for name, node in nodes.items()}
-
-
 def in_basis(statistics: Mapping[str, Statistics], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:
-    """Mean and standard deviation [channels] of layers after a move: of a channel that several go into, their means."""
-    found = {}
+    """Return mean and standard deviation [channels] of layers after a move: means over the channels that are merged."""
+    moved = {}
     for name, (mean, std) in statistics.items():
         matrix = outgoing[name].to(mean) if name in outgoing else None
-        found[name] = (mean, std) if matrix is None else (mean @ matrix, std @ matrix)
-    return found
+        moved[name] = (mean, std) if matrix is None else (mean @ matrix, std @ matrix)
+    return moved
 
 
 def reset(network: nn.Module, probe: Tensor, target: Target) -> None:
-    """Give BatchNorms the running statistics `target.own`, moved and scaled as their inputs differ from `target.seen`.
+    """Set the running statistics of BatchNorms to `target.own`, corrected by how their inputs differ from `target.seen`.
 
-    In place and in one pass: each sees the inputs that the corrected ones before it give. Channels that are constant, here
-    or in the parents, stay as they are.
+    Works in place and in one pass: each norm sees the outputs of corrected ones. Channels that are constant, here or
+    in the parents, stay unchanged.
     """
     with torch.no_grad(), evaluating(network):
         _Resetter(wire(network, probe[:1]), target).run(probe.clone())
@@ -116,8 +110,11 @@ def reset(network: nn.Module, probe: Tensor, target: Target) -> None:
 def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, Statistics]) -> tuple[str, ...]:
     """Give the named convolution and linear layers the channel means and standard deviations [channels] of `target`.
 
-    In place and in one pass: each layer sees the inputs that the corrected layers before it give. Channels that are
-    constant get the mean only. If any layer changes, all those without bias get one; their names are returned.
+    Works in place and in one pass: each layer sees the outputs of corrected ones. Constant channels get the mean
+    only. If any layer changes, all named layers without bias get one.
+
+    Returns:
+        The names of layers that got a bias.
     """
     wiring = wire(network, probe[:1])
     fixed = _Rescaler(wiring, {node: name for name, node in first_calls(wiring, target).items()}, target)
@@ -133,19 +130,19 @@ def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, Statistics])
 
 
 def mixture(parents: Sequence[Mapping[str, Statistics]], shares: Mapping[str, Sequence[float]]) -> dict[str, Statistics]:
-    """What the layers should have: the weighted means of those parents that have the layer (`shares` by its name)."""
-    found = {}
+    """Return the target statistics: weighted means over the parents that have the layer (`shares` by its name)."""
+    means = {}
     for name in {name: None for parent in parents for name in parent}:
         pairs = [(share, parent[name]) for parent, share in zip(parents, shares[name], strict=True) if name in parent]
         total = sum(share for share, _ in pairs)
         if total > 0.0:
             mean, std = (sum(share * part[k] for share, part in pairs) / total for k in (0, 1))
-            found[name] = torch.as_tensor(mean), torch.as_tensor(std)
-    return found
+            means[name] = torch.as_tensor(mean), torch.as_tensor(std)
+    return means
 
 
 def first_calls(wiring: Wiring, names: Collection[str]) -> dict[str, str]:
-    """The node of each named layer's first call."""
+    """Return the node of each named layer's first call."""
     first: dict[str, str] = {}
     for layer in wiring.layers:
         first.setdefault(layer.name, layer.node)
@@ -169,10 +166,10 @@ class _Resetter(Runner):
         (mean, std), (own_mean, own_std) = self.target.seen[name], self.target.own[name]
         scale = now.std / std.clamp(min=SMALLEST)
         new = {"running_mean": now.mean + scale * (own_mean - mean), "running_var": (scale * own_std).square()}
-        kept = near(now, (mean, std)) | (std <= SMALLEST) | (now.std <= SMALLEST)
+        unchanged = near(now, (mean, std)) | (std <= SMALLEST) | (now.std <= SMALLEST)
         for buffer, values in new.items():
             old = self.submodules[name].get_buffer(buffer)
-            old.copy_(torch.where(kept, old, values.to(old)))
+            old.copy_(torch.where(unchanged, old, values.to(old)))
 
 
 class _Rescaler(Runner):
@@ -200,7 +197,7 @@ class _Rescaler(Runner):
 
 
 def near(now: Moments, wanted: Statistics) -> Tensor:
-    """Which channels [channels] have these statistics but for rounding."""
+    """Return which channels [channels] have these statistics, up to rounding."""
     mean, std = wanted
     bound = ROUNDING * std + SMALLEST * ROUNDING
     return ((now.mean - mean).abs() <= bound) & ((now.std - std).abs() <= bound)

@@ -1,9 +1,9 @@
 """Optimal transport between the channels of two networks, one plan for each axis (OTFusion, Alg. 1; CLA+OT, Sec. 3.3).
 
-A plan T [n, m] says how the m channels of one basis are made of the n channels of another. Every tensor that lies on the
-axis is moved by it: T divided by its column sums on the outgoing side, so that each new channel is a mean of old ones, and
-on the incoming side divided by its row sums, so that the scale of what follows is kept at unequal widths. For equal widths
-and uniform marginals T is a permutation, and both are the same.
+A plan T [n, m] says how the m channels of one basis are composed of the n channels of another. It moves every tensor
+on the axis. On the outgoing side, T is divided by its column sums, so that each new channel is a mean of old ones. On
+the incoming side, it is divided by its row sums, so that the scale of later layers is unchanged at unequal widths.
+For equal widths and uniform marginals, T is a permutation and both are the same.
 """
 
 import warnings
@@ -16,21 +16,25 @@ from torch import Tensor
 
 from fedloom.conf.errors import UserError
 
-SMALLEST = 1e-300  # a channel that goes nowhere
-EPSILON = 1e-7  # beside column sums, as in the public code
-TIE = 1e-6  # costs that differ by no more of the largest one are alike
-ITERATIONS = 2000  # of Sinkhorn's
-ASTRAY = 1e-2  # share of the mass that rounding may move: a plan with more out of place has not converged
+SMALLEST = 1e-300  # mass of a channel that goes nowhere
+EPSILON = 1e-7  # added to column sums, as in the public code
+TIE = 1e-6  # costs that differ by less, relative to the largest one, count as equal
+ITERATIONS = 2000  # of Sinkhorn's algorithm
+ASTRAY = 1e-2  # largest share of misplaced mass that rounding may correct; above it, a plan has not converged
 
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """How a plan is made.
+    """How a plan is computed.
 
-    `ground`: cost of two channels: "correlation" (1 - their correlation over the probe set), "euclidean" or "squared" (of
-    their values). `scale`: the costs are divided by their "max", "mean" or "median" ("none"). `solver`: "exact" or
-    "sinkhorn" with `regularisation` (> 0). `marginals`: "uniform" or "importance" (the norm of a channel's incoming
-    weights). `normalisation`: "both" (see above) or "columns" (column sums on both sides, as in the public code).
+    Attributes:
+        ground: The cost of two channels: "correlation" (1 - their correlation over the probe set), "euclidean" or
+            "squared" (distance of their values).
+        scale: What costs are divided by: their "max", "mean" or "median", or "none".
+        solver: "exact" or "sinkhorn".
+        regularisation: Of sinkhorn, > 0.
+        marginals: "uniform", or "importance" (the norm of a channel's incoming weights).
+        normalisation: "both" (see the module), or "columns" (column sums on both sides, as in the public code).
     """
 
     ground: str = "correlation"
@@ -51,13 +55,13 @@ class TransportSettings:
 
 
 def correlation_cost(pairs: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
-    """1 - correlation [n, m] of channels, the mean over pairs of ([n, values], [m, values]); 1 for constant channels."""
+    """Return 1 - correlation [n, m] of channels, averaged over pairs ([n, values], [m, values]); 1 for constant channels."""
     costs = [1.0 - _standardised(x) @ _standardised(y).T for x, y in pairs]
     return torch.stack(costs).mean(dim=0).double().cpu().numpy()
 
 
 def squared_cost(pairs: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
-    """Squared Euclidean distances [n, m] of channels, summed over the pairs, in float64."""
+    """Return squared Euclidean distances [n, m] of channels, summed over the pairs, in float64."""
     costs = []
     for x, y in ((one.double(), other.double()) for one, other in pairs):
         costs.append((x.square().sum(1)[:, None] + y.square().sum(1)[None] - 2.0 * x @ y.T).clamp(min=0.0))
@@ -83,8 +87,8 @@ SCALES: dict[str, Callable[[np.ndarray], float]] = {
 
 
 def _sinkhorn(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
-    """Rounded onto the plans with these marginals, which iterations reach in the limit only; a converged one stays."""
-    import ot  # here, since it takes a second and most processes transport nothing
+    """Return a Sinkhorn plan, rounded to exact marginals, which the iterations only approach."""
+    import ot  # here, because the import takes a second and most processes need no transport
 
     reg = settings.regularisation
     plan = np.asarray(ot.sinkhorn(mu, nu, cost, reg, method="sinkhorn_log", numItermax=ITERATIONS, warn=False))
@@ -97,7 +101,7 @@ def _sinkhorn(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray, settings: Transp
 
 
 def rounded(plan: np.ndarray, mu: np.ndarray, nu: np.ndarray) -> np.ndarray:
-    """A plan [n, m] near the given one, with marginals mu [n] and nu [m] (Altschuler et al. 2017, Alg. 2)."""
+    """Return a plan [n, m] close to `plan`, with marginals mu [n] and nu [m] (Altschuler et al. 2017, Alg. 2)."""
     tiny = np.finfo(np.float64).tiny
     plan = plan * np.minimum(mu / np.maximum(plan.sum(axis=1), tiny), 1.0)[:, None]
     plan = plan * np.minimum(nu / np.maximum(plan.sum(axis=0), tiny), 1.0)
@@ -106,17 +110,17 @@ def rounded(plan: np.ndarray, mu: np.ndarray, nu: np.ndarray) -> np.ndarray:
 
 
 def exact_plan(mu: np.ndarray, nu: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """The plan [n, m] of least cost with marginals mu [n] and nu [m] (network simplex).
+    """Return the plan [n, m] of least cost with marginals mu [n] and nu [m] (network simplex).
 
-    Of plans that cost the same, one between equal numbers leaves in place what it can: channels that are constant, which
-    nothing tells apart, too.
+    Of equally cheap plans between equal numbers, it returns one that leaves most channels in place, such as constant
+    ones.
     """
     import ot
 
     if cost.shape[0] == cost.shape[1]:
         cost = cost + TIE * np.abs(cost).max() * (1.0 - np.eye(len(cost)))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a solver that gives up says so by a warning
+        warnings.simplefilter("error")  # a solver that does not converge only warns
         try:
             return np.asarray(ot.emd(mu, nu, cost, numItermax=10_000_000))
         except UserWarning as warning:
@@ -133,7 +137,7 @@ SOLVERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, TransportSettin
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A plan between two bases of an axis: `joint` [n, m] float64 with marginals mu [n] and nu [m]; its transport cost."""
+    """A plan between two bases of an axis: `joint` [n, m], float64, with marginals mu [n] and nu [m], and its cost."""
 
     joint: Tensor
     cost: float
@@ -141,12 +145,12 @@ class Plan:
 
     @property
     def outgoing(self) -> Tensor:
-        """[n, m], each column sums to 1: a channel of the new basis as a mean of old ones."""
+        """The plan where the axis is written, [n, m]; columns sum to 1: a new channel is a mean of old ones."""
         return self.joint / (self.joint.sum(dim=0) + (EPSILON if self.normalisation == "columns" else 0.0))
 
     @property
     def incoming(self) -> Tensor:
-        """[n, m] for the side that reads the axis; rows sum to 1 unless the normalisation is "columns"."""
+        """The plan where the axis is read, [n, m]; rows sum to 1 unless the normalisation is "columns"."""
         if self.normalisation == "columns":
             return self.outgoing
         return self.joint / self.joint.sum(dim=1, keepdim=True).clamp(min=SMALLEST)
@@ -155,11 +159,11 @@ class Plan:
 def solve(
     cost: np.ndarray, settings: TransportSettings, *, groups: int = 1, importance: tuple[Tensor, Tensor] | None = None
 ) -> Plan:
-    """The plan for a cost matrix [n, m]. `groups`: of consecutive channels; whole groups then go to whole groups, of equal
-    weight.
+    """Return the plan for a cost matrix [n, m].
 
-    `importance`: weights [n] and [m] of the channels, for settings.marginals "importance" (within each group, if there are
-    any). Raises UserError if the costs are not finite or the solver does not converge.
+    `groups`: the number of groups of consecutive channels. Whole groups, of equal weight, go to whole groups.
+    `importance`: weights [n] and [m] of the channels, for settings.marginals "importance"; used within each group.
+    Raise UserError if costs are not finite, or the solver does not converge.
     """
     if groups == 1:
         cost = scaled(cost, settings)
@@ -171,13 +175,13 @@ def solve(
 
 
 class Blocks:
-    """The plans between any two groups of channels; table: their costs [groups, other groups]."""
+    """The plans between any two groups of channels. `table`: their costs [groups, other groups]."""
 
     def __init__(
         self, cost: np.ndarray, places: tuple[np.ndarray, np.ndarray], settings: TransportSettings,
         importance: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """places: channels of each group, [groups, size]; importance as in `solve`."""
+        """Compute the plans. `places`: the channels of each group, [groups, size]; `importance` as in `solve`."""
         self.cost, self.places, self.settings = scaled(cost, settings), places, settings
         mu, nu = marginals(cost.shape, settings, importance)
         self.plans = [[_block(self.cost, mu, nu, i, j, settings) for j in places[1]] for i in places[0]]
@@ -186,7 +190,7 @@ class Blocks:
         self.table = np.array(costs)
 
     def plan(self, between: np.ndarray) -> Plan:
-        """The plan of all channels, for a plan between the groups."""
+        """Return the plan of all channels from a plan between the groups."""
         joint, groups = np.zeros_like(self.cost), len(between)
         for a, b in np.argwhere(between > 0):
             i, j = self.places[0][a], self.places[1][b]
@@ -196,35 +200,35 @@ class Blocks:
 
 
 def between_groups(table: np.ndarray) -> np.ndarray:
-    """The exact plan [n, m] between groups of equal weight, for the costs of their members."""
+    """Return the exact plan [n, m] between groups of equal weight, for the costs of their members."""
     n, m = table.shape
     return exact_plan(np.full(n, 1.0 / n), np.full(m, 1.0 / m), table)
 
 
 def scaled(cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
-    """Costs over their scale; UserError if they are not finite."""
+    """Return costs divided by their scale. Raise UserError if they are not finite."""
     if not np.isfinite(cost).all():
-        raise UserError("transport: costs between channels are not finite; a network or the probe set holds NaN")
+        raise UserError("transport: costs between channels are not finite; a network or the probe set has NaN")
     return cost / (SCALES[settings.scale](cost) or 1.0)
 
 
 def neutral_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
-    """The plan [n, m] for channels that nothing tells apart: each stays, or, for other numbers, each to all alike."""
+    """Return the plan [n, m] for indistinguishable channels: the identity, or uniform for unequal numbers."""
     joint = torch.eye(rows) / rows if rows == columns else torch.full((rows, columns), 1.0 / (rows * columns))
     return Plan(joint.double(), 0.0, normalisation)
 
 
 def same_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
-    """The plan [n, m] that brings the first m of n channels to those of their numbers."""
+    """Return the plan [n, m] that maps each of the first m of n channels to the same number."""
     if columns > rows:
-        raise UserError(f"basis='same': takes a network of at most {rows} channels here, got {columns}")
+        raise UserError(f"basis='same': got {columns} channels, but there are at most {rows} here")
     return Plan(torch.eye(rows, columns).double() / columns, 0.0, normalisation)
 
 
 def marginals(
     shape: tuple[int, ...], settings: TransportSettings, importance: tuple[Tensor, Tensor] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the rows and the columns of a plan."""
+    """Return the marginals of the rows and columns of a plan."""
     if settings.marginals == "uniform" or importance is None:
         return np.full(shape[0], 1.0 / shape[0]), np.full(shape[1], 1.0 / shape[1])
     mu, nu = (weight.double().cpu().numpy() + 1e-9 for weight in importance)

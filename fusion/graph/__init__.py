@@ -1,1 +1,1 @@
-"""What is wired to what: axes of channels derived from a traced network."""
+"""The wiring of a network: axes of channels, derived from its trace."""

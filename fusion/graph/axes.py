@@ -1,4 +1,4 @@
-"""From atoms to axes: which channels are interchangeable, and in which groups they move."""
+"""Derive axes from atoms: which channels are interchangeable, and in which groups they move."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,13 +9,15 @@ from torch import Tensor
 
 from fedloom.fusion.graph.labels import Atoms, Membership, scrambled
 
-ROUNDS = 4  # of colours passed on between groups and members
+ROUNDS = 4  # of passing colours between groups and members
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """An axis in the making. channels: [size], representatives; members: [size], places of the channels' groups in the
-    axis `parent`."""
+    """An axis before it is built.
+
+    `channels`: representatives, [size]. `members`: indices of the channels' groups in the axis `parent`, [size].
+    """
 
     channels: np.ndarray
     fixed: bool
@@ -24,10 +26,10 @@ class Drawn:
 
 
 class Channels:
-    """The channels of a walk that is over: groups resolved, channels of one colour collected in axes."""
+    """The channels after a walk: groups are resolved, and channels of one colour form axes."""
 
     def __init__(self, atoms: Atoms, wanted: np.ndarray) -> None:
-        """wanted: atoms that lie on tensors of the state."""
+        """Resolve groups and build axes. `wanted`: atoms on tensors of the state."""
         self.atoms = atoms
         self.parent = self._resolved()
         self.roots = atoms.find(torch.arange(len(atoms.root))).numpy()
@@ -41,17 +43,17 @@ class Channels:
 
     @cached_property
     def entry_colours(self) -> np.ndarray:
-        """By atom: of the entries of one channel, each has its own, and the same as its like in other channels."""
+        """By atom: entries of one channel have different colours; corresponding entries of other channels have the same."""
         return self.atoms.refined()
 
     def split(self, entries: Tensor) -> dict[int, Tensor]:
-        """Of labels in a row, those of each axis: int64 [size, r], the places of each channel's r entries."""
+        """Split a row of labels by axis: int64 [size, r], the positions of each channel's r entries."""
         labels = entries.numpy()
         places = np.flatnonzero(labels >= 0)
         labels = labels[places]
         roots = self.roots[labels]
         axes, order = self.axis_of[roots], self.atoms.place[labels]
-        found = {}
+        by_axis = {}
         for axis in dict.fromkeys(axes.tolist()):
             if axis < 0:
                 continue
@@ -59,13 +61,13 @@ class Channels:
             counts = np.bincount(self.place_in[roots[own]])
             size = len(self.axes[axis].channels)
             if len(counts) == size and (counts == counts[0]).all():
-                apart = self.entry_colours[labels[own]] if counts[0] > 1 else order[own]
-                sort = np.lexsort((places[own], apart, order[own], self.place_in[roots[own]]))
-                found[axis] = torch.from_numpy(places[own][sort].reshape(size, -1))
-        return found
+                tiebreak = self.entry_colours[labels[own]] if counts[0] > 1 else order[own]
+                sort = np.lexsort((places[own], tiebreak, order[own], self.place_in[roots[own]]))
+                by_axis[axis] = torch.from_numpy(places[own][sort].reshape(size, -1))
+        return by_axis
 
     def _resolved(self) -> np.ndarray:
-        """The group of each channel, -1 for none."""
+        """Return the group of each channel, -1 without one."""
         atoms, changed, relations = self.atoms, True, list[_Relation]()
         while changed:
             relations = _of_several([_Relation(atoms, each.members, each.groups) for each in atoms.memberships])
@@ -84,7 +86,7 @@ class Channels:
         return parent
 
     def _colours(self) -> np.ndarray:
-        """A colour for each channel: of the atoms in it; of a pinned one, of the oldest of them only."""
+        """Return a colour for each channel, from its atoms; for a pinned channel, from its oldest atom only."""
         atoms = self.atoms
         roots = atoms.find(torch.arange(len(atoms.root))).numpy()
         colours, pinned = np.zeros(len(roots), np.uint64), np.zeros(len(roots), bool)
@@ -93,7 +95,7 @@ class Channels:
         return scrambled(np.where(pinned, atoms.block + np.uint64(1), colours))
 
     def _spread(self, colours: np.ndarray) -> np.ndarray:
-        """Members of groups of different colours are different, and so are groups of different members."""
+        """Refine colours: members of groups with different colours differ, and groups with different members differ."""
         members = np.flatnonzero(self.parent >= 0)
         members = members[self.roots[members] == members]
         groups = self.parent[members]
@@ -105,7 +107,7 @@ class Channels:
         return colours
 
     def _drawn(self, wanted: np.ndarray) -> list[Drawn]:
-        """Axes of the wanted channels, oldest first, then those of groups that have no tensor."""
+        """Return axes of the wanted channels, oldest first, then those of groups without a tensor."""
         above, new = [], wanted
         while len(new):
             new = np.setdiff1d(np.unique(self.parent[new][self.parent[new] >= 0]), wanted)
@@ -126,10 +128,10 @@ class Channels:
 
     def _of_one_colour(self, channels: np.ndarray) -> list[np.ndarray]:
         channels = np.sort(channels)
-        found: dict[int, list[int]] = {}
+        by_colour: dict[int, list[int]] = {}
         for channel, colour in zip(channels.tolist(), self.colours[channels].tolist(), strict=True):
-            found.setdefault(colour, []).append(channel)
-        return [np.array(line) for line in found.values()]
+            by_colour.setdefault(colour, []).append(channel)
+        return [np.array(line) for line in by_colour.values()]
 
 
 class _Relation:
@@ -141,8 +143,11 @@ class _Relation:
         self.members, self.groups = pairs
 
     def simplified(self, atoms: Atoms, colours: np.ndarray) -> bool:
-        """Whether something changed: groups that a channel is in at once stay where they are; members that are alone in
-        their groups are one with them."""
+        """Simplify the relation, and return whether anything changed.
+
+        If a channel is in several groups, these groups stop moving. If members are alone in their groups, the two
+        become one.
+        """
         if not len(self.members):
             return False
         same = np.flatnonzero(self.members[1:] == self.members[:-1])
@@ -156,7 +161,10 @@ class _Relation:
         return False
 
     def reconciled(self, other: "_Relation", atoms: Atoms) -> bool:
-        """Whether something changed: two partitions of the same channels are one, or their groups stay where they are."""
+        """Reconcile two partitions of the same channels, and return whether anything changed.
+
+        Either the groups of both become one, or they stop moving.
+        """
         _, one, two = np.intersect1d(self.members, other.members, assume_unique=True, return_indices=True)
         pairs = np.unique(np.stack([self.groups[one], other.groups[two]]), axis=1)
         if not (pairs[0] != pairs[1]).any():
@@ -173,25 +181,25 @@ def _reconciled(atoms: Atoms, relations: list[_Relation]) -> bool:
 
 
 def _of_several(relations: list[_Relation]) -> list[_Relation]:
-    """Without those of one group that no other has members of: it says nothing."""
-    found = []
+    """Leave out relations with a single group that no other relation shares: they have no effect."""
+    effective = []
     for each in relations:
         groups = np.unique(each.groups)
         shared = any(other is not each and np.isin(groups, other.groups).any() for other in relations)
         if len(groups) > 1 or (len(groups) and shared):
-            found.append(each)
-    return found
+            effective.append(each)
+    return effective
 
 
 def _stop(atoms: Atoms, groups: np.ndarray) -> None:
-    """These groups do not move: the members of each are of a colour of their own."""
+    """Stop groups from moving: the members of each group get their own colour."""
     for group in np.unique(groups):
         token = atoms.token()
         atoms.colour[group] += token
-        for place, each in enumerate(atoms.memberships):
+        for index, each in enumerate(atoms.memberships):
             own = atoms.find(torch.from_numpy(each.groups)).numpy() == group
             atoms.colour[np.unique(each.members[own])] += token
-            atoms.memberships[place] = Membership(each.members[~own], each.groups[~own])
+            atoms.memberships[index] = Membership(each.members[~own], each.groups[~own])
 
 
 def _tie(atoms: Atoms, one: np.ndarray, other: np.ndarray) -> None:

@@ -1,7 +1,7 @@
-"""Wiring is derived, not written by hand: which entries of a network's state carry the same channels.
+"""Derive the wiring of a network: which entries of its state carry the same channels.
 
-An axis is a set of channels; a permutation of one, applied to all its slots, leaves the network's outputs unchanged. Labels
-run through the operations of the network (fusion.graph.walk) and say which entries these are.
+An axis is a set of channels. If all its slots are permuted in the same way, the network's outputs stay unchanged.
+Labels pass through the operations of the network (fusion.graph.walk) and identify these entries.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ RULES = Rules(
 class Slot:
     """Where the channels of an axis are in a tensor of the state dict: entries `entries` [size, r] of dimension `dim`.
 
-    reads: the tensor's layer reads these channels there. blocks: a convolution in so many groups; the entries are those of
-    its weight made dense (fusion.graph.grouped).
+    `reads`: the tensor's layer reads these channels there. `blocks`: the number of groups of a grouped convolution;
+    the entries are those of its dense weight (fusion.graph.grouped).
     """
 
     tensor: str
@@ -44,7 +44,7 @@ class Slot:
 
     @property
     def repeat(self) -> int:
-        """Entries of each channel."""
+        """The number of entries of each channel."""
         return self.entries.shape[1]
 
 
@@ -52,9 +52,13 @@ class Slot:
 class Axis:
     """`size` channels and the slots that carry them.
 
-    fixed: input or output of the network, or what lies beside such in one tensor; never moved. parent: index of the axis of
-    the groups that the channels belong to (GroupNorm's, a grouped convolution's, attention heads), members: [size] which
-    channel of it; channels move within their group, and groups as the parent's channels do. groups: how many.
+    Attributes:
+        fixed: Whether the axis never moves: input or output of the network, or channels that share a tensor with
+            these.
+        groups: The number of groups.
+        parent: The index of the axis whose channels are the groups (GroupNorm's, a grouped convolution's, attention
+            heads). Channels move within their group, and groups move as the parent's channels.
+        members: The parent's channel for each channel, [size].
     """
 
     index: int
@@ -72,11 +76,14 @@ class Axis:
         return order.view(self.groups, -1)
 
     def permutation(self, generator: torch.Generator, groups: Tensor | None = None) -> Tensor:
-        """A random allowed permutation, int64 [size]; the identity for a fixed axis. groups: the parent's, [groups]."""
+        """Return a random allowed permutation, int64 [size]; the identity for a fixed axis.
+
+        `groups`: the parent's permutation, [groups].
+        """
         if self.fixed:
             return torch.arange(self.size)
-        given = self.places if groups is None else self.places[groups]
-        mixed = [line[torch.randperm(len(line), generator=generator)] for line in given]
+        members = self.places if groups is None else self.places[groups]
+        mixed = [line[torch.randperm(len(line), generator=generator)] for line in members]
         result = torch.empty(self.size, dtype=torch.int64)
         result[self.places.flatten()] = torch.cat(mixed)
         return result
@@ -84,9 +91,9 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a node's tensor carries channels: `dims`, flattened, have entries `entries` [size, r] of the axis by index.
+    """Where a node's tensor carries channels: `dims`, flattened, have entries `entries` [size, r] by axis index.
 
-    others: dimensions along which other channels lie, which may be in another order in another network.
+    `others`: dimensions of other channels, whose order can differ in another network.
     """
 
     dims: tuple[int, ...]
@@ -98,11 +105,13 @@ class Layout:
 class Wiring:
     """How a network is wired.
 
-    graph: its trace, which shares the network's modules and parameters; layouts: of the nodes whose tensors carry channels;
-    node_axes: axis of the channel dimension (dim 1) of each fx node that has one whole axis there, in its order; points: for
-    each axis that is not fixed its pre-activations, the nodes that are outputs of a layer or sum and have a user that is
-    neither norm nor sum. The users of a point may overwrite it (ReLU in place). still: nodes that are the same for all
-    inputs.
+    Attributes:
+        graph: Its trace, which shares the network's modules and parameters.
+        layouts: Of the nodes whose tensors carry channels.
+        node_axes: The axis of dimension 1 of each fx node that has one whole axis there, in its order.
+        points: The pre-activations of each axis that is not fixed: nodes that are outputs of a layer or a sum, and
+            have a user that is neither norm nor sum. Users of a point can overwrite it (in-place ReLU).
+        still: The nodes that are the same for all inputs.
     """
 
     axes: tuple[Axis, ...]
@@ -115,26 +124,28 @@ class Wiring:
     still: frozenset[str] = frozenset()
 
     def permutations(self, generator: torch.Generator) -> dict[int, Tensor]:
-        """A random permutation [size] of every axis that is not fixed, groups and their members together."""
-        found: dict[int, Tensor] = {}
+        """Return a random permutation [size] of every axis that is not fixed, groups together with their members."""
+        drawn: dict[int, Tensor] = {}
 
         def draw(axis: Axis) -> Tensor:
-            if axis.index not in found:
+            if axis.index not in drawn:
                 groups = None if axis.parent is None else draw(self.axes[axis.parent])
-                found[axis.index] = axis.permutation(generator, groups)
-            return found[axis.index]
+                drawn[axis.index] = axis.permutation(generator, groups)
+            return drawn[axis.index]
 
         return {axis.index: draw(axis) for axis in self.axes if not axis.fixed}
 
     def permuted(self, state: Mapping[str, Tensor], permutations: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """The state with channel k of each axis replaced, everywhere, by channel permutations[axis][k]; other tensors are
-        shared."""
+        """Return the state with channel k of each axis replaced, everywhere, by channel permutations[axis][k].
+
+        Other tensors are shared.
+        """
         slots = [(slot, order) for index, order in permutations.items() for slot in self.axes[index].slots]
         return _permuted(state, slots)
 
 
 def permuted(state: Mapping[str, Tensor], axis: Axis, permutation: Tensor) -> dict[str, Tensor]:
-    """Wiring.permuted for one axis: an axis of groups needs its members moved with it."""
+    """Return `Wiring.permuted` for one axis. An axis of groups needs its members moved with it."""
     return _permuted(state, [(slot, permutation) for slot in axis.slots])
 
 
@@ -154,11 +165,11 @@ def _permuted(state: Mapping[str, Tensor], slots: list[tuple[Slot, Tensor]]) -> 
 
 
 def wire(network: nn.Module, example: Tensor) -> Wiring:
-    """The wiring of `network` for inputs like `example`, [n, c, h, w], [n, d] or the like.
+    """Return the wiring of `network` for inputs like `example`, such as [n, c, h, w] or [n, d].
 
-    The network runs once, on one sample in eval mode; its flags and buffers stay as they are. Raises WiringError, naming
-    node, module and source line as far as known, for operations that mix channels in ways not understood here, for
-    parameters that would lie on no axis and for anything but one input and one output.
+    The network runs once, on one sample in eval mode. Its flags and buffers stay unchanged. Raise WiringError if an
+    operation mixes channels in an unsupported way, a parameter is on no axis, or it does not
+    have one input and one output. The message has the node, module and source line, as far as known.
     """
     walk = Walk(network, example, RULES)
     walk.run()
@@ -166,7 +177,7 @@ def wire(network: nn.Module, example: Tensor) -> Wiring:
     _pin_unlearned(network, walk)
     inputs = next(iter(walk.values.values()))
     wanted = [inputs.factors[0].flatten(), *walk.slots.values()]
-    wanted += [atoms for found in walk.layers.values() for atoms in (found.inputs, found.outputs)]
+    wanted += [atoms for layer in walk.layers.values() for atoms in (layer.inputs, layer.outputs)]
     everything = torch.cat(wanted)
     channels = Channels(walk.atoms, everything[everything >= 0].numpy())
     _check_softmax(walk)
@@ -180,13 +191,13 @@ def _axes(walk: Walk, channels: Channels) -> tuple[Axis, ...]:
         reads, blocks = (tensor, dim) in walk.reads, walk.blocks.get((tensor, dim), 1)
         for index, entries in channels.split(atoms).items():
             slots.setdefault(index, []).extend(Slot(name, dim, entries, reads, blocks) for name in walk.names[tensor])
-    found = []
+    axes = []
     for index, drawn in enumerate(channels.axes):
         members = None if drawn.members is None else torch.from_numpy(drawn.members)
         groups = 1 if drawn.parent is None else len(channels.axes[drawn.parent].channels)
         size = len(drawn.channels)
-        found.append(Axis(index, size, tuple(slots.get(index, ())), drawn.fixed, groups, drawn.parent, members))
-    return tuple(found)
+        axes.append(Axis(index, size, tuple(slots.get(index, ())), drawn.fixed, groups, drawn.parent, members))
+    return tuple(axes)
 
 
 def _finished(walk: Walk, channels: Channels, axes: tuple[Axis, ...]) -> Wiring:
@@ -197,27 +208,27 @@ def _finished(walk: Walk, channels: Channels, axes: tuple[Axis, ...]) -> Wiring:
     live = {node: layer for node, layer in layers.items() if node in walk.sources}
     flow = Flow(walk.sources, live, frozenset(walk.sums), first, fixed)
     points = {axis.index: _points(walk, axis, layouts) for axis in axes if not axis.fixed}
-    whole = {node.name: first[node] for node in layouts if _is_whole(layouts[node], axes[first[node]], walk.shape(node))}
+    node_axes = {node.name: first[node] for node in layouts if _is_whole(layouts[node], axes[first[node]], walk.shape(node))}
     still = frozenset(node.name for node in walk.values if node not in walk.sources)
     by_name = {node.name: layout for node, layout in layouts.items()}
-    return Wiring(axes, tuple(layers.values()), find_units(flow), walk.trace.graph, whole, points, by_name, still)
+    return Wiring(axes, tuple(layers.values()), find_units(flow), walk.trace.graph, node_axes, points, by_name, still)
 
 
 def _layer(walk: Walk, channels: Channels, node: Node) -> Layer:
-    found = walk.layers[node]
+    layer = walk.layers[node]
 
     def axis(atoms: Tensor) -> int:
-        """The first that the atoms lie on."""
+        """Return the first axis that the atoms are on."""
         known = atoms[atoms >= 0]
         return int(channels.axis_of[channels.roots[int(known[0])]]) if len(known) else 0
 
-    weight = "" if found.weight is None else walk.names[id(found.weight)][0]
+    weight = "" if layer.weight is None else walk.names[id(layer.weight)][0]
     shape = tuple(walk.shape(node)[1:])
-    return Layer(found.name, found.kind, node.name, axis(found.inputs), axis(found.outputs), shape, weight)
+    return Layer(layer.name, layer.kind, node.name, axis(layer.inputs), axis(layer.outputs), shape, weight)
 
 
 def _layout(walk: Walk, channels: Channels, node: Node) -> Layout | None:
-    """Of the newest factor that is not pinned."""
+    """Return the layout of the latest factor that is not pinned."""
     if node not in walk.values:
         return None
     factors = list(walk.values[node].factors)
@@ -237,7 +248,7 @@ def _is_whole(layout: Layout, axis: Axis, shape: torch.Size) -> bool:
 
 
 def _points(walk: Walk, axis: Axis, layouts: Mapping[Node, Layout]) -> tuple[str, ...]:
-    """Where the axis is observed: rather where it is alone, or written, than where it lies beside others."""
+    """Return the nodes where the axis is observed, preferably alone or written."""
 
     def is_norm(node: Node) -> bool:
         return node in walk.layers and walk.layers[node].kind == "norm"
@@ -246,9 +257,9 @@ def _points(walk: Walk, axis: Axis, layouts: Mapping[Node, Layout]) -> tuple[str
         return any(user not in walk.sums and not is_norm(user) for user in node.users)
 
     linear = [node for node in layouts if node in walk.layers or node in walk.sums]
-    found = [node for node in linear if axis.index in layouts[node].entries and ends_here(node)]
-    alone = [node for node in found if len(layouts[node].entries) == 1 or not is_norm(node)]
-    return tuple(node.name for node in alone or found)
+    observed = [node for node in linear if axis.index in layouts[node].entries and ends_here(node)]
+    alone = [node for node in observed if len(layouts[node].entries) == 1 or not is_norm(node)]
+    return tuple(node.name for node in alone or observed)
 
 
 def _check_covered(network: nn.Module, walk: Walk) -> None:
@@ -257,12 +268,12 @@ def _check_covered(network: nn.Module, walk: Walk) -> None:
         if parameter.numel() > 1 and id(parameter) not in known:
             raise WiringError(
                 f"parameter '{name}' {list(parameter.shape)} lies on no axis: unused, or not channel by "
-                "channel; takes what the output depends on, try to leave out what is for training only"
+                "channel; every parameter must affect the output; try to remove parts that are for training only"
             )
 
 
 def _pin_unlearned(network: nn.Module, walk: Walk) -> None:
-    """Channels that no parameter writes, but a buffer of numbers (coordinates), never move."""
+    """Pin channels that no parameter writes, only a buffer of numbers (coordinates)."""
     learned = {id(parameter) for parameter in network.parameters()}
     moving = [atoms for key, atoms in walk.slots.items() if key[0] in learned and key not in walk.reads]
     written = torch.zeros(len(walk.atoms.root), dtype=torch.bool)
@@ -277,6 +288,6 @@ def _check_softmax(walk: Walk) -> None:
     for node, factor in walk.softmax:
         if walk.free(factor):
             raise WiringError(
-                f"{place(node)}: softmax over hidden channels cannot be wired; takes it over positions or at "
-                "the end, try another activation"
+                f"{place(node)}: softmax over hidden channels cannot be wired; use it over positions or at "
+                "the end, or try another activation"
             )

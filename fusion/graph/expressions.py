@@ -1,6 +1,6 @@
-"""What the trace of a network shows in the place of modules and functions that torch.fx sees as one: attention in parts.
+"""Replacements in the trace for modules and functions that torch.fx treats as one, such as attention.
 
-Each says the same as the original does in eval mode, in operations whose channels can be followed.
+Each computes what the original computes in eval mode, by operations whose channels can be traced.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 
 def call(function: Callable[..., Any], first: Any, *rest: Any) -> Any:
-    """A node of its own for a function of this project; `first` is a traced tensor."""
+    """Call a function of this project; record it as a node if `first` is a traced tensor."""
     return first.tracer.create_proxy("call_function", function, (first, *rest), {}) if isinstance(first, fx.Proxy) else (
         function(first, *rest)
     )  # fmt: skip
@@ -21,9 +21,9 @@ def call(function: Callable[..., Any], first: Any, *rest: Any) -> Any:
 def _attended(
     query: Tensor, key: Tensor, value: Tensor, heads: int, weights: tuple[Any, ...], biases: tuple[Any, ...], mask: Any
 ) -> Tensor:
-    """Multi-head attention over [n, length, channels]; weights and biases of query, key and value."""
-    given = zip((query, key, value), weights, biases, strict=True)
-    q, k, v = (F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2) for x, weight, bias in given)
+    """Return multi-head attention over [n, length, channels]; weights and biases are those of query, key and value."""
+    projections = zip((query, key, value), weights, biases, strict=True)
+    q, k, v = (F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2) for x, weight, bias in projections)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
@@ -32,7 +32,7 @@ def _thirds(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, second, third
 
 
-def _mask(attn_mask: Any, key_padding_mask: Any, is_causal: bool, query: Any) -> Any:
+def _mask(attn_mask: Any, key_padding_mask: Any) -> Any:
     if key_padding_mask is not None:
         raise NotImplementedError("attention with a padding mask")
     if attn_mask is None:
@@ -46,32 +46,32 @@ def multihead(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None,
     need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """nn.MultiheadAttention without the weights of attention."""
+    """Return nn.MultiheadAttention's output, without the attention weights."""
     if module.bias_k is not None or module.add_zero_attn:
         raise NotImplementedError("attention with bias_k or add_zero_attn")
-    mask = _mask(attn_mask, key_padding_mask, is_causal, query)
+    mask = _mask(attn_mask, key_padding_mask)
     turned = not module.batch_first
     first, second, third = (x.transpose(0, 1) if turned else x for x in (query, key, value))
     if module.in_proj_weight is not None and query is key is value:
         packed = F.linear(first, module.in_proj_weight, module.in_proj_bias)
         parts = packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = parts[0], parts[1], parts[2]
-        found = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        output = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
     else:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         if module.in_proj_weight is not None:
             weights = _thirds(module.in_proj_weight)
         biases = (None,) * 3 if module.in_proj_bias is None else _thirds(module.in_proj_bias)
-        found = _attended(first, second, third, module.num_heads, weights, biases, mask)
-    found = F.linear(found, module.out_proj.weight, module.out_proj.bias)
-    return (found.transpose(0, 1) if turned else found), None
+        output = _attended(first, second, third, module.num_heads, weights, biases, mask)
+    output = F.linear(output, module.out_proj.weight, module.out_proj.bias)
+    return (output.transpose(0, 1) if turned else output), None
 
 
 def encoder_layer(
     module: nn.TransformerEncoderLayer, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None,
     is_causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """nn.TransformerEncoderLayer without its fast path."""
+    """Return nn.TransformerEncoderLayer's output, without its fast path."""
 
     def attended(x: Tensor) -> Tensor:
         return module.dropout1(module.self_attn(x, x, x, src_key_padding_mask, False, src_mask)[0])
@@ -89,14 +89,14 @@ def encoder_layer(
 def encoder(
     module: nn.TransformerEncoder, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
 ) -> Tensor:
-    """nn.TransformerEncoder without nested tensors."""
+    """Return nn.TransformerEncoder's output, without nested tensors."""
     for layer in module.layers:
         src = layer(src, mask, src_key_padding_mask)
     return src if module.norm is None else module.norm(src)
 
 
 def windows(x: Tensor, window: list[int], shift: list[int]) -> Tensor:
-    """[n, h, w, c] -> [n * windows, positions, c], padded and shifted cyclically (Liu et al. 2021)."""
+    """Return [n, h, w, c] as [n * windows, positions, c], padded and cyclically shifted (Liu et al. 2021)."""
     n, h, w, c = x.shape
     x = F.pad(x, (0, 0, 0, -w % window[1], 0, -h % window[0]))
     rows, columns = x.shape[1] // window[0], x.shape[2] // window[1]
@@ -106,26 +106,26 @@ def windows(x: Tensor, window: list[int], shift: list[int]) -> Tensor:
 
 
 def unwindowed(x: Tensor, window: list[int], shift: list[int], h: int, w: int) -> Tensor:
-    """Back again, [n, h, w, c]."""
+    """Return windows as [n, h, w, c], the inverse of `windows`."""
     rows, columns = -(-h // window[0]), -(-w // window[1])
     x = x.reshape(-1, rows, columns, *window, x.shape[-1]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return x.roll(_shifts(h, w, window, shift), (1, 2))[:, :h, :w].contiguous()
 
 
 def shift_mask(x: Tensor, window: list[int], shift: list[int], h: int, w: int) -> Tensor:
-    """[windows, 1, positions, positions] for x's device and type: -100 between positions that were not neighbours."""
+    """Return a mask [windows, 1, positions, positions] on x's device: -100 between positions that were not neighbours."""
     sizes = [-(-side // step) * step for side, step in zip((h, w), window, strict=True)]
     parts = []
     for size, step, by in zip(sizes, window, _shifts(h, w, window, shift), strict=True):
-        place = torch.arange(size, device=x.device)
-        parts.append((place >= size - step).long() + (place >= size - by).long() if by else torch.zeros_like(place))
+        index = torch.arange(size, device=x.device)
+        parts.append((index >= size - step).long() + (index >= size - by).long() if by else torch.zeros_like(index))
     region = (3 * parts[0][:, None] + parts[1])[None, :, :, None]
     region = windows(region, window, [0, 0]).squeeze(-1)
     return ((region[:, None] != region[:, :, None]) * -100.0)[:, None].to(x)
 
 
 def _shifts(h: int, w: int, window: list[int], shift: list[int]) -> tuple[int, ...]:
-    """No shift where one window takes all."""
+    """Return the shifts; 0 where one window covers a side."""
     return tuple(0 if step >= side else by for side, step, by in zip((h, w), window, shift, strict=True))
 
 
@@ -134,10 +134,10 @@ def window_attention(
     num_heads: int, shift_size: list[int], attention_dropout: float = 0.0, dropout: float = 0.0,
     qkv_bias: Any = None, proj_bias: Any = None, logit_scale: Any = None, training: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Attention within shifted windows, with cosine similarity if there is a logit scale (Swin, V1 and V2)."""
+    """Return attention within shifted windows, with cosine similarity if there is a logit scale (Swin, V1 and V2)."""
     h, w = input.size(1), input.size(2)
     x = call(windows, input, window_size, shift_size)
-    if logit_scale is not None and qkv_bias is not None:  # keys have none
+    if logit_scale is not None and qkv_bias is not None:  # keys have no bias
         query, key, value = _thirds(qkv_bias)
         qkv_bias = torch.cat([query, torch.zeros_like(key), value])
     qkv = F.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -151,13 +151,13 @@ def window_attention(
     if sum(shift_size):
         mask = call(shift_mask, x, window_size, shift_size, h, w)
         scores = (scores.unflatten(0, (-1, mask.size(0))) + mask).flatten(0, 1)
-    found = F.softmax(scores, dim=-1).matmul(v).transpose(1, 2).flatten(2)
-    found = F.linear(found, proj_weight, proj_bias)
-    return call(unwindowed, found, window_size, shift_size, h, w)
+    attended = F.softmax(scores, dim=-1).matmul(v).transpose(1, 2).flatten(2)
+    attended = F.linear(attended, proj_weight, proj_bias)
+    return call(unwindowed, attended, window_size, shift_size, h, w)
 
 
 def merged_patches(x: Tensor) -> Tensor:
-    """[..., h, w, c] -> [..., h / 2, w / 2, 4 c], padded to even sizes."""
+    """Return [..., h, w, c] as [..., h / 2, w / 2, 4 c], padded to even sizes."""
     return call(_merged, x)
 
 
@@ -168,12 +168,12 @@ def _merged(x: Tensor) -> Tensor:
 
 
 def relative_bias(table: Tensor, index: Tensor, window: list[int]) -> Tensor:
-    """[1, heads, positions, positions] from a table [differences, heads]."""
+    """Return a bias [1, heads, positions, positions] from a table [differences, heads]."""
     count = window[0] * window[1]
     return table[index].view(count, count, -1).permute(2, 0, 1).contiguous().unsqueeze(0)
 
 
-LARGEST_SCALE = 4.605170185988092  # log(100), as Swin V2 has it
+LARGEST_SCALE = 4.605170185988092  # log(100), as in Swin V2
 
 MODULES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: multihead,

@@ -1,11 +1,11 @@
-"""Weights of convolutions in groups as the weights of dense ones: zero where an output does not read an input."""
+"""Convert weights of grouped convolutions to dense ones and back; zero where an output does not read an input."""
 
 import torch
 from torch import Tensor
 
 
 def dense(weight: Tensor, groups: int) -> Tensor:
-    """[out, in / groups, ...] -> [out, in, ...]."""
+    """Convert [out, in / groups, ...] to [out, in, ...]."""
     outputs, each = len(weight) // groups, weight.shape[1]
     full = weight.new_zeros(len(weight), groups * each, *weight.shape[2:])
     for group in range(groups):
@@ -15,6 +15,6 @@ def dense(weight: Tensor, groups: int) -> Tensor:
 
 
 def in_groups(weight: Tensor, groups: int) -> Tensor:
-    """[out, in, ...] -> [out, in / groups, ...]: the blocks on the diagonal."""
+    """Convert [out, in, ...] to [out, in / groups, ...]: the blocks on the diagonal."""
     blocks = [rows.chunk(groups, dim=1)[group] for group, rows in enumerate(weight.chunk(groups))]
     return torch.cat(blocks)

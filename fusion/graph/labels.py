@@ -1,7 +1,8 @@
-"""Labels: which channel each entry of a tensor belongs to, and what ties channels of several tensors to each other.
+"""Labels: which channel each entry of a tensor belongs to, and which channels of several tensors are tied.
 
-A dimension of a weight creates an atom for each of its entries. Tensors computed from it carry the atoms along, by the very
-operations that move their entries. Atoms that are tied are one channel; channels may be members of groups that move whole.
+A dimension of a weight creates an atom for each of its entries. Tensors computed from it carry the atoms, by the same
+operations that move their entries. Tied atoms are one channel. Channels can be members of groups that move as a
+whole.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NONE, STILL = -1, -2  # no atom: a constant that is the same for all channels; a value of its own that never moves
+NONE, STILL = -1, -2  # no atom: a constant, equal for all channels; a value of its own that never moves
 
-_SEED = 20_240_229  # of the colours; any will do
+_SEED = 20_240_229  # for the colours; any number works
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What is known of a tensor of this shape.
+    """The labels of a tensor with this shape.
 
-    factors: label tensors int64 of its number of dimensions, each dimension as large as the tensor's or 1 (the same labels
-    all along); several factors move independently of each other. even: dimensions along which all entries are alike.
+    `factors`: int64 label tensors with its number of dimensions. Each dimension is as large as the tensor's, or 1 for
+    equal labels. Several factors move independently. `even`: dimensions along which all entries are equal.
     """
 
     factors: tuple[Tensor, ...]
@@ -30,68 +31,70 @@ class Value:
 
 
 def value_of(factors: Iterable[Tensor], shape: Sequence[int], even: Iterable[int] = ()) -> Value:
-    """A value; dimensions of size 1 are even."""
-    alike = frozenset(even) | {dim for dim, size in enumerate(shape) if size == 1}
-    return Value(tuple(factors), tuple(shape), alike)
+    """Return a value; dimensions of size 1 are even."""
+    even_dims = frozenset(even) | {dim for dim, size in enumerate(shape) if size == 1}
+    return Value(tuple(factors), tuple(shape), even_dims)
 
 
 def varied(factor: Tensor) -> frozenset[int]:
-    """The dimensions along which labels differ."""
+    """Return the dimensions along which labels differ."""
     return frozenset(dim for dim, size in enumerate(factor.shape) if size > 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Membership:
-    """Atoms `members` [n] of the groups `groups` [n] (atoms too)."""
+    """Atoms `members` [n] belong to the groups `groups` [n], which are atoms, too."""
 
     members: np.ndarray
     groups: np.ndarray
 
 
 class Atoms:
-    """Atoms with their ties (union-find), memberships, and colours: atoms of one colour occur alike in all tensors."""
+    """Atoms with their ties (union-find), memberships and colours. Atoms of one colour occur equally in all tensors."""
 
     def __init__(self) -> None:
         self.root = np.empty(0, np.int64)
-        self.place = np.empty(0, np.int64)  # order among the entries of one channel; -1: not known
+        self.place = np.empty(0, np.int64)  # order among the entries of one channel; -1: unknown
         self.colour = np.empty(0, np.uint64)
-        self.block = np.empty(0, np.uint64)  # the colour in the beginning
+        self.block = np.empty(0, np.uint64)  # the initial colour
         self.pinned = np.empty(0, bool)
-        self._held = {name: np.zeros(1024, vars(self)[name].dtype) for name in vars(self)}  # what these are the fronts of
+        self._held = {
+            name: np.zeros(1024, vars(self)[name].dtype) for name in vars(self)
+        }  # buffers; the attributes are their fronts
         self.memberships: list[Membership] = []
         self._ties: list[tuple[np.ndarray, np.ndarray, np.uint64]] = []
         self._random = np.random.default_rng(_SEED)
 
     def new(self, count: int, pinned: bool = False) -> Tensor:
-        """So many new atoms of one colour, int64 [count]."""
+        """Return `count` new atoms of one colour, int64 [count]."""
         first, total, token = len(self.root), len(self.root) + count, self.token()
         for name, value in (("root", 0), ("place", -1), ("colour", token), ("block", token), ("pinned", pinned)):
-            held = self._held[name]
-            if total > len(held):
-                held = self._held[name] = np.resize(held, 2 * total)
-            held[first:total] = value
-            setattr(self, name, held[:total])
+            buffer = self._held[name]
+            if total > len(buffer):
+                buffer = self._held[name] = np.resize(buffer, 2 * total)
+            buffer[first:total] = value
+            setattr(self, name, buffer[:total])
         self.root[first:] = np.arange(first, total)
         return torch.arange(first, total)
 
     def token(self) -> np.uint64:
-        """A random number, the same in every run."""
+        """Return a random number, the same in every run."""
         return self._random.integers(1, 2**63, dtype=np.uint64)
 
     def find(self, atoms: Tensor) -> Tensor:
-        """The representative (the oldest) of each atom's channel; negative labels stay."""
+        """Return the representative (the oldest atom) of each atom's channel; negative labels stay."""
         labels = atoms.numpy()
         if not len(self.root):
             return atoms
-        found = np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
+        roots = np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
         while True:
-            up = np.where(found >= 0, self.root[np.maximum(found, 0)], found)
-            if np.array_equal(up, found):
+            up = np.where(roots >= 0, self.root[np.maximum(roots, 0)], roots)
+            if np.array_equal(up, roots):
                 break
-            found = up
+            roots = up
         known = labels >= 0
-        self.root[labels[known]] = found[known]
-        return torch.from_numpy(found)
+        self.root[labels[known]] = roots[known]
+        return torch.from_numpy(roots)
 
     def tie(self, one: Tensor, other: Tensor) -> None:
         """Make the channels of two label tensors of one shape the same, entry by entry; STILL pins the other."""
@@ -113,43 +116,45 @@ class Atoms:
             np.minimum.at(self.root, high, low)
 
     def pin(self, atoms: Tensor) -> None:
-        """These never move."""
+        """Pin these atoms: they never move."""
         labels = atoms.flatten().numpy()
         self.pinned[labels[labels >= 0]] = True
 
     def is_pinned(self, factor: Tensor) -> bool:
-        """Whether none of the labels can move, as far as known by now."""
+        """Return whether no label can move, as far as known now."""
         labels = np.unique(factor.numpy())
         labels = labels[labels >= 0]
         return bool(self.pinned[labels].all() or self.pinned[self.find(torch.from_numpy(labels)).numpy()].all())
 
     def mark(self, factor: Tensor) -> None:
-        """Colour the atoms that occur in one tensor, as often as they do."""
+        """Change the colour of the atoms in one tensor, once for each occurrence."""
         labels = factor.numpy().ravel()
         np.add.at(self.colour, labels[labels >= 0], self.token())
 
     def belong(self, members: Tensor, groups: Tensor) -> None:
-        """The members [n] move with their groups [n] only."""
+        """Record that the members [n] only move with their groups [n]."""
         pairs = torch.stack([members.flatten(), groups.flatten()])
         pairs = pairs[:, (pairs >= 0).all(dim=0)].unique(dim=1).numpy()
         self.memberships.append(Membership(pairs[0], pairs[1]))
 
     def refined(self) -> np.ndarray:
-        """Colours that tell atoms of one channel apart by what they are tied to, and that by what it is tied to, and so on
-        (Weisfeiler and Leman 1968)."""
+        """Return colours that distinguish the atoms of one channel by what they are tied to, recursively.
+
+        The method is that of Weisfeiler and Leman (1968).
+        """
         colours, count = self.colour, 0
         sizes = [len(one) for one, _, _ in self._ties]
         one, other = (np.concatenate([tie[side] for tie in self._ties]) for side in (0, 1))
         token = np.repeat(np.array([tie[2] for tie in self._ties], np.uint64), sizes)
-        while (found := len(np.unique(colours))) > count:
-            count, new = found, scrambled(colours)
+        while (colour_count := len(np.unique(colours))) > count:
+            count, new = colour_count, scrambled(colours)
             np.add.at(new, one, scrambled(colours[other] + token))
             np.add.at(new, other, scrambled(colours[one] ^ token))
             colours = new
         return colours
 
     def compressed(self, factor: Tensor) -> Tensor:
-        """The factor without dimensions along which channels, and the order of their entries, do not vary."""
+        """Return the factor without dimensions along which channels and the order of their entries do not vary."""
         for dim in range(factor.ndim):
             if factor.shape[dim] == 1:
                 continue
@@ -159,7 +164,7 @@ class Atoms:
         return factor
 
     def _alike(self, factor: Tensor, dim: int) -> bool:
-        """Whether the order along a dimension, if there is one, is the same for all channels."""
+        """Return whether the order along a dimension, if any, is the same for all channels."""
         places = torch.from_numpy(np.where(factor.numpy() >= 0, self.place[np.maximum(factor.numpy(), 0)], -1))
         line = places
         for other in range(factor.ndim):
@@ -168,17 +173,17 @@ class Atoms:
         return bool((places == places.narrow(dim, 0, 1)).all()) or bool((places == line).all())
 
     def repeated(self, factor: Tensor) -> bool:
-        """Whether a channel has several entries."""
+        """Return whether a channel has several entries."""
         roots = self.find(factor)
         roots = roots[roots >= 0]
         return len(roots.unique()) < roots.numel()
 
     def ordered(self, factor: Tensor, positions: Tensor) -> Tensor:
-        """The factor with an atom for each entry, tied to its channel; `positions` order the entries of each channel."""
+        """Return the factor with an atom for each entry, tied to its channel; `positions` order the entries of a channel."""
         for dim, size in enumerate(factor.shape):
             positions = positions.narrow(dim, 0, size)
-        kept = factor >= 0
-        atoms, where = factor[kept], positions[kept]
+        known = factor >= 0
+        atoms, where = factor[known], positions[known]
         before = torch.from_numpy(self.place[atoms.numpy()])
         order = torch.stack([before, where]).unique(dim=1, return_inverse=True)[1]
         pairs, inverse = torch.stack([atoms, order]).unique(dim=1, return_inverse=True)
@@ -187,21 +192,24 @@ class Atoms:
         self.tie(fine, pairs[0])
         self.pin(fine[torch.from_numpy(self.pinned[pairs[0].numpy()])])
         result = factor.clone()
-        result[kept] = fine[inverse]
+        result[known] = fine[inverse]
         return result
 
     def link(self, one: Tensor, other: Tensor) -> Tensor:
-        """Two factors that meet entry by entry: the same channels, or the ones members of the others. Returns both."""
+        """Link two factors that meet entry by entry, and return both as one.
+
+        Either their channels become the same, or the channels of one become members of the other's.
+        """
         one, other = torch.broadcast_tensors(one, other)
         self.pin(one[other == STILL])
         self.pin(other[one == STILL])
         both = (one >= 0) & (other >= 0)
         a, b = one[both], other[both]
-        found = self.correspondence(one, other)
-        apart = {"left": (a, b), "right": (b, a)}.get(found)
-        if apart is None or self._are_parts(*apart):
+        correspondence = self.correspondence(one, other)
+        memberships = {"left": (a, b), "right": (b, a)}.get(correspondence)
+        if memberships is None or self._are_parts(*memberships):
             self.tie(one, other)
-        elif found == "left":
+        elif correspondence == "left":
             self.belong(a, b)
         else:
             self.belong(b, a)
@@ -209,13 +217,13 @@ class Atoms:
         return self.compressed(torch.where(one >= 0, one, other))
 
     def _are_parts(self, members: Tensor, groups: Tensor) -> bool:
-        """Whether no group has two members that were made together: parts of a tensor side by side, not heads."""
+        """Return whether no group has two members from one block: concatenated parts of a tensor, not heads."""
         pairs = torch.stack([self.find(groups), members]).unique(dim=1)
         kinds = np.stack([pairs[0].numpy().astype(np.uint64), self.block[pairs[1].numpy()]])
         return np.unique(kinds, axis=1).shape[1] == pairs.shape[1]
 
     def slides(self, factor: Tensor, dim: int) -> bool:
-        """Whether channels that were made together lie along a dimension, not only parts of a tensor side by side."""
+        """Return whether channels of one block lie along a dimension, not only concatenated parts of a tensor."""
         lines = self.find(factor).movedim(dim, -1).flatten(0, -2).numpy()
         row = np.broadcast_to(np.arange(len(lines), dtype=np.uint64)[:, None], lines.shape)
         known = lines >= 0
@@ -224,8 +232,11 @@ class Atoms:
         return kinds < np.unique(np.stack([row, lines.astype(np.uint64)]), axis=1).shape[1]
 
     def correspondence(self, one: Tensor, other: Tensor) -> str:
-        """How the channels of two factors that meet correspond: one to one ("same"), several of the one to each of the
-        other ("left"), the other way round ("right"), or several to several ("many")."""
+        """Return how the channels of two factors correspond.
+
+        "same": one to one. "left": several of `one` to each of `other`. "right": the other way round. "many": several
+        to several.
+        """
         one, other = torch.broadcast_tensors(one, other)
         both = (one >= 0) & (other >= 0)
         a, b = one[both], other[both]
@@ -233,7 +244,7 @@ class Atoms:
 
 
 def scrambled(numbers: np.ndarray) -> np.ndarray:
-    """Numbers scrambled one to one (Steele, Lea and Flood 2014, SplitMix64)."""
+    """Scramble numbers one to one (Steele, Lea and Flood 2014, SplitMix64)."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -241,7 +252,7 @@ def scrambled(numbers: np.ndarray) -> np.ndarray:
 
 
 def _ways(a: Tensor, b: Tensor) -> str:
-    """Of labels [n] and [n]."""
+    """Return the correspondence of labels [n] and [n]."""
     pairs = torch.stack([a, b]).unique(dim=1)
     left, right = (len(side.unique()) == pairs.shape[1] for side in pairs)
     return "same" if left and right else "left" if left else "right" if right else "many"

@@ -1,4 +1,4 @@
-"""Copies of networks that hold other tensors, of other sizes too."""
+"""Copy networks with other tensors, also of other sizes."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -14,15 +14,15 @@ from fedloom.fusion.graph.undisturbed import tensors_of
 def with_state(
     network: nn.Module, state: Mapping[str, Tensor], without: Collection[str] = (), like: nn.Module | None = None
 ) -> nn.Module:
-    """A copy of the network that holds the tensors of `state` themselves; norms named in `without` become identities.
+    """Return a copy of the network that holds the tensors of `state` themselves.
 
-    like: a network of the same structure whose attention has the heads that are wanted. UserError for tensors of sizes that
-    attention cannot have.
+    `without`: names of norms that become identities. `like`: a network of the same structure, from which attention
+    takes its number of heads. Raise UserError if attention cannot have tensors of these sizes.
     """
     replaced = {id(tensor): tensor for name, tensor in network.state_dict(keep_vars=True).items() if name in state}
     twin = copy.deepcopy(network, memo={**_looked_at(network), **replaced})  # these are not copied twice
     for module in twin.modules():
-        module._compiled_call_impl = None  # of the network that it was copied from (Module.compile)
+        module._compiled_call_impl = None  # of the original network (Module.compile)
     for name in without:
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, nn.Identity())
@@ -42,12 +42,12 @@ def with_state(
 
 
 def _looked_at(network: nn.Module) -> dict[int, Tensor]:
-    """Tensors that a forward has left in attributes, with a graph behind them that cannot be copied, as plain ones."""
-    return {id(one): one.detach() for one in tensors_of(network) if not one.is_leaf}
+    """Return detached copies of tensors in attributes whose autograd graph cannot be copied."""
+    return {id(tensor): tensor.detach() for tensor in tensors_of(network) if not tensor.is_leaf}
 
 
 def _fit(module: Any) -> None:
-    """Set the sizes that a module keeps beside its weights."""
+    """Set the sizes that a module stores as attributes."""
     weight = module._parameters.get("in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight")
     sizes = [SIZES[kind] for kind in SIZES if isinstance(module, kind)]
     if weight is not None and sizes:
@@ -55,7 +55,7 @@ def _fit(module: Any) -> None:
 
 
 def _of_convolution(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Groups keep their width, if that is what the weight has, or their number."""
+    """Return sizes: groups keep their width if it fits the weight, otherwise their number."""
     if isinstance(module, TRANSPOSED):
         return {"in_channels": shape[0], "out_channels": shape[1] * module.groups}
     narrow = module.groups > 1 and shape[1] * module.groups == module.in_channels
@@ -68,10 +68,10 @@ def _of_norm(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _of_attention(module: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Heads keep their width, if that is what the weight has, or their number."""
+    """Return sizes: heads keep their width if it fits the weight, otherwise their number."""
     inner = shape[0] // 3
     if inner != shape[1]:
-        raise UserError(f"attention over {shape[1]} channels has heads of {inner}: take a width at which they agree")
+        raise UserError(f"attention over {shape[1]} channels has heads of {inner}: use a width at which they agree")
     heads = inner // module.head_dim if inner % module.head_dim == 0 else module.num_heads
     return {"embed_dim": shape[1], "kdim": shape[1], "vdim": shape[1], "num_heads": heads, "head_dim": inner // heads}
 

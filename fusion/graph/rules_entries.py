@@ -1,4 +1,4 @@
-"""Rules of operations entry by entry and of those that contract dimensions: sums, products, norms, attention."""
+"""Rules of entry-wise operations and contractions: sums, products, norms, attention."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,10 @@ from fedloom.fusion.graph.walk import Refusal, Rule, Walk, argument
 
 
 def joined(walk: Walk, operands: Sequence[Value]) -> Value:
-    """Broadcast and combined entry by entry: channels that meet are tied; what meets values that do not move is pinned."""
+    """Label operands that are broadcast and combined entry by entry.
+
+    Channels that meet are tied. Channels that meet values that do not move are pinned.
+    """
     shape = tuple(torch.broadcast_shapes(*(operand.shape for operand in operands)))
     operands = [_widened(operand, len(shape)) for operand in operands]
     for operand in operands:
@@ -28,7 +31,7 @@ def joined(walk: Walk, operands: Sequence[Value]) -> Value:
 
 
 def _merged(walk: Walk, factors: list[Tensor], more: list[Tensor]) -> list[Tensor]:
-    """The factors of two operands, those that meet as one; what meets several is what corresponds best."""
+    """Return the factors of two operands, joined where they meet; of several matches, the best one."""
     pairs = [(k, n) for k, one in enumerate(factors) for n, other in enumerate(more) if _meet(one, other)]
     rank = {pair: walk.atoms.correspondence(factors[pair[0]], more[pair[1]]) == "many" for pair in pairs}
     left, right, result = set[int](), set[int](), list(factors)
@@ -55,13 +58,13 @@ def _meet(one: Tensor, other: Tensor) -> bool:
 
 
 def _meets_still(walk: Walk, factor: Tensor, other: Value) -> bool:
-    """Whether the other has, where this factor's channels lie, values that differ but no channels."""
+    """Return whether `other` has differing values without channels along this factor's channels."""
     covered = frozenset[int]().union(*(varied(each) for each in other.factors))
     return any(walk.atoms.slides(factor, dim) for dim in varied(factor) - other.even - covered)
 
 
 def contracted(walk: Walk, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
-    """A sum, mean or maximum over dimensions: what is left of channels that it takes together are their groups."""
+    """Label a sum, mean or maximum over dimensions: reduced channels leave their groups."""
     gone = {dim % len(value.shape) for dim in dims}
     factors = []
     for factor in value.factors:
@@ -78,7 +81,7 @@ def contracted(walk: Walk, value: Value, dims: Iterable[int], keep: bool = False
 
 
 def _groups(walk: Walk, factor: Tensor, gone: set[int]) -> Tensor:
-    """A group for each remaining place of a factor."""
+    """Return a group for each remaining position of a factor."""
     shape = [1 if dim in gone else size for dim, size in enumerate(factor.shape)]
     groups = walk.atoms.new(int(torch.tensor(shape).prod())).view(shape)
     walk.group(factor, groups.expand(factor.shape))
@@ -86,15 +89,17 @@ def _groups(walk: Walk, factor: Tensor, gone: set[int]) -> Tensor:
 
 
 def squeezed(value: Value, dims: Iterable[int]) -> Value:
-    """Without dimensions of size 1."""
+    """Remove dimensions of size 1."""
     gone = {dim % len(value.shape) for dim in dims}
-    left = [dim for dim in range(len(value.shape)) if dim not in gone]
-    factors = [factor.reshape([factor.shape[dim] for dim in left]) for factor in value.factors]
-    return value_of(factors, [value.shape[dim] for dim in left], {left.index(dim) for dim in value.even if dim in left})
+    remaining = [dim for dim in range(len(value.shape)) if dim not in gone]
+    factors = [factor.reshape([factor.shape[dim] for dim in remaining]) for factor in value.factors]
+    return value_of(
+        factors, [value.shape[dim] for dim in remaining], {remaining.index(dim) for dim in value.even if dim in remaining}
+    )
 
 
 def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
-    """Entries set in relation to others along dimensions (a norm): channels move only among those."""
+    """Label a norm over dimensions: channels only move within these."""
     gone = {dim % len(value.shape) for dim in dims}
     for factor in value.factors:
         if varied(factor) & gone and not varied(factor) <= gone and walk.free(factor):
@@ -103,96 +108,104 @@ def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
 
 
 def operands_of(walk: Walk, node: Node) -> list[Value]:
-    """All tensors among the arguments."""
-    found = []
-    for given in (*node.args, *node.kwargs.values()):
-        value = walk.of(given) if isinstance(given, Node | Tensor) else None
+    """Return the labels of all tensors among the arguments."""
+    operands = []
+    for source in (*node.args, *node.kwargs.values()):
+        value = walk.of(source) if isinstance(source, Node | Tensor) else None
         if value is not None:
-            found.append(value)
-    return found
+            operands.append(value)
+    return operands
 
 
 def elementwise(walk: Walk, node: Node) -> Value:
-    """Of one tensor or several, with numbers."""
+    """Label an entry-wise operation on one or several tensors, and numbers."""
     return joined(walk, operands_of(walk, node))
 
 
 def add(walk: Walk, node: Node) -> Value:
-    """A sum or difference; one of two tensors of one shape that depend on the input is where a block may end."""
-    operands = [given for given in (*node.args, *node.kwargs.values()) if isinstance(given, Node) and given in walk.sources]
+    """Label a sum or difference. A sum of two tensors of one shape that depend on the input can end a block."""
+    operands = [
+        operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node) and operand in walk.sources
+    ]
     if len(set(operands)) == 2 and walk.shape(operands[0]) == walk.shape(operands[1]):
         walk.sums.append(node)
     return elementwise(walk, node)
 
 
 def dims_of(walk: Walk, node: Node, ndim: int, position: int = 1, name: str = "dim") -> list[int]:
-    """The dimensions that an argument names; all, if it is not given."""
-    given = argument(node, position, name)
-    given = walk.trace.constants.get(given, given) if isinstance(given, Node) else given
-    dims = range(ndim) if given is None or given == () or given == [] else [given] if isinstance(given, int) else given
+    """Return the dimensions that an argument names; default: all."""
+    selected = argument(node, position, name)
+    selected = walk.trace.constants.get(selected, selected) if isinstance(selected, Node) else selected
+    dims = (
+        range(ndim)
+        if selected is None or selected == () or selected == []
+        else [selected]
+        if isinstance(selected, int)
+        else selected
+    )
     return [dim % ndim for dim in dims]
 
 
 def reduction(walk: Walk, node: Node) -> Value:
-    """A mean, sum, maximum or the like."""
+    """Label a mean, sum, maximum or similar reduction."""
     value = walk.known(node.args[0])
     dims = dims_of(walk, node, len(value.shape))
     return contracted(walk, value, dims, bool(argument(node, 2, "keepdim", False)))
 
 
 def softmax(walk: Walk, node: Node) -> Value:
-    """Over positions, or over the classes at the end."""
+    """Label a softmax over positions, or over the classes at the end."""
     value = walk.known(node.args[0])
     dim = walk.module(node).dim if node.op == "call_module" else argument(node, 1, "dim")
     if not isinstance(dim, int):
-        raise Refusal(f"{walk.what(node)} over dimension {dim}; takes a number, try to say which dimension")
+        raise Refusal(f"{walk.what(node)} over dimension {dim}; use a number; try to set the dimension")
     dim %= len(value.shape)
     walk.softmax += [(node, factor) for factor in value.factors if dim in varied(factor)]
     return closed(walk, value, [dim])
 
 
 def normalized(walk: Walk, node: Node) -> Value:
-    """F.normalize: divided by a norm over a dimension."""
+    """Label F.normalize: a division by a norm over a dimension."""
     value = walk.known(node.args[0])
     return closed(walk, value, [argument(node, 2, "dim", 1)])
 
 
 def product(walk: Walk, one: Value, other: Value) -> Value:
-    """A matrix product [..., m, k] @ [..., k, n]."""
+    """Label a matrix product [..., m, k] @ [..., k, n]."""
     if min(len(one.shape), len(other.shape)) < 2:
-        raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; takes matrices, try unsqueeze")
+        raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; use matrices; try unsqueeze")
     left, right = unsqueezed(one, len(one.shape)), unsqueezed(other, len(other.shape) - 2)
     return contracted(walk, joined(walk, [left, right]), [-2])
 
 
 def unsqueezed(value: Value, dim: int) -> Value:
-    """With a dimension of size 1 before `dim`."""
+    """Insert a dimension of size 1 before `dim`."""
     shape = [*value.shape[:dim], 1, *value.shape[dim:]]
     return value_of([factor.unsqueeze(dim) for factor in value.factors], shape, {d + (d >= dim) for d in value.even})
 
 
 def permuted_value(value: Value, order: Sequence[int]) -> Value:
-    """With dimensions in another order."""
+    """Permute the dimensions."""
     shape = [value.shape[dim] for dim in order]
-    even = {place for place, dim in enumerate(order) if dim in value.even}
+    even = {index for index, dim in enumerate(order) if dim in value.even}
     return value_of([factor.permute(list(order)) for factor in value.factors], shape, even)
 
 
 def matmul(walk: Walk, node: Node) -> Value:
-    """The matrix product of two tensors, one of which may be of the state: it then reads what it contracts."""
-    one, other = (walk.known(given) for given in node.args[:2])
-    for given, dim in ((node.args[0], -1), (node.args[1], -2)):
-        if isinstance(given, Node) and given.op == "get_attr":
-            tensor = walk.tensor(given)
+    """Label the matrix product of two tensors. A tensor of the state then reads the contracted channels."""
+    one, other = (walk.known(operand) for operand in node.args[:2])
+    for operand, dim in ((node.args[0], -1), (node.args[1], -2)):
+        if isinstance(operand, Node) and operand.op == "get_attr":
+            tensor = walk.tensor(operand)
             walk.reads.add((id(tensor), dim % tensor.ndim))
     return product(walk, one, other)
 
 
 def attention(walk: Walk, node: Node) -> Value:
-    """F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
+    """Label F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
     q, k, v = (walk.known(argument(node, index, name)) for index, name in enumerate(("query", "key", "value")))
     if argument(node, 7, "enable_gqa", False):
-        raise Refusal("attention with fewer heads of keys than of queries; takes as many, try to repeat the keys")
+        raise Refusal("attention with fewer heads of keys than of queries; use equal numbers; try to repeat the keys")
     turned = [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]
     scores = product(walk, q, permuted_value(k, turned))
     mask = walk.of(argument(node, 3, "attn_mask"))
@@ -201,24 +214,24 @@ def attention(walk: Walk, node: Node) -> Value:
 
 
 def einsum(walk: Walk, node: Node) -> Value:
-    """Operands brought to one order of indices, multiplied, and summed over those that the result lacks."""
-    equation, *given = node.args
+    """Label einsum: operands in one order of indices, multiplied, and summed over indices that the result lacks."""
+    equation, *sources = node.args
     if not isinstance(equation, str) or "." in equation:
-        raise Refusal(f"einsum '{equation}'; takes indices without '...', try to write them out")
+        raise Refusal(f"einsum '{equation}'; use indices without '...'; try to write them out")
     terms, _, result = equation.replace(" ", "").partition("->")
     inputs = terms.split(",")
     if "->" not in equation:
         letters = terms.replace(",", "")
         result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     order = "".join(dict.fromkeys(result + terms.replace(",", "")))
-    operands = [_spread(walk.known(one), term, order) for one, term in zip(given, inputs, strict=True)]
+    operands = [_spread(walk.known(one), term, order) for one, term in zip(sources, inputs, strict=True)]
     return contracted(walk, joined(walk, operands), range(len(result), len(order)))
 
 
 def _spread(value: Value, term: str, order: str) -> Value:
-    """[indices of term] -> [order], with size 1 for those that it lacks."""
+    """Return [indices of term] as [order], with size 1 for missing indices."""
     if len(set(term)) < len(term):
-        raise Refusal(f"einsum over a diagonal ('{term}'); takes each index once, try diagonal()")
+        raise Refusal(f"einsum over a diagonal ('{term}'); use each index once; try diagonal()")
     value = permuted_value(value, [term.index(letter) for letter in order if letter in term])
     for dim, letter in enumerate(order):
         if letter not in term:
@@ -231,7 +244,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def table(*rows: tuple[Rule, Iterable[Any]]) -> dict[Any, Rule]:
-    """A registry."""
+    """Return a registry of rules from (rule, keys) rows."""
     return {key: rule for rule, keys in rows for key in keys}
 
 

@@ -14,62 +14,64 @@ from fedloom.fusion.graph.walk import Refusal, Rule, Walk, along, argument
 
 
 def _read(walk: Walk, value: Value, dim: int, entries: Tensor) -> tuple[Tensor, ...]:
-    """Tie the entries [size] of a weight to the channels that lie along a dimension; the other factors are returned."""
+    """Tie the entries [size] of a weight to the channels along a dimension, and return the other factors."""
     if value.shape[dim] != len(entries):
         raise Refusal(f"reads {len(entries)} channels of {list(value.shape)}")
     here = [f for f in value.factors if dim in varied(f) or (value.shape[dim] == 1 and not varied(f))]
     chosen = [factor for factor in here if walk.free(factor)] or here[:1]
     if len(chosen) > 1:
-        raise Refusal("reads two independent sets of channels in one dimension; takes one, try not to flatten both")
+        raise Refusal("reads two independent sets of channels in one dimension; use one; try not to flatten both")
     chosen = chosen or [factor for factor in value.factors if not varied(factor) and walk.free(factor)]  # one flat channel
     if not chosen:
         walk.atoms.pin(entries)
         return tuple(value.factors)
-    given = chosen[0]
-    own = along(entries, dim, given.ndim).expand(torch.broadcast_shapes(given.shape, along(entries, dim, given.ndim).shape))
-    given = given.expand(own.shape)
-    walk.atoms.pin(own[given < 0])
-    walk.atoms.tie(own, given)
+    labels = chosen[0]
+    own = along(entries, dim, labels.ndim).expand(
+        torch.broadcast_shapes(labels.shape, along(entries, dim, labels.ndim).shape)
+    )
+    labels = labels.expand(own.shape)
+    walk.atoms.pin(own[labels < 0])
+    walk.atoms.tie(own, labels)
     return tuple(factor for factor in value.factors if factor is not chosen[0] and not any(factor is one for one in here))
 
 
-def _sides(walk: Walk, given: Any, dims: tuple[int, int]) -> tuple[Tensor | None, Tensor, Tensor]:
-    """A weight of the state, or None if it is computed, and the entries [size] of two of its dimensions."""
-    if isinstance(given, Tensor) or given.op == "get_attr":
-        weight = walk.tensor(given)
+def _sides(walk: Walk, source: Any, dims: tuple[int, int]) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return a weight of the state (None if it is computed), and the entries [size] of two of its dimensions."""
+    if isinstance(source, Tensor) or source.op == "get_attr":
+        weight = walk.tensor(source)
         return weight, *(walk.entries(weight, dim) for dim in dims)  # pyright: ignore[reportReturnType]
-    value = walk.known(given)
-    found = [next((f for f in value.factors if varied(f) == {dim}), None) for dim in dims]
-    if found[0] is None or found[1] is None:
-        raise Refusal(f"the weight '{given}' is computed in a way that mixes its channels; takes parameters, try a layer")
-    return None, *(factor.flatten() for factor in found if factor is not None)  # pyright: ignore[reportReturnType]
+    value = walk.known(source)
+    factors = [next((f for f in value.factors if varied(f) == {dim}), None) for dim in dims]
+    if factors[0] is None or factors[1] is None:
+        raise Refusal(f"the weight '{source}' is computed in a way that mixes its channels; use parameters; try a layer")
+    return None, *(factor.flatten() for factor in factors if factor is not None)  # pyright: ignore[reportReturnType]
 
 
-def _bias(walk: Walk, given: Any, outputs: Tensor) -> None:
+def _bias(walk: Walk, source: Any, outputs: Tensor) -> None:
     """Tie a bias, of the state or computed, to the outputs."""
-    if given is None:
+    if source is None:
         return
-    if isinstance(given, Tensor) or given.op == "get_attr":
-        walk.atoms.tie(walk.entries(walk.tensor(given), 0), outputs)
+    if isinstance(source, Tensor) or source.op == "get_attr":
+        walk.atoms.tie(walk.entries(walk.tensor(source), 0), outputs)
         return
-    for factor in walk.known(given).factors:
+    for factor in walk.known(source).factors:
         walk.atoms.tie(factor.expand(outputs.shape), outputs)
 
 
 def _dense(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, dim: int, kind: str) -> Value:
-    """A layer that mixes all entries of a dimension; convolutions those behind it, too."""
+    """Label a layer that mixes all entries of a dimension; a convolution also mixes those of later dimensions."""
     dims = (0, 1) if kind == "transposed" else (1, 0)
     tensor, inputs, outputs = _sides(walk, weight, dims)
     if dim == 1:
         x = mixed(walk, x, range(2, len(x.shape)), x.shape)
-    kept = _read(walk, x, dim, inputs)
+    remaining = _read(walk, x, dim, inputs)
     _bias(walk, bias, outputs)
     if tensor is not None:
         walk.reads.add((id(tensor), dims[0]))
     walk.layer(node, kind, tensor, inputs, outputs)
     shape = tuple(walk.shape(node))
-    kept = [factor for factor in kept if not varied(factor) & {dim}]
-    return value_of([*kept, along(outputs, dim, len(shape))], shape)
+    remaining = [factor for factor in remaining if not varied(factor) & {dim}]
+    return value_of([*remaining, along(outputs, dim, len(shape))], shape)
 
 
 def _linear(walk: Walk, node: Node) -> Value:
@@ -110,12 +112,12 @@ def _convolved(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, groups:
     if groups == 1:
         return _dense(walk, node, x, weight, bias, 1, kind)
     if kind == "transposed":
-        raise Refusal("a transposed convolution in groups cannot be wired; takes groups=1, try one for each group")
+        raise Refusal("a transposed convolution in groups cannot be wired; use groups=1; try one for each group")
     return _grouped(walk, node, x, walk.tensor(weight), bias, groups)
 
 
 def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups: int) -> Value:
-    """A convolution in groups: its inputs and outputs are members of the same groups, or the same channels."""
+    """Label a grouped convolution: its inputs and outputs are members of the same groups, or the same channels."""
     x = mixed(walk, x, range(2, len(x.shape)), x.shape)
     count = x.shape[1]
     inputs = walk.blocks_of.setdefault(id(weight), walk.atoms.new(count))
@@ -139,50 +141,50 @@ def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups
 
 
 def _embedding(walk: Walk, node: Node) -> Value:
-    """Rows of a table, picked by the input or by constants."""
+    """Label rows of a table that the input or constants select."""
     functional = node.op != "call_module"
     weight = walk.tensor(argument(node, 1, "weight") if functional else walk.module(node).weight)
     index, shape = walk.of(node.args[0]), tuple(walk.shape(node))
     rows, outputs = walk.entries(weight, 0), walk.entries(weight, 1)
     walk.atoms.pin(rows)
     walk.layer(node, "embedding", weight, rows, outputs)
-    kept = [factor.unsqueeze(-1) for factor in index.factors] if index is not None else []
-    return value_of([*kept, along(outputs, len(shape) - 1, len(shape))], shape)
+    factors = [factor.unsqueeze(-1) for factor in index.factors] if index is not None else []
+    return value_of([*factors, along(outputs, len(shape) - 1, len(shape))], shape)
 
 
 def _affine(walk: Walk, node: Node, value: Value, tensors: list[Any], dim: int) -> Value:
-    """Weight, bias and statistics, all along the dimensions from `dim` on, or along that one alone."""
+    """Label weight, bias and statistics, along all dimensions from `dim` on or along `dim` alone."""
     operands = [value]
-    for given in tensors:
-        if given is None:
+    for tensor in tensors:
+        if tensor is None:
             continue
-        one = walk.of(given) if isinstance(given, Node) else walk.state_value(given)
-        assert one is not None
+        operand = walk.of(tensor) if isinstance(tensor, Node) else walk.state_value(tensor)
+        assert operand is not None
         if dim == 1:
-            shape = (1, one.shape[0], *[1] * (len(value.shape) - 2))
-            one = value_of([factor.view(shape) for factor in one.factors], shape)
-            if value.shape[1] == 1:  # of one channel no dimension tells whose it is
-                atom = walk.entries(walk.tensor(given), 0)
-                one = value_of([atom.view(shape)], shape)
-        elif value.shape[-1] == 1 and isinstance(given, Tensor) and given.ndim == 1:
-            one = value_of([walk.entries(given, 0)], one.shape)
-        operands.append(one)
+            shape = (1, operand.shape[0], *[1] * (len(value.shape) - 2))
+            operand = value_of([factor.view(shape) for factor in operand.factors], shape)
+            if value.shape[1] == 1:  # with one channel, no dimension identifies it
+                atom = walk.entries(walk.tensor(tensor), 0)
+                operand = value_of([atom.view(shape)], shape)
+        elif value.shape[-1] == 1 and isinstance(tensor, Tensor) and tensor.ndim == 1:
+            operand = value_of([walk.entries(tensor, 0)], operand.shape)
+        operands.append(operand)
     result = joined(walk, operands)
-    own = [one for one in operands[1:] if one.factors]
+    own = [operand for operand in operands[1:] if operand.factors]
     weight = walk.tensor(tensors[0]) if tensors[0] is not None and _is_plain(tensors[0]) else None
     channels = walk.atoms.compressed(own[0].factors[0]).flatten() if own else _channels(walk, value, dim)
     walk.layer(node, "norm", weight, channels, channels)
     return Value(result.factors, result.shape, frozenset(d for d, size in enumerate(result.shape) if size == 1))
 
 
-def _is_plain(given: Any) -> bool:
-    return isinstance(given, Tensor) or given.op == "get_attr"
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) or tensor.op == "get_attr"
 
 
 def _channels(walk: Walk, value: Value, dim: int) -> Tensor:
-    """The channels that a norm without weights works on."""
-    found = [factor for factor in value.factors if dim % len(value.shape) in varied(factor) or not varied(factor)]
-    return found[-1].flatten() if found else torch.empty(0, dtype=torch.int64)
+    """Return the channels that a norm without weights normalises."""
+    factors = [factor for factor in value.factors if dim % len(value.shape) in varied(factor) or not varied(factor)]
+    return factors[-1].flatten() if factors else torch.empty(0, dtype=torch.int64)
 
 
 def _batch_norm(walk: Walk, node: Node) -> Value:
@@ -194,8 +196,8 @@ def _batch_norm(walk: Walk, node: Node) -> Value:
 def _batch_norm_function(walk: Walk, node: Node) -> Value:
     value = walk.known(node.args[0])
     names = ("running_mean", "running_var", "weight", "bias")
-    given = [argument(node, place + 1, name) for place, name in enumerate(names)]
-    return _affine(walk, node, value, [given[2], given[3], given[0], given[1]], 1)
+    tensors = [argument(node, index + 1, name) for index, name in enumerate(names)]
+    return _affine(walk, node, value, [tensors[2], tensors[3], tensors[0], tensors[1]], 1)
 
 
 def _group_norm(walk: Walk, node: Node) -> Value:
@@ -220,25 +222,25 @@ def _in_groups(walk: Walk, node: Node, value: Value, groups: int, weight: Any, b
 
 def _layer_norm(walk: Walk, node: Node) -> Value:
     module = walk.module(node)
-    given = [module.weight, getattr(module, "bias", None)]
-    return _over_last(walk, node, module.normalized_shape, given)
+    tensors = [module.weight, getattr(module, "bias", None)]
+    return _over_last(walk, node, module.normalized_shape, tensors)
 
 
 def _layer_norm_function(walk: Walk, node: Node) -> Value:
-    given = [argument(node, 2, "weight"), argument(node, 3, "bias")]
-    return _over_last(walk, node, argument(node, 1, "normalized_shape"), given)
+    tensors = [argument(node, 2, "weight"), argument(node, 3, "bias")]
+    return _over_last(walk, node, argument(node, 1, "normalized_shape"), tensors)
 
 
 def _rms_norm_function(walk: Walk, node: Node) -> Value:
     return _over_last(walk, node, argument(node, 1, "normalized_shape"), [argument(node, 2, "weight")])
 
 
-def _over_last(walk: Walk, node: Node, over: Any, given: list[Any]) -> Value:
-    """Normalised over the last dimensions."""
+def _over_last(walk: Walk, node: Node, over: Any, tensors: list[Any]) -> Value:
+    """Label a norm over the last dimensions."""
     value = walk.known(node.args[0])
     last = len(over)
     value = closed(walk, value, range(len(value.shape) - last, len(value.shape)))
-    return _affine(walk, node, value, given, -1)
+    return _affine(walk, node, value, tensors, -1)
 
 
 def _prelu(walk: Walk, node: Node) -> Value:

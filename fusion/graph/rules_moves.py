@@ -1,4 +1,4 @@
-"""Rules of operations that move entries without changing them: the labels run through the same operations."""
+"""Rules of operations that only move entries: labels pass through the same operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,17 @@ from fedloom.fusion.graph.walk import Refusal, Rule, Walk, argument, linear_plac
 
 
 def movement(walk: Walk, node: Node) -> Value:
-    """One tensor whose entries are moved, some perhaps left out or repeated."""
+    """Label a tensor whose entries are moved, possibly with omissions or repetitions."""
     return _moved(walk, node, _operation(walk, node))
 
 
 def _operation(walk: Walk, node: Node) -> Callable[[dict[Node, Tensor]], Any]:
-    """The operation of a node as a function of tensors in the place of its operands."""
+    """Return the operation of a node as a function of tensors that replace its operands."""
 
-    def apply(given: dict[Node, Tensor]) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: given.get(one, walk.trace.constants.get(one)))
+    def apply(values: dict[Node, Tensor]) -> Any:
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda source: values.get(source, walk.trace.constants.get(source))
+        )
         if node.op == "call_module":
             return walk.module(node)(*args, **kwargs)
         if node.op == "call_method":
@@ -32,9 +34,9 @@ def _operation(walk: Walk, node: Node) -> Callable[[dict[Node, Tensor]], Any]:
 
 
 def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -> Value:
-    operands = [one for one in node.all_input_nodes if one in walk.values]
+    operands = [source for source in node.all_input_nodes if source in walk.values]
     if len(operands) != 1:
-        raise Refusal(f"{walk.what(node)} of {', '.join(map(str, operands))}; takes one tensor with channels")
+        raise Refusal(f"{walk.what(node)} of {', '.join(map(str, operands))}; use one tensor with channels")
     (operand,) = operands
     value, factors = walk.values[operand], []
     for factor in value.factors:
@@ -45,25 +47,25 @@ def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -
 
 
 def unfolded(walk: Walk, node: Node) -> Value:
-    """F.unfold, nn.Unfold: windows side by side; torch takes them of floating-point numbers only."""
+    """Label the windows of F.unfold and nn.Unfold, for which torch requires floating-point numbers."""
     apply = _operation(walk, node)
     if node.op == "call_method":  # Tensor.unfold
         return _moved(walk, node, apply)
     padding = walk.module(node).padding if node.op == "call_module" else argument(node, 3, "padding", 0)
     if padding not in (0, (0, 0), [0, 0]):
-        raise Refusal(f"{walk.what(node)} with padding {padding}; takes none, try F.pad before it")
-    return _moved(walk, node, lambda given: apply({one: labels.double() for one, labels in given.items()}).long())
+        raise Refusal(f"{walk.what(node)} with padding {padding}; use none; try F.pad before it")
+    return _moved(walk, node, lambda values: apply({source: labels.double() for source, labels in values.items()}).long())
 
 
 def getitem(walk: Walk, node: Node) -> Value:
-    """A part of a tensor, or one of the parts of a list."""
+    """Label a part of a tensor, or one element of a list."""
     source = node.args[0]
     if isinstance(source, Node) and walk.trace.shapes[source] is None:
         parts, picked = _operation(walk, source), _operation(walk, node)
         operand = next(one for one in source.all_input_nodes if one in walk.values)
         value, factors = walk.values[operand], []
         for factor in value.factors:
-            run = lambda given: picked({source: parts({operand: given})})  # noqa: E731
+            run = lambda labels: picked({source: parts({operand: labels})})  # noqa: E731
             new = run(factor.expand(value.shape).contiguous())
             factors.append(walk.settled(new, lambda run=run, f=factor: run(linear_places(value.shape, f))))
         return value_of(factors, walk.shape(node))
@@ -71,7 +73,7 @@ def getitem(walk: Walk, node: Node) -> Value:
 
 
 def expanded(walk: Walk, node: Node) -> Value:
-    """expand: more even dimensions."""
+    """Label `expand`, which adds even dimensions."""
     value = walk.known(node.args[0])
     shape = tuple(walk.shape(node))
     more = len(shape) - len(value.shape)
@@ -81,10 +83,10 @@ def expanded(walk: Walk, node: Node) -> Value:
 
 
 def concatenation(walk: Walk, node: Node) -> Value:
-    """cat and stack: factors of the parts side by side; of parts without channels, values that do not move."""
+    """Label `cat` and `stack`: concatenate the factors of the parts. Parts without channels do not move."""
     parts = node.args[0] if node.args else node.kwargs["tensors"]
     if not isinstance(parts, list | tuple):
-        raise Refusal(f"{walk.what(node)} of {parts}; takes a list of tensors")
+        raise Refusal(f"{walk.what(node)} of {parts}; use a list of tensors")
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
     values = [walk.known(part) for part in parts]
     join = torch.stack if walk.what(node) == "stack" else torch.cat
@@ -94,19 +96,19 @@ def concatenation(walk: Walk, node: Node) -> Value:
     keys = keys or list(dict.fromkeys(_key(f, dim, join) for value in values for f in value.factors))
     factors = []
     for key in keys:
-        found = [next((f for f in value.factors if _key(f, dim, join) == key), None) for value in values]
-        labels = [_filled(factor, value) for factor, value in zip(found, values, strict=True)]
+        matching = [next((f for f in value.factors if _key(f, dim, join) == key), None) for value in values]
+        labels = [_filled(factor, value) for factor, value in zip(matching, values, strict=True)]
         base, places = 0, []
-        for one, factor in zip(values, found, strict=True):
-            place = linear_places(one.shape, torch.zeros([1] * len(one.shape)) if factor is None else factor)
-            places.append(place + base)
-            base += int(place.max()) + 1 if place.numel() else 0
+        for one, factor in zip(values, matching, strict=True):
+            positions = linear_places(one.shape, torch.zeros([1] * len(one.shape)) if factor is None else factor)
+            places.append(positions + base)
+            base += int(positions.max()) + 1 if positions.numel() else 0
         factors.append(walk.settled(join(labels, dim), lambda places=places: join(places, dim)))
     return value_of(factors, walk.shape(node))
 
 
 def _key(factor: Tensor, dim: int, join: Any) -> frozenset[int]:
-    """What factors of several parts must have in common to be one: the dimensions they lie on."""
+    """Return the dimensions that factors of several parts must share to be joined."""
     lies = varied(factor)
     if join is torch.cat and (dim in lies or not lies):
         return frozenset([dim])
@@ -121,13 +123,13 @@ def _filled(factor: Tensor | None, value: Value) -> Tensor:
 
 
 def spatial(walk: Walk, node: Node) -> Value:
-    """Pooling, padding, resizing: over the dimensions behind the second, each channel by itself."""
+    """Label pooling, padding and resizing over the dimensions after the second, separately for each channel."""
     value = walk.known([*node.args, *node.kwargs.values()][0])
     return mixed(walk, value, range(2, len(value.shape)), walk.shape(node))
 
 
 def mixed(walk: Walk, value: Value, dims: Any, shape: Any) -> Value:
-    """Entries mixed along dimensions: channels that differ along them become one, if they differ elsewhere too."""
+    """Label entries mixed along dimensions: channels that differ along them, and elsewhere, become one."""
     factors = []
     for factor in value.factors:
         over = varied(factor) & set(dims)
@@ -145,14 +147,14 @@ def mixed(walk: Walk, value: Value, dims: Any, shape: Any) -> Value:
 
 
 def pad(walk: Walk, node: Node) -> Value:
-    """F.pad; with zeros or another number in any dimension, else behind the second."""
+    """Label F.pad: constants in any dimension, other modes after the second."""
     mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
     if mode != "constant":
         return spatial(walk, node)
     value, factors = walk.known(argument(node, 0, "input")), []
     pads = [int(walk.trace.constants.get(p, p)) for p in argument(node, 1, "pad")]
     ndim = len(value.shape)
-    touched = {ndim - 1 - place // 2 for place, count in enumerate(pads) if count}
+    touched = {ndim - 1 - index // 2 for index, count in enumerate(pads) if count}
     for factor in value.factors:
         if not touched & varied(factor):
             factors.append(factor)
@@ -164,37 +166,37 @@ def pad(walk: Walk, node: Node) -> Value:
 
 
 def padded_windows(walk: Walk, node: Node) -> Value:
-    """Windows of positions: channels stay in the last dimension, wherever positions go."""
+    """Label windows of positions: channels stay in the last dimension."""
     value = walk.known(node.args[0])
     last = len(value.shape) - 1
     factors = [f for f in value.factors if varied(f) <= {last}]
     if any(walk.free(f) for f in value.factors if not varied(f) <= {last}):
-        raise Refusal(f"{walk.what(node)} of channels outside the last dimension; takes [n, h, w, c]")
+        raise Refusal(f"{walk.what(node)} of channels outside the last dimension; use [n, h, w, c]")
     shape = tuple(walk.shape(node))
     return value_of([f.reshape([1] * (len(shape) - 1) + [-1]) for f in factors], shape)
 
 
 def merged_windows(walk: Walk, node: Node) -> Value:
-    """Patches of two by two positions joined to one of four times the channels."""
+    """Label patches of 2 x 2 positions joined into one with four times the channels."""
     return _moved(walk, node, _operation(walk, node))
 
 
 def indexed(walk: Walk, node: Node) -> Value:
-    """index_select, gather and the like with constant indices; else channels must not lie where it picks."""
+    """Label index_select and similar functions with constant indices."""
     operand = node.args[0]
     rest = [one for one in node.all_input_nodes if one is not operand]
     if any(one not in walk.trace.constants for one in rest):
-        raise Refusal(f"{walk.what(node)} by indices that depend on data; takes constant ones")
+        raise Refusal(f"{walk.what(node)} by indices that depend on data; use constant ones")
     return movement(walk, node)
 
 
 def same(walk: Walk, node: Node) -> Value:
-    """Nothing changes but the type or the place in memory."""
+    """Label operations that change only the type or the memory."""
     return joined(walk, [walk.known(node.args[0])])
 
 
 def squeeze(walk: Walk, node: Node) -> Value:
-    """squeeze: the dimensions that are gone were even."""
+    """Label `squeeze`: removed dimensions were even."""
     value, shape = walk.known(node.args[0]), tuple(walk.shape(node))
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     every = range(len(value.shape)) if dims is None else [dims] if isinstance(dims, int) else dims

@@ -1,4 +1,4 @@
-"""Trace of a network with torch.fx, with shapes and source lines."""
+"""Trace a network with torch.fx, with shapes and source lines."""
 
 import os
 import sys
@@ -24,9 +24,9 @@ NORMS = (
 )
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LEAVES = (*NORMS, *CONVOLUTIONS, *TRANSPOSED, nn.Linear, nn.PReLU)  # and their subclasses: never traced into
-OPEN = (nn.LayerNorm, nn.RMSNorm)  # but for subclasses of these that rearrange their input first
-CONSTANTS = frozenset(  # functions whose result depends on the shape of a tensor, but not on what it holds
+LEAVES = (*NORMS, *CONVOLUTIONS, *TRANSPOSED, nn.Linear, nn.PReLU)  # with their subclasses: never traced into
+OPEN = (nn.LayerNorm, nn.RMSNorm)  # except subclasses of these that rearrange their input first
+CONSTANTS = frozenset(  # functions whose result depends on a tensor's shape, but not on its values
     ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_tensor", "shift_mask")
 )
 
@@ -35,13 +35,18 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class WiringError(UserError):
-    """A network whose wiring cannot be derived: names the fx node or module, the source line if known, and why."""
+    """A network whose wiring cannot be derived. The message has the fx node or module, the source line, and the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The graph of a network, the shape of each node's tensor in one run (None for what is no tensor), and the results of
-    the nodes that do not depend on what the network's input and its state hold."""
+    """The trace of a network.
+
+    Attributes:
+        graph: The traced network.
+        shapes: The shape of each node's tensor in one run; None if the node's value is not a tensor.
+        constants: The results of nodes that depend on neither the input's values nor the state.
+    """
 
     graph: fx.GraphModule
     shapes: Mapping[Node, torch.Size | None]
@@ -49,15 +54,15 @@ class Trace:
 
 
 def place(node: Node) -> str:
-    """Where a node comes from: its name, module path and source line, as far as known."""
+    """Return a node's origin: its name, module path and source line, as far as known."""
     module, line = node.meta.get("module"), node.meta.get("line")
     return f"node '{node.name}'" + (f" of module '{module}'" if module else "") + (f" ({line})" if line else "")
 
 
 def trace(network: nn.Module, example: Tensor) -> Trace:
-    """Trace `network` in eval mode and run it once on `example`; its modules' attributes and buffers stay as they are.
+    """Trace `network` in eval mode and run it once on `example`. Attributes and buffers of its modules stay unchanged.
 
-    Raises WiringError for what torch.fx cannot trace (control flow that depends on data) and what does not run.
+    Raise WiringError if torch.fx cannot trace the network (control flow depends on data), or it does not run.
     """
     with undisturbed(network), evaluating(network), torch.no_grad():
         tracer = _Tracer()
@@ -66,8 +71,8 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
             graph = fx.GraphModule(network, tracer.trace(network))
         except Exception as error:
             raise WiringError(
-                f"{_origin(network, tracer, error)} cannot be traced: {_one_line(error)}; takes forwards whose control flow "
-                "does not depend on data, try to move what depends on it out of the network"
+                f"{_origin(network, tracer, error)} cannot be traced: {_one_line(error)}; the control flow of forward must "
+                "not depend on data; try to move such code out of the network"
             ) from error
         constants = set(vars(network)) - own  # torch.fx leaves them behind
         graph._non_persistent_buffers_set |= constants
@@ -79,7 +84,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Eval mode for the time being, by the flags alone, since train() may be overridden; attributes are then as before."""
+    """Set eval mode temporarily, by the flags alone, because train() can be overridden. Attributes are then restored."""
     with undisturbed(network, structure=False):
         for module in network.modules():
             module.training = False
@@ -101,7 +106,7 @@ def _origin(network: nn.Module, tracer: "_Tracer", error: Exception) -> str:
 
 
 def _short(name: str) -> str:
-    """Relative to the current folder, if it is inside."""
+    """Return the path relative to the current folder, if it is inside."""
     return name.removeprefix(os.getcwd() + os.sep)
 
 
@@ -110,7 +115,7 @@ def _is_user_file(name: str) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """Keeps layers whole, notes module path and source line of each node, leaves default arguments at their values."""
+    """Leaves layers whole, records module path and source line of each node, and leaves default arguments unchanged."""
 
     failed = ""  # path of the innermost module whose trace failed
 
@@ -146,12 +151,12 @@ class _Tracer(fx.Tracer):
 
 
 def _expression(module: nn.Module) -> Callable[..., Any] | None:
-    """What stands for a module's forward in the trace (fusion.graph.expressions), if it has not been overridden."""
+    """Return the expression that replaces a module's forward in the trace, if the forward is not overridden."""
     return next((MODULES[kind] for kind in MODULES if type(module).forward is kind.forward), None)
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """file:line of the innermost frame that is neither torch's nor the caller of `trace`; "" if there is none."""
+    """Return file:line of the innermost frame outside of torch and of `trace`'s callers, or ""."""
     while frame is not None and frame.f_code is not trace.__code__:
         if _is_user_file(frame.f_code.co_filename):
             return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -160,7 +165,7 @@ def _user_line(frame: FrameType | None) -> str:
 
 
 class _Run(fx.Interpreter):
-    """Runs the graph and keeps shapes and constants."""
+    """Runs the graph, and stores shapes and constants."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -191,6 +196,6 @@ class _Run(fx.Interpreter):
 
 
 def operation(node: Node) -> str:
-    """The name of a function or method; in-place ones like the others."""
+    """Return the name of a function or method; in-place variants get the same name."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}.get(name, name).rstrip("_")

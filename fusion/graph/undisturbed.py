@@ -1,4 +1,4 @@
-"""A network whose forward sets attributes of its own is left as it was: what a trace or a look sets is taken out again."""
+"""Restore networks whose forward sets attributes, after a trace or an observation."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,52 +13,52 @@ STRUCTURE = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def undisturbed(network: nn.Module, structure: bool = True) -> Iterator[None]:
-    """Afterwards every module's attributes, and what lists, dictionaries and objects among them hold, are as before.
+    """Restore every module's attributes afterwards, with the contents of lists, dictionaries and objects in them.
 
-    `structure`: so are parameters, buffers and submodules by their names; what tensors hold is not looked at.
+    `structure`: also restore parameters, buffers and submodules by name. The values of tensors are not restored.
     """
     seen: set[int] = set()
-    reached = [one for module in network.modules() for one in _reached(_own(module, structure), seen)]
-    held = [one for one in reached if not isinstance(one, Tensor)]
+    reached = [container for module in network.modules() for container in _reached(_own(module, structure), seen)]
+    held = [container for container in reached if not isinstance(container, Tensor)]
     before = [(vars(module), dict(vars(module))) for module in network.modules()]
-    before += [(one, dict(one) if isinstance(one, dict) else list(one)) for one in held]
+    before += [(container, dict(container) if isinstance(container, dict) else list(container)) for container in held]
     try:
         yield
     finally:
-        for one, content in before:
-            one.clear()
-            one.extend(content) if isinstance(one, list | deque) else one.update(content)
+        for container, content in before:
+            container.clear()
+            container.extend(content) if isinstance(container, list | deque) else container.update(content)
 
 
 def tensors_of(network: nn.Module) -> list[Tensor]:
-    """The tensors among its modules' attributes, and in lists, dictionaries and objects there; parameters, too."""
+    """Return the tensors in its modules' attributes, and in lists, dictionaries and objects there; also parameters."""
     seen: set[int] = set()
-    found = [_reached(_own(module, structure=True), seen) for module in network.modules()]
-    return [one for reached in found for one in reached if isinstance(one, Tensor)]
+    values = [_reached(_own(module, structure=True), seen) for module in network.modules()]
+    return [value for reached in values for value in reached if isinstance(value, Tensor)]
 
 
 def _own(module: nn.Module, structure: bool) -> tuple[Any, ...]:
-    return tuple(one for key, one in vars(module).items() if structure or key not in STRUCTURE)
+    return tuple(value for key, value in vars(module).items() if structure or key not in STRUCTURE)
 
 
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The tensors in a value, and what can change of it: lists, sets, dictionaries and those of objects; each once."""
+    """Yield, once each, the tensors and mutable containers in a value: lists, sets, dictionaries, and those of objects."""
     if isinstance(value, Tensor | list | set | deque | dict):
-        held = value
+        container = value
     elif isinstance(value, tuple):
-        held = None
+        container = None
     elif isinstance(value, nn.Module | type | ModuleType | FunctionType) or not isinstance(
         own := getattr(value, "__dict__", None), dict
     ):
         return
     else:
-        held = own
-    if held is not None:
-        if id(held) in seen:
+        container = own
+    if container is not None:
+        if id(container) in seen:
             return
-        seen.add(id(held))
-        yield held
+        seen.add(id(container))
+        yield container
     if not isinstance(value, Tensor):
-        inside = value if held is None else list(held.values() if isinstance(held, dict) else held)
-        for one in inside:
-            yield from _reached(one, seen)
+        inside = value if container is None else list(container.values() if isinstance(container, dict) else container)
+        for item in inside:
+            yield from _reached(item, seen)

@@ -14,10 +14,16 @@ MIXING = (*WEIGHTED, "depthwise")
 class Layer:
     """A convolution, linear or norm layer, in one of its calls.
 
-    name: path of the module that has its weight; kind: "linear", "conv", "grouped" (in groups of several channels),
-    "depthwise", "transposed", "embedding" or "norm"; node: name of its fx node; inputs, outputs: axis indices (equal for
-    norm and depthwise; the first, where it reads or writes several); shape: of its output, without the batch dimension;
-    weight: name of its weight in the state dict, "" for none.
+    Attributes:
+        name: The path of the module with its weight.
+        kind: "linear", "conv", "grouped" (in groups of several channels), "depthwise", "transposed", "embedding" or
+            "norm".
+        node: The name of its fx node.
+        inputs: The axis index of its inputs; the first, if it reads several.
+        outputs: The axis index of its outputs; the first, if it writes several. Equal to `inputs` for norm and
+            depthwise.
+        shape: Of its output, without the batch dimension.
+        weight: The name of its weight in the state dict; "" for none.
     """
 
     name: str
@@ -33,12 +39,16 @@ class Layer:
 class Unit:
     """A hidden layer (kind "layer"; convolution or linear) or a residual block (kind "block").
 
-    name: layer name, or common module path of the block's layers; layers: names of its layers in order, with the norms
-    and depthwise convolutions that belong to them and, for a block, the shortcut's; node: fx node whose output
-    represents it, for a block that of the last convolution of the residual branch, before norm and sum; group:
-    alignment may not cross groups; axis: of its output, for a block after the sum; shape: of the node's output, without
-    the batch dimension; identity_skip: a block whose other branch has no layers; sum: fx node of a block's sum, "" for a
-    layer.
+    Attributes:
+        name: The layer's name, or the common module path of the block's layers.
+        layers: The names of its layers in order, with their norms and depthwise convolutions, and a block's shortcut.
+        node: The fx node whose output represents it; for a block, the last convolution of the residual branch, before
+            norm and sum.
+        group: Alignment does not cross groups.
+        axis: Of its output; for a block, after the sum.
+        shape: Of the node's output, without the batch dimension.
+        identity_skip: Whether the other branch of the block has no layers.
+        sum: The fx node of a block's sum; "" for a layer.
     """
 
     name: str
@@ -54,10 +64,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Flow:
-    """The tensors of a network in order of execution, and what they are.
+    """The tensors of a network in order of execution.
 
-    sources: the nodes that each node's tensor is computed from (empty for the input); layers: by node; sums: the nodes
-    that add two tensors; axes: axis index of each node; fixed: those of the network's input and output.
+    Attributes:
+        sources: The nodes that each node's tensor is computed from; empty for the input.
+        layers: By node.
+        sums: The nodes that add two tensors.
+        axes: The axis index of each node.
+        fixed: The axes of the network's input and output.
     """
 
     sources: Mapping[Node, tuple[Node, ...]]
@@ -67,8 +81,10 @@ class Flow:
     fixed: frozenset[int]
 
     def anchor(self, node: Node) -> Node:
-        """The node itself, or the nearest before it, that is a convolution (not depthwise), a linear layer, a sum or
-        the network's input."""
+        """Return the nearest node, at or before `node`, that is a convolution, linear layer, sum or the input.
+
+        Depthwise convolutions do not count.
+        """
         while not self._is_anchor(node):
             node = self.sources[node][0]
         return node
@@ -77,13 +93,13 @@ class Flow:
         return node in self.sums or not self.sources[node] or self.is_kind(node, WEIGHTED)
 
     def is_kind(self, node: Node, kinds: Iterable[str]) -> bool:
-        """Whether the node is a layer of one of these kinds."""
+        """Return whether the node is a layer of one of these kinds."""
         return node in self.layers and self.layers[node].kind in kinds
 
 
 @dataclass
 class _Draft:
-    """A unit in the making."""
+    """A unit before it is numbered."""
 
     kind: str
     node: Node
@@ -95,8 +111,10 @@ class _Draft:
 
 
 def find_units(flow: Flow) -> tuple[Unit, ...]:
-    """All units in order of execution, each layer in one at most: of nested blocks the outermost counts, of several
-    calls of a layer the first. What ends in a fixed axis is no unit.
+    """Return all units in order of execution.
+
+    A layer is in one unit at most. The outermost of nested blocks counts, and the first of several calls of a layer.
+    Layers that write a fixed axis form no unit.
     """
     order = {node: index for index, node in enumerate(flow.sources)}
     blocks = _outermost(flow, _blocks(flow, order), order)
@@ -115,7 +133,7 @@ def find_units(flow: Flow) -> tuple[Unit, ...]:
 
 
 def _share_out_followers(flow: Flow, drafts: list[_Draft], taken: set[str]) -> None:
-    """Norms and depthwise convolutions outside blocks go with the layer or block that feeds them."""
+    """Assign norms and depthwise convolutions outside of blocks to the layer or block that feeds them."""
     feeds = {draft.output: draft for draft in drafts}
     for node, layer in flow.layers.items():
         owner = feeds.get(flow.anchor(node))
@@ -130,7 +148,7 @@ def _blocks(flow: Flow, order: Mapping[Node, int]) -> list[_Draft]:
 
 
 def _ancestors(flow: Flow, order: Mapping[Node, int]) -> dict[Node, int]:
-    """For each node the set of nodes it depends on, itself among them, as bits in order of execution."""
+    """Return, for each node, the set of nodes that it depends on, with itself, as bits in order of execution."""
     sets: dict[Node, int] = {}
     for node, index in order.items():
         sets[node] = 1 << index
@@ -140,15 +158,15 @@ def _ancestors(flow: Flow, order: Mapping[Node, int]) -> dict[Node, int]:
 
 
 def _block(flow: Flow, add: Node, nodes: list[Node], ancestors: Mapping[Node, int]) -> _Draft | None:
-    """The block that ends in `add`; None if no convolution or linear layer lies between fork and sum.
+    """Return the block that ends in `add`; None if no convolution or linear layer is between fork and sum.
 
-    The fork is the last node that both operands depend on; the residual branch the one of more layers.
+    The fork is the last node that both operands depend on. The residual branch is the one with more layers.
     """
     first, second = flow.sources[add]
     fork = nodes[(ancestors[first] & ancestors[second]).bit_length() - 1]
 
     def branch(operand: Node) -> list[Node]:
-        """Layers that the operand depends on and that depend on the fork."""
+        """Return the layers that the operand depends on and that depend on the fork."""
         return [
             node
             for index, node in enumerate(nodes)
@@ -168,7 +186,7 @@ def _mixing(flow: Flow, branch: Iterable[Node]) -> int:
 
 
 def _named(flow: Flow, block: _Draft) -> _Draft:
-    """Give the block the module path that its layers, and none of the others but norms, have in common; else its node's."""
+    """Name the block after the module path that only its layers (and norms) share; otherwise after its node."""
     paths = [flow.layers[node].name.split(".") for node in block.members]
     name = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
     own = {flow.layers[node].name for node in block.members}
@@ -179,8 +197,11 @@ def _named(flow: Flow, block: _Draft) -> _Draft:
 
 
 def _outermost(flow: Flow, blocks: list[_Draft], order: Mapping[Node, int]) -> list[_Draft]:
-    """Blocks without common layers: of those that overlap, the one of most layers; of the same layers, the last sum."""
-    kept: list[_Draft] = []
+    """Return blocks without common layers.
+
+    Of overlapping blocks, the one with the most layers counts; with the same layers, the last sum.
+    """
+    outermost: list[_Draft] = []
     taken: set[str] = set()
 
     def rank(block: _Draft) -> tuple[int, int, int]:
@@ -189,16 +210,16 @@ def _outermost(flow: Flow, blocks: list[_Draft], order: Mapping[Node, int]) -> l
     for block in sorted(blocks, key=rank):
         names = {flow.layers[node].name for node in block.members}
         if taken.isdisjoint(names):
-            kept.append(block)
+            outermost.append(block)
             taken |= names
-    return sorted(kept, key=lambda block: order[block.output])
+    return sorted(outermost, key=lambda block: order[block.output])
 
 
 def _claim_norms_ahead(flow: Flow, block: _Draft, taken: set[str]) -> set[str]:
-    """Add to the block the norms right before its fork that are its own, and return their names.
+    """Add the norms directly before a block's fork to the block, if they belong to it, and return their names.
 
-    A pre-activation block with a convolution as shortcut forks only after norm and activation. Its own are those under
-    its module path; if it has none, those that follow a sum.
+    A pre-activation block with a convolution as shortcut forks only after norm and activation. Its norms are those
+    under its module path; without a path, those that follow a sum.
     """
     claimed: dict[Node, str] = {}
     node, anchor = block.fork, flow.anchor(block.fork)
@@ -213,7 +234,10 @@ def _claim_norms_ahead(flow: Flow, block: _Draft, taken: set[str]) -> set[str]:
 
 
 def _numbered(flow: Flow, drafts: Iterable[_Draft]) -> tuple[Unit, ...]:
-    """Units with groups: a new one starts where kind, resolution or, for blocks, the number of channels changes."""
+    """Return units with groups.
+
+    A new group starts where the kind, the resolution or a block's number of channels changes.
+    """
     units: list[Unit] = []
     group, previous = -1, None
     for draft in drafts:

@@ -1,1 +1,1 @@
-"""Layers of a fused network fitted anew: which channels, to what, from what inputs."""
+"""Refit the layers of a fused network: select channels, and fit layers to their targets."""

@@ -1,4 +1,4 @@
-"""The activation that the values of a node go through before they are read."""
+"""Find the activation that the values of a node pass before they are read."""
 
 from collections.abc import Callable
 from operator import methodcaller
@@ -16,14 +16,14 @@ FUNCTIONS = frozenset(("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "ge
 
 
 def activation_behind(graph: fx.GraphModule, name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """The node of the activation that reads a node, and what it does, entry by entry; the node itself if there is none."""
+    """Return the node of the activation that reads a node, and its function; without activation, the node itself."""
     node = next(node for node in graph.graph.nodes if node.name == name)
-    found = next(((user, call) for user in node.users if (call := _call(graph, node, user)) is not None), None)
-    return (name, lambda values: values) if found is None else (found[0].name, lambda values: found[1](values.clone()))
+    match = next(((user, call) for user in node.users if (call := _call(graph, node, user)) is not None), None)
+    return (name, lambda values: values) if match is None else (match[0].name, lambda values: match[1](values.clone()))
 
 
 def _call(graph: fx.GraphModule, node: fx.Node, user: fx.Node) -> Callable[[Tensor], Tensor] | None:
-    """What a user of a node does, if it is an activation."""
+    """Return the function of a node's user, if it is an activation."""
     if user.op == "call_module":
         module = graph.get_submodule(str(user.target))
         return module if isinstance(module, MODULES) else None

@@ -1,4 +1,4 @@
-"""Which layers of a network can be refitted, in which order, and where in the network each is told what it should give."""
+"""Which layers of a network can be refitted, in which order, and which node has the target of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.tracing import CONVOLUTIONS, NORMS, TRANSPOSED, operation
 from fedloom.fusion.state import BATCH_NORM
 
-PLAIN = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)  # these classes, no subclass: what they give is linear in their weights
+PLAIN = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)  # exactly these classes: their outputs are linear in their weights
 SUMS, PASSED = ("add",), ("dropout", "dropout1d", "dropout2d", "dropout3d", "stochastic_depth", "contiguous")
 PASSED_MODULES = (nn.Identity, nn.modules.dropout._DropoutNd)
 
@@ -19,9 +19,12 @@ PASSED_MODULES = (nn.Identity, nn.modules.dropout._DropoutNd)
 class Fit:
     """One layer to refit.
 
-    node: of its call; name: of its module; norm: that of the BatchNorm behind it, refitted with it ("" for none); end: the
-    node whose value is prescribed: of the layer, of that norm, or of the sum that ends there; other: the sum's other
-    operand, "" for none.
+    Attributes:
+        node: The node of its call.
+        name: The name of its module.
+        norm: The name of the BatchNorm after it, refitted with it; "" for none.
+        end: The node with the target: of the layer, of that norm, or of the sum that ends there.
+        other: The sum's other operand; "" for none.
     """
 
     node: str
@@ -32,22 +35,22 @@ class Fit:
 
 
 def fits(wiring: Wiring) -> dict[str, Fit]:
-    """By the node of each layer that is linear in its weights and called once, and of each norm behind none of these.
+    """Return fits by node, for each layer that is linear in its weights and called once, and each norm not after one.
 
-    Of two such layers whose outputs are added, the one on the shorter way (a shortcut's) has its own output prescribed, the
-    other one the sum.
+    If the outputs of two such layers are added, the one on the shorter path (a shortcut's) is fitted to its own target.
+    The other one is fitted to the sum's target.
     """
     work = _Fits(wiring)
-    found = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
-    found = {node: fit for node, fit in found.items() if work.is_plain(fit)}
+    by_node = {fit.node: fit for layer in wiring.layers if (fit := work.of(layer.node)) is not None}
+    by_node = {node: fit for node, fit in by_node.items() if work.is_plain(fit)}
     ends: dict[str, list[str]] = {}
-    for fit in found.values():
+    for fit in by_node.values():
         if fit.other:
             ends.setdefault(fit.end, []).append(fit.node)
     for nodes in ends.values():
         for shortcut in sorted(nodes, key=work.depth)[: len(nodes) - 1]:
-            found[shortcut] = work.of(shortcut, at_sum=False) or found[shortcut]
-    return found
+            by_node[shortcut] = work.of(shortcut, at_sum=False) or by_node[shortcut]
+    return by_node
 
 
 class _Fits:
@@ -55,7 +58,7 @@ class _Fits:
         self.wiring, self.graph = wiring, wiring.graph
         self.nodes = {node.name: node for node in wiring.graph.graph.nodes}
         self.calls = [node.target for node in self.nodes.values() if node.op == "call_module"]
-        self.folded: set[str] = set()  # nodes of norms that go with a layer
+        self.folded: set[str] = set()  # nodes of norms that are refitted with a layer
 
     def of(self, name: str, at_sum: bool = True) -> Fit | None:
         node = self.nodes[name]
@@ -77,7 +80,7 @@ class _Fits:
         return Fit(name, str(node.target), norm, end.name if total is None else total.name, other)
 
     def is_plain(self, fit: Fit) -> bool:
-        """Whether the channels of what is prescribed are those that the layer writes, in one dimension."""
+        """Return whether the channels at `end` are those that the layer writes, in one dimension."""
         layout, module = self.wiring.layouts.get(fit.end), self.graph.get_submodule(fit.name)
         if layout is None or layout.others or fit.end in self.wiring.still:
             return False
@@ -85,7 +88,7 @@ class _Fits:
         return isinstance(module, NORMS) or layout.dims == ((len(shape),) if isinstance(module, nn.Linear) else (1,))
 
     def depth(self, name: str) -> int:
-        """Layers on the way to a node."""
+        """Return the number of layers on the way to a node."""
         seen, waiting = set(), [self.nodes[name]]
         while waiting:
             node = waiting.pop()
@@ -95,7 +98,7 @@ class _Fits:
         return sum(node.op == "call_module" for node in seen)
 
     def _sum(self, end: Node) -> tuple[Node | None, str]:
-        """The sum that takes what ends here, perhaps through what does nothing in eval mode, and its other operand."""
+        """Return the sum that takes `end`, possibly through nodes without effect in eval mode, and its other operand."""
         while (user := self._only_user(end)) is not None and self._passes(user):
             end = user
         if user is None or user.op == "call_module" or operation(user) not in SUMS or user.kwargs:

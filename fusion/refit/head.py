@@ -1,4 +1,4 @@
-"""What a fused network's last layer should say, without labels: what its parents say, each heeded where it is sure."""
+"""The target of a fused network's last layer, without labels: its parents' answers, weighted by their confidence."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CONFIDENCE = 2.0  # a parent's share falls by exp(-CONFIDENCE) for each nat of its answer's entropy
-PENALTY = 0.1  # on the change of the weights, inputs in standard deviations
+PENALTY = 0.1  # on the change of the weights, with inputs in standard deviations
 STEPS = 20
-ROUNDING = 1e-6  # nats from the mixture that are rounding
+ROUNDING = 1e-6  # nats from the mixture that count as rounding
 
 
 def mixed(answers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Class probabilities [k, classes] float64 from the parents' logits: sum_i w_i(x) p_i, w_i(x) ~ weight_i exp(-2 H(p_i)).
+    """Return class probabilities [k, classes], float64, from the parents' logits: sum_i w_i(x) p_i.
 
-    A parent that has not seen an image's class is less sure of it, so that parents of different classes or skewed data are
-    each heeded on what they know; where all are equally sure it is their plain mean.
+    w_i(x) ~ weight_i exp(-2 H(p_i)). A parent that has not seen an image's class is less sure of it, so each parent
+    counts most on what it knows. If all are equally sure, this is the weighted mean.
     """
     logs = torch.stack([logits.double().log_softmax(dim=1) for logits in answers])
     entropies = -(logs.exp() * logs).sum(dim=2, keepdim=True)
@@ -27,9 +27,9 @@ def mixed(answers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def fitted_head(inputs: Tensor, weight: Tensor, bias: Tensor, goal: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Weight [m, d] and bias [m] that bring softmax(W x + b) near to the goal [n, m] in cross-entropy, from where they are.
+    """Return weight [m, d] and bias [m] that move softmax(W x + b) to the goal [n, m] in cross-entropy.
 
-    inputs: [n, d]. The change of the weights is held small (ridge). None if the goal is reached already.
+    `inputs`: [n, d]. A ridge keeps the change of the weights small. Return None if the goal is already reached.
     """
     x = inputs.double()
     mean, spread = x.mean(dim=0), x.std(dim=0, unbiased=False).clamp(min=1e-12)
@@ -43,12 +43,12 @@ def fitted_head(inputs: Tensor, weight: Tensor, bias: Tensor, goal: Tensor) -> t
 
 
 def _descended(x: Tensor, start: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """The change of the weights [m, d] and the bias [m] of least cross-entropy, by Newton's method."""
+    """Return the change of the weights [m, d] and the bias [m] with the least cross-entropy, by Newton's method."""
     from scipy.optimize import minimize
 
     x = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    held = torch.full_like(x[0], PENALTY)
-    held[-1] = 0.0  # the bias is free
+    penalty = torch.full_like(x[0], PENALTY)
+    penalty[-1] = 0.0  # the bias is free
     shape = goal.shape[1], x.shape[1]
 
     def matrix(flat: np.ndarray) -> Tensor:
@@ -57,16 +57,16 @@ def _descended(x: Tensor, start: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
         change = matrix(flat)
         log = (start + x @ change.T).log_softmax(dim=1)
-        slope = (log.exp() - goal).T @ x / len(x) + held * change
-        return float(0.5 * (held * change.square()).sum() - (goal * log).sum() / len(x)), slope.flatten().cpu().numpy()
+        slope = (log.exp() - goal).T @ x / len(x) + penalty * change
+        return float(0.5 * (penalty * change.square()).sum() - (goal * log).sum() / len(x)), slope.flatten().cpu().numpy()
 
     def curved(flat: np.ndarray, direction: np.ndarray) -> np.ndarray:
         chance, along = (start + x @ matrix(flat).T).softmax(dim=1), matrix(direction)
-        told = x @ along.T
-        bent = chance * (told - (chance * told).sum(dim=1, keepdim=True))
-        return (bent.T @ x / len(x) + held * along).flatten().cpu().numpy()
+        slope = x @ along.T
+        bent = chance * (slope - (chance * slope).sum(dim=1, keepdim=True))
+        return (bent.T @ x / len(x) + penalty * along).flatten().cpu().numpy()
 
     options = {"maxiter": STEPS}
-    found = minimize(loss, np.zeros(shape).ravel(), jac=True, hessp=curved, method="Newton-CG", options=options)
-    change = matrix(found.x)
+    solution = minimize(loss, np.zeros(shape).ravel(), jac=True, hessp=curved, method="Newton-CG", options=options)
+    change = matrix(solution.x)
     return change[:, :-1], change[:, -1]

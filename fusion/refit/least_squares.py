@@ -1,9 +1,9 @@
-"""Ridge regression toward weights that are there: from rows in memory, or from sums that several sites add up.
+"""Ridge regression toward existing weights, from rows in memory or from sums that several sites can add.
 
-A layer y = W x + b with inputs x [d] and targets t [m] becomes the one of least squared error, held to what it was:
-W + argmin_V |E - V X|^2 + penalty * |V D^(1/2)|^2, where E are the targets less what the layer gives, both centred, and D
-the inputs' variances. The bias is free. What the rows do not show stays as it was. Layers of several groups (grouped and
-depthwise convolutions, norms) have one such problem for each group, [g, ...].
+A layer y = W x + b with inputs x [d] and targets t [m] becomes the one with the least squared error and a penalty on
+change: W + argmin_V |E - V X|^2 + penalty * |V D^(1/2)|^2. E are the targets minus the layer's outputs, X the inputs,
+both centred; D are the inputs' variances. The bias is free. Directions that the rows do not show stay unchanged.
+Layers of several groups (grouped and depthwise convolutions, norms) have one such problem for each group, [g, ...].
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from fedloom.conf.errors import UserError
 
-FLOOR = 1e-3  # of the mean variance, added to each input's in D: an input that hardly varies gets no large weight
+FLOOR = 1e-3  # relative to the mean variance; added to D, so that a nearly constant input gets no large weight
 TINY = 1e-30
 JITTER, MOST = 1e-7, 1e3
-PIECE = 2048  # rows that are multiplied at once; pieces are added up in float64
+PIECE = 2048  # rows that are multiplied at once; pieces are summed in float64
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """Sums over rows of a layer's inputs x [g, d] and of what its outputs lack, e [g, m]; all float64.
+    """Sums over rows of a layer's inputs x [g, d] and of its output errors e [g, m]; all float64.
 
-    `count`: rows; `inputs` [g, d] and `errors` [g, m]: sums; `gram` [g, d, d]: of x x'; `cross` [g, d, m]: of x e'. Those of
-    several sites, taken of the same layer, add up; a site's are removed by subtraction. They tell no single row, but are
-    not anonymous: of a site with few images they tell much.
+    `count`: rows. `inputs` [g, d] and `errors` [g, m]: sums. `gram` [g, d, d]: of x x'. `cross` [g, d, m]: of x e'.
+    Statistics of several sites on the same layer can be added, and subtracted again. They contain no single row, but
+    are not anonymous: they reveal much about a site with few images.
     """
 
     count: int
@@ -37,8 +37,8 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, pieces: Iterable[tuple[Tensor, Tensor]]) -> "LayerStatistics":
-        """Of rows, piece by piece: inputs [g, n, d] and errors [g, n, m]."""
-        parts = (cls._of_piece(x, e) for whole in pieces for x, e in zip(*(t.split(PIECE, 1) for t in whole), strict=True))
+        """Return the statistics of pieces of rows: inputs [g, n, d] and errors [g, n, m]."""
+        parts = (cls._of_piece(x, e) for piece in pieces for x, e in zip(*(t.split(PIECE, 1) for t in piece), strict=True))
         total = next(parts)
         for part in parts:
             total = total + part
@@ -58,7 +58,7 @@ class LayerStatistics:
                                self.gram - other.gram, self.cross - other.cross)  # fmt: skip
 
     def change(self, penalty: float) -> tuple[Tensor, Tensor]:
-        """What to add to the layer's weight [g, m, d] and bias [g, m]."""
+        """Return the changes of the layer's weight [g, m, d] and bias [g, m]."""
         mean, lack = self.inputs / self.count, self.errors / self.count
         gram = self.gram - self.count * mean[:, :, None] * mean[:, None, :]
         cross = self.cross - self.count * mean[:, :, None] * lack[:, None, :]
@@ -68,7 +68,7 @@ class LayerStatistics:
 
 
 def change_of_rows(inputs: Tensor, errors: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
-    """LayerStatistics.change of rows in memory, [g, n, d] and [g, n, m]; by a matrix [n, n] where rows are the fewer."""
+    """Return LayerStatistics.change for rows in memory, [g, n, d] and [g, n, m]; by an [n, n] matrix if n < d."""
     if inputs.shape[1] >= inputs.shape[2]:
         return LayerStatistics.of([(inputs, errors)]).change(penalty)
     mean, lack = inputs.mean(1, keepdim=True), errors.mean(1, keepdim=True)
@@ -83,8 +83,11 @@ def change_of_rows(inputs: Tensor, errors: Tensor, penalty: float) -> tuple[Tens
 
 
 def _solved(matrix: Tensor, right: Tensor, size: Tensor) -> Tensor:
-    """matrix^-1 right, [g, n, m]. Inputs that are constant but for rounding leave a matrix that is not quite positive: as
-    much more of their size [g] is then added to its diagonal as it takes."""
+    """Return matrix^-1 right, [g, n, m].
+
+    Nearly constant inputs can leave a matrix that is not quite positive. Then growing multiples of `size` [g] are
+    added to its diagonal, until it is.
+    """
     added = JITTER
     factor, failed = torch.linalg.cholesky_ex(matrix)
     while bool(failed.any()):
@@ -97,5 +100,5 @@ def _solved(matrix: Tensor, right: Tensor, size: Tensor) -> Tensor:
 
 
 def _spread(diagonal: Tensor) -> Tensor:
-    """D [g, d]: the inputs' variances times their number, none of them 0."""
+    """Return D [g, d]: the inputs' variances times their number, all above 0."""
     return diagonal.clamp(min=0.0) + FLOOR * diagonal.mean(1, keepdim=True).clamp(min=0.0) + TINY

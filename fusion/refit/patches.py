@@ -1,7 +1,7 @@
-"""What a layer reads, as rows: its weight as a matrix [g, m, d] for g groups, its inputs as rows [g, n, d].
+"""A layer's weight as a matrix [g, m, d] for g groups, and its inputs as rows [g, n, d].
 
-Of a convolution's outputs a few positions of each sample are taken, the same ones of every network; a row is then the patch
-that the output at this position is computed from.
+A few positions of each sample's outputs are used, the same in every network. A row is the patch that the output at
+this position is computed from.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from fedloom.fusion.graph.tracing import CONVOLUTIONS, TRANSPOSED
 
 
 def places(samples: int, count: int, share: int | None, first: int = 0) -> Tensor:
-    """The positions, of `count`, that are looked at in each sample: [samples, share], spread evenly and shifted by sample.
+    """Return which of `count` positions are used in each sample, [samples, share]: spread evenly, shifted by sample.
 
-    first: place of the first sample in the probe set.
+    `first`: the index of the first sample in the probe set.
     """
     if share is None or share >= count:
         return torch.arange(count).expand(samples, count)
@@ -27,7 +27,7 @@ def places(samples: int, count: int, share: int | None, first: int = 0) -> Tenso
 
 
 def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first: int = 0) -> Tensor:
-    """[k, ...] -> [k * positions, c]; dims: those that, flattened, are the channels."""
+    """Return [k, ...] as [k * positions, c]. `dims`, flattened, are the channels."""
     value = value.movedim(dims, tuple(range(1, 1 + len(dims)))).flatten(1, len(dims))
     value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
     where = places(len(value), value.shape[2], share, first).to(value.device)
@@ -35,12 +35,12 @@ def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first
 
 
 def patches(module: Any, inputs: Tensor, share: int | None, every: int = 1) -> Tensor:
-    """The rows [g, n, d] that a layer's outputs at every so many of these places are computed from."""
+    """Return the rows [g, n, d] from which a layer's outputs are computed, at every n-th of these positions."""
     return next(rule for kind, rule in _ROWS.items() if isinstance(module, kind))(module, inputs, share, every)
 
 
 def matrix(module: Any, weight: Tensor) -> Tensor:
-    """The weight as [g, m, d], in the order of `patches`."""
+    """Return the weight as [g, m, d], in the order of `patches`."""
     if isinstance(module, TRANSPOSED):  # [in, out / g, ...]
         split = weight.unflatten(0, (module.groups, -1))
         return split.transpose(1, 2).flatten(2)
@@ -48,7 +48,7 @@ def matrix(module: Any, weight: Tensor) -> Tensor:
 
 
 def weight_of(module: Any, rows: Tensor) -> Tensor:
-    """The inverse of `matrix`: [g, m, d] in the shape of the module's weight."""
+    """Return [g, m, d] in the shape of the module's weight, the inverse of `matrix`."""
     if isinstance(module, TRANSPOSED):
         split = rows.unflatten(2, (module.in_channels // module.groups, *module.kernel_size))
         return split.transpose(1, 2).flatten(0, 1)
@@ -56,7 +56,7 @@ def weight_of(module: Any, rows: Tensor) -> Tensor:
 
 
 def thinned(rows: Tensor, samples: int, every: int) -> Tensor:
-    """Of rows [k * positions, c] of k samples those of every so many positions."""
+    """Return every n-th position from rows [k * positions, c] of k samples."""
     return rows if every == 1 else rows.unflatten(0, (samples, -1))[:, ::every].flatten(0, 1)
 
 
@@ -81,7 +81,7 @@ def _padding(module: Any) -> list[tuple[int, int]]:
 
 
 def _transposed(module: Any, inputs: Tensor, share: int | None, every: int) -> Tensor:
-    """A transposed convolution is a plain one with the kernel turned around, of inputs with zeros between them."""
+    """Treat a transposed convolution as a plain one: flip the kernel, and put zeros between the inputs."""
     sizes = [(size - 1) * s + 1 for size, s in zip(inputs.shape[2:], module.stride, strict=True)]
     spread = inputs.new_zeros(*inputs.shape[:2], *sizes)
     spread[(slice(None), slice(None), *(slice(None, None, s) for s in module.stride))] = inputs
@@ -109,7 +109,7 @@ def _gathered(
         for at, s, o, d, size in zip(steps, stride, offsets, dilation, sizes, strict=True):
             index = index * size + at * s + o * d
         columns.append(flat.gather(2, index[:, None].expand(-1, flat.shape[1], -1)))
-    rows = torch.stack(columns, dim=2)  # [k, c, positions of the kernel, places]
+    rows = torch.stack(columns, dim=2)  # [k, c, kernel positions, output positions]
     rows = rows.permute(1, 2, 0, 3).flatten(2).unflatten(0, (module.groups, -1))
     return rows.flatten(1, 2).transpose(1, 2)
 

@@ -1,6 +1,6 @@
-"""The channels of several networks of one structure side by side, and the network that is made of the chosen ones.
+"""Pool the channels of several networks of one structure, and build the network of the selected ones.
 
-The first of the networks gives the basis: its widths count, and where nothing can be chosen its own channels are kept.
+The first network gives the basis: its widths count, and where nothing can be selected its own channels are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ FIXED = "its code or its heads fix numbers of channels; fuse networks of equal w
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """How one network's channels of an axis go into the fused network: what writes them, what reads them; [n, m] each."""
+    """How one network's channels of an axis enter the fused network, [n, m] each: for writers, and for readers."""
 
     outgoing: Tensor
     incoming: Tensor
@@ -44,10 +44,13 @@ class Part:
 def chosen_channels(
     bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor, classes: bool = True
 ) -> dict[int, Choice]:
-    """What is kept of each axis that can move, by its index. weights: of the networks, adding up to 1; width: channels that
-    are kept, in those of the first network; classes: whether the networks' answers are logits."""
+    """Return the selection for each axis that can move, by its index.
+
+    `weights`: of the networks, with sum 1. `width`: the number of selected channels, relative to the first network.
+    `classes`: whether the networks return logits.
+    """
     pools = _Pools(bodies, weights, probe, classes)
-    found: dict[int, Choice] = {}
+    choices: dict[int, Choice] = {}
     axes = bodies[0].wiring.axes
     for axis in axes:
         if axis.fixed or (axis.parent is not None and not axes[axis.parent].fixed):
@@ -55,19 +58,19 @@ def chosen_channels(
         members = [member for member in axes if member.parent == axis.index]
         count = max(1, min(round(width * axis.size), sum(pools.sizes(axis))))
         if members:
-            found |= _chosen_groups(pools, axis, members, count)
+            choices |= _chosen_groups(pools, axis, members, count)
         else:
             pool = pools.of(axis) if axis.parent is None else None
-            found[axis.index] = keeping(pools.sizes(axis)) if pool is None else choose(pool, count)
-    return found
+            choices[axis.index] = keeping(pools.sizes(axis)) if pool is None else choose(pool, count)
+    return choices
 
 
 def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: int) -> dict[int, Choice]:
-    """Groups as wholes, for all axes of their members alike; those of the first network if they cannot be compared."""
-    found = [pools.of(member) for member in members]
-    if any(pool is None or pool.groups.shape[0] != sum(pools.sizes(axis)) for pool in found):
-        return {one.index: keeping(pools.sizes(one)) for one in (axis, *_below(pools, axis))}
-    several = [pool for pool in found if pool is not None]
+    """Select whole groups, the same on all axes of their members; the first network's if groups are not comparable."""
+    candidates = [pools.of(member) for member in members]
+    if any(pool is None or pool.groups.shape[0] != sum(pools.sizes(axis)) for pool in candidates):
+        return {each.index: keeping(pools.sizes(each)) for each in (axis, *_below(pools, axis))}
+    several = [pool for pool in candidates if pool is not None]
     blocks = best_groups(side_by_side(several), count)
     chosen = {member.index: settled(pool, blocks) for member, pool in zip(members, several, strict=True)}
     return {axis.index: keeping(pools.sizes(axis), blocks), **chosen}
@@ -75,11 +78,11 @@ def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: 
 
 def _below(pools: "_Pools", axis: Axis) -> list[Axis]:
     members = [member for member in pools.bodies[0].wiring.axes if member.parent == axis.index]
-    return [one for member in members for one in (member, *_below(pools, member))]
+    return [descendant for member in members for descendant in (member, *_below(pools, member))]
 
 
 class _Pools:
-    """Makes the pool of an axis."""
+    """Builds the pool of an axis."""
 
     def __init__(self, bodies: Sequence[Body], weights: Sequence[float], probe: Tensor, classes: bool) -> None:
         self.bodies, self.weights, self.classes = bodies, weights, classes
@@ -93,70 +96,70 @@ class _Pools:
                              self.classes)  # fmt: skip
 
     def sizes(self, axis: Axis) -> tuple[int, ...]:
-        """Channels that each network has."""
+        """Return the number of channels of each network."""
         return tuple(body.wiring.axes[axis.index].size for body in self.bodies)
 
     def of(self, axis: Axis) -> Pool | None:
-        """None where nothing is seen of an axis, or its groups are not as large in every network."""
+        """Return the pool; None if the axis is not observed, or its groups differ in size between networks."""
         own = [body.wiring.axes[axis.index] for body in self.bodies]
-        if len({one.places.shape[1] for one in own if one.parent is not None}) > 1:
+        if len({each.places.shape[1] for each in own if each.parent is not None}) > 1:
             return None
         sizes = self.sizes(axis)
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
         single = axis.parent is None
-        groups = [torch.arange(one.size)[:, None] if single else one.places for one in own]
+        groups = [torch.arange(each.size)[:, None] if single else each.places for each in own]
         points = [point for node in self.bodies[0].wiring.points.get(axis.index, ()) if (point := self._point(axis, node))]
-        whole = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
-        return pooled(points, sizes, whole) if points else None
+        all_groups = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
+        return pooled(points, sizes, all_groups) if points else None
 
     def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Values [N, n] behind the activation, of a mean square of 1, importance [N], and the values before it."""
+        """Return values [N, n] after the activation (mean square 1), importance [N], and the values before it."""
         name, activation = self.behind[node]
-        found = [_values(body, node, axis.index) for body in self.bodies]
-        some = next((part for part in found if part is not None), None)
+        values_by_network = [_values(body, node, axis.index) for body in self.bodies]
+        some = next((part for part in values_by_network if part is not None), None)
         if some is None:
             return None
-        counts = {part.shape[1] for part in found if part is not None}
+        counts = {part.shape[1] for part in values_by_network if part is not None}
         if len(counts) > 1:
-            told = " and ".join(map(str, sorted(counts)))
+            numbers = " and ".join(map(str, sorted(counts)))
             layers = self.bodies[0].wiring.layers
             layer = next((layer.name for layer in layers if layer.outputs == axis.index and layer.kind != "norm"), node)
-            raise UserError(f"layer '{layer}': {told} values of a channel: the networks work at different resolutions")
+            raise UserError(f"layer '{layer}': {numbers} values of a channel: the networks work at different resolutions")
         values, weights, before = [], [], []
-        for place, (part, size) in enumerate(zip(found, self.sizes(axis), strict=True)):
+        for index, (part, size) in enumerate(zip(values_by_network, self.sizes(axis), strict=True)):
             rows = some.new_zeros(size, some.shape[1]) if part is None else part
             before.append(rows.cpu())
             values.append(activation(rows).cpu())
-            hangs = self._hangs(place, name, axis.index, size)
-            weights.append(importance(values[-1], hangs) * self.weights[place] ** 0.5)
-        whole = torch.cat(values)
-        scale = float(whole.double().square().mean().sqrt()) or 1.0
-        return whole / scale, torch.cat(weights) * scale, torch.cat(before) / scale
+            hangs = self._hangs(index, name, axis.index, size)
+            weights.append(importance(values[-1], hangs) * self.weights[index] ** 0.5)
+        all_values = torch.cat(values)
+        scale = float(all_values.double().square().mean().sqrt()) or 1.0
+        return all_values / scale, torch.cat(weights) * scale, torch.cat(before) / scale
 
-    def _hangs(self, place: int, node: str, axis: int, size: int) -> Tensor:
-        found, layout = self.sensitivity[place].get(node), self.bodies[place].wiring.layouts[node]
-        if found is None or axis not in layout.entries:
+    def _hangs(self, index: int, node: str, axis: int, size: int) -> Tensor:
+        sums, layout = self.sensitivity[index].get(node), self.bodies[index].wiring.layouts[node]
+        if sums is None or axis not in layout.entries:
             return torch.zeros(size, dtype=torch.float64)
-        return found[layout.entries[axis]].sum(dim=1)
+        return sums[layout.entries[axis]].sum(dim=1)
 
 
 def _values(body: Body, node: str, axis: int) -> Tensor | None:
-    """Of the channels of an axis at a node [size, n], of several entries of a channel one after the other."""
+    """Return values of the channels of an axis at a node [size, n]; the entries of a channel are concatenated."""
     if node not in body.values:
         return None
     entries = body.wiring.layouts[node].entries.get(axis)
     if entries is None:
-        raise UserError(f"the networks are of different design: their channels are tied otherwise at '{node}'")
+        raise UserError(f"the networks have different designs: their channels are tied in different ways at '{node}'")
     return body.values[node][entries].flatten(1)
 
 
-def parts_of(choices: Mapping[int, Choice], place: int) -> dict[int, Part]:
-    """Those of the network at a place, by axis."""
-    return {axis: Part(*choice.rows(place)) for axis, choice in choices.items()}
+def parts_of(choices: Mapping[int, Choice], index: int) -> dict[int, Part]:
+    """Return the parts of the network with index `place`, by axis."""
+    return {axis: Part(*choice.rows(index)) for axis, choice in choices.items()}
 
 
 def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
-    """The wiring of a network of the structure with the chosen widths. Raises UserError if it does not run with them."""
+    """Return the wiring of a network of the structure with the selected widths. Raise UserError if it does not run."""
     wiring = body.wiring
     if all(choice.keeps.shape[1] == wiring.axes[axis].size for axis, choice in choices.items()):
         return wiring
@@ -170,8 +173,8 @@ def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe
     goal = _run(lambda: with_state(network, ones, like=body.network), probe)
     for axis, choice in choices.items():
         if axis >= len(goal.axes) or goal.axes[axis].size != choice.keeps.shape[1]:
-            told = f"{choice.keeps.shape[1]} channels written by {_writer(wiring, axis)}"
-            raise UserError(f"the fused network cannot have {told} of {wiring.axes[axis].size}: {FIXED}")
+            widths = f"{choice.keeps.shape[1]} channels written by {_writer(wiring, axis)}"
+            raise UserError(f"the fused network cannot have {widths} of {wiring.axes[axis].size}: {FIXED}")
     return goal
 
 
@@ -187,12 +190,15 @@ def _writer(wiring: Wiring, axis: int) -> str:
 
 
 def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weights: Sequence[float], goal: Wiring) -> State:
-    """The fused network's tensors before it is refitted: each channel's writers are its own network's; its readers those of
-    all networks, for what its channels follow from; what writes no chosen channel (the last layer) is a weighted mean."""
+    """Return the fused network's tensors before the refit.
+
+    A selected channel is written by its own network's weights. Readers have the weights of all networks, through what
+    follows from the selected channels. Tensors that write no selected channel (the last layer) are a weighted mean.
+    """
     written = {slot.tensor for axis in choices for slot in bodies[0].wiring.axes[axis].slots if not slot.reads}
     total: State = {}
-    for place, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
-        state = carried(_whole(body), body.wiring, goal, parts_of(choices, place))
+    for index, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
+        state = carried(_whole(body), body.wiring, goal, parts_of(choices, index))
         for name, tensor in state.items():
             if not tensor.is_floating_point():
                 total.setdefault(name, tensor)
@@ -203,7 +209,7 @@ def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weight
 
 
 def _whole(body: Body) -> State:
-    """A network's tensors, with neutral ones for norms that it lacks."""
+    """Return a network's tensors, with neutral ones for norms that it lacks."""
     state, wanted = body.network.state_dict(), body.wiring.graph.state_dict()
     neutral = partial(torch.full_like, memory_format=torch.preserve_format)
     return {name: state.get(name, neutral(like, float(name.endswith("weight")))) for name, like in wanted.items()}

@@ -1,9 +1,9 @@
-"""A fused network's layers fitted anew, one after the other, to what they should give (sequential least squares).
+"""Refit a fused network's layers, one after the other, to their targets (sequential least squares).
 
-Averaged weights are right for no network's inputs. So each layer, in order of execution, is fitted to its targets from the
-inputs that the layers before it, fitted already, really give it: an error is mended by the next layer instead of passed on.
-Without labels; a layer that gives what it should stays as it is. The last layer is fitted to class probabilities
-(fusion.refit.head), all others by ridge regression toward their own weights (fusion.refit.least_squares).
+Averaged weights fit no network's inputs. So each layer, in order of execution, is fitted to its targets from the
+inputs that the refitted layers before it produce: a layer corrects earlier errors. No labels are needed. A layer that
+already meets its targets stays unchanged. The last layer is fitted to class probabilities (fusion.refit.head), all
+others by ridge regression toward their own weights (fusion.refit.least_squares).
 """
 
 import copy
@@ -23,39 +23,45 @@ from fedloom.fusion.refit.least_squares import change_of_rows
 from fedloom.fusion.refit.patches import matrix, patches, picked, thinned, weight_of
 from fedloom.fusion.refit.targets import Targets
 
-WIDE, ROWS = 2048, 1024  # for layers of more inputs about so many rows do: the cost grows with their square
-PENALTY = 0.1  # of the inputs' variances, on the change of the weights
-ROUNDING = 1e-4  # standard deviations from its target within which a channel stays as it is
-FLOAT = 1e-5  # of its size: what float32 does not tell apart
+WIDE, ROWS = 2048, 1024  # layers with more inputs use about ROWS rows: the cost grows with the square of the rows
+PENALTY = 0.1  # on the change of the weights, relative to the inputs' variances
+ROUNDING = 1e-4  # standard deviations from its target within which a channel stays unchanged
+FLOAT = 1e-5  # relative to its size: the precision of float32
 
 
 @dataclass(frozen=True)
 class Refitted:
-    """What a refit did. `layers`: names of those that were changed; `biased`: of those that got a bias; `short`: of those
-    with more inputs than the probe set has rows: name, inputs, rows."""
+    """What a refit did.
+
+    `layers`: names of changed layers. `biased`: names of layers that got a bias. `short`: name, inputs and rows of
+    layers with more inputs than the probe set has rows.
+    """
 
     layers: tuple[str, ...]
     biased: tuple[str, ...]
     short: tuple[tuple[str, int, int], ...]
 
     def notes(self) -> list[str]:
-        """For users."""
-        told = []
+        """Return notes for users."""
+        notes = []
         if self.biased:
-            told.append(f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first")
+            notes.append(f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first")
         if self.short:
-            name, inputs, rows = max(self.short, key=lambda one: one[1] / one[2])
-            told.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows "
-                        f"a rank of {rows - 1} at most; in other directions its weights stay as they were (ridge); give "
+            name, inputs, rows = max(self.short, key=lambda item: item[1] / item[2])
+            notes.append(f"the probe set is small for {len(self.short)} layers: of the {inputs} inputs of '{name}' it shows "
+                        f"a rank of {rows - 1} at most; in other directions its weights stay unchanged (ridge); use "
                         "more samples")  # fmt: skip
-        return told
+        return notes
 
 
 def refit(
     network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, positions: int | None, classes: bool = True
 ) -> Refitted:
-    """Fit the layers of a network, in place. wiring: its own; probe: [k, ...], the samples of the targets; positions: how
-    many of each channel's values count, over all samples (None: all); classes: whether the answers are logits."""
+    """Fit the layers of a network, in place.
+
+    `wiring`: the network's wiring. `probe`: the samples of the targets, [k, ...]. `positions`: how many of each
+    channel's values to use, over all samples; None: all. `classes`: whether the network returns logits.
+    """
     share = max(1, positions // len(probe)) if positions else None
     work = _Refit(wiring, targets, share, classes)
     with torch.no_grad(), evaluating(wiring.graph):
@@ -85,7 +91,7 @@ class _Refit(Runner):
             self._step(node)
 
     def complete(self) -> None:
-        """If one layer got a bias, all have one: networks are built with or without."""
+        """If one layer got a bias, give all layers one: networks are built with or without biases."""
         if self.biased:
             for fit in self.fits.values():
                 module: Any = self.submodules[fit.name]
@@ -108,7 +114,7 @@ class _Refit(Runner):
                 del self.env[source]
 
     def _ahead(self, node: Node) -> None:
-        """Run a node, and before it what it needs."""
+        """Run a node, after the nodes that it needs."""
         stack = [node]
         while stack:
             missing = [source for source in stack[-1].all_input_nodes if source not in self.done]
@@ -144,10 +150,10 @@ class _Refit(Runner):
     def _fit_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
         bias = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
         goal = mixed(self.targets.answers(fit.end), self.targets.weights)
-        found = fitted_head(inputs, module.weight, bias, goal)
-        if found is None:
+        solution = fitted_head(inputs, module.weight, bias, goal)
+        if solution is None:
             return False
-        self._write(fit, module, *found)
+        self._write(fit, module, *solution)
         return True
 
     def _fit_layer(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:
@@ -170,11 +176,11 @@ class _Refit(Runner):
         return True
 
     def _every(self, positions: int, samples: int, inputs: int) -> int:
-        """Which positions of each sample count for a layer of so many inputs."""
+        """Return the step between the positions that are used for a layer with this many inputs."""
         return 1 if inputs <= WIDE else max(1, min(positions, positions * samples // ROWS))
 
     def _fit_norm(self, fit: Fit, module: Any, inputs: Tensor, goal: Tensor) -> bool:
-        """Scale and shift of each channel by itself."""
+        """Fit the scale and shift of each channel separately."""
         if module.weight.numel() != goal.shape[1]:
             return False
         plain = copy.copy(module)
@@ -201,12 +207,12 @@ class _Refit(Runner):
 
 
 def _in_groups(rows: Tensor, groups: int) -> Tensor:
-    """[n, c] -> [groups, n, c / groups]."""
+    """Return [n, c] as [groups, n, c / groups]."""
     return rows.unflatten(1, (groups, -1)).transpose(0, 1)
 
 
 def _wanting(errors: Tensor, goal: Tensor) -> bool:
-    """Whether any channel [g, n, m] is not as it should be but for rounding; those that are get an error of zero."""
+    """Return whether any channel [g, n, m] misses its target by more than rounding; set the errors of the others to zero."""
     bound = ROUNDING * goal.std(dim=1, correction=0) + FLOAT * (goal.square().mean(dim=1) + goal.square().mean()).sqrt()
     good = errors.square().mean(dim=1).sqrt() <= bound
     errors.masked_fill_(good[:, None], 0.0)
@@ -218,7 +224,7 @@ def _outputs(module: Any) -> int:
 
 
 def _folded(module: Any, norm: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias [out] of a layer and the BatchNorm behind it as one."""
+    """Return the weight and bias [out] of a layer, with the BatchNorm after it folded in."""
     across = isinstance(module, nn.modules.conv._ConvTransposeNd)
     bias = module.weight.new_zeros(_outputs(module)) if module.bias is None else module.bias
     if norm is None:
@@ -232,7 +238,7 @@ def _folded(module: Any, norm: Any) -> tuple[Tensor, Tensor]:
 
 
 def _settle(norm: Any, outputs: Tensor, shift: Tensor) -> None:
-    """Give a BatchNorm the statistics of the layer before it, outputs [n, c], so that it adds `shift` and no more."""
+    """Give a BatchNorm the statistics of its inputs, `outputs` [n, c], so that it only adds `shift`."""
     if norm.weight is None:
         norm.running_mean.copy_(-shift)
         norm.running_var.fill_(1.0 - norm.eps)

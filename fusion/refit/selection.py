@@ -1,8 +1,8 @@
-"""Which channels of several networks a network of fewer keeps: those that explain best what all of them do.
+"""Select channels of several networks: those that best explain the channels of all networks.
 
-For each axis the channels of all networks are pooled, each weighted by how much the network's answers hang on it. Chosen
-greedily, one after the other (a group of channels that moves as a whole at once), are those from which the rest follows best
-by linear regression: column subset selection. A channel that several networks have alike counts once.
+For each axis, the channels of all networks are pooled, each weighted by how much the network's answers depend on it.
+Channels (or groups that move as a whole) are selected greedily, so that linear regression from them explains the rest
+best: column subset selection. Equal channels of several networks count once.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RIDGE = 1e-2  # of a kept channel's variance, where the channels that are not kept are regressed on the kept ones
-ALIKE = 1e-3  # of their size: channels that differ by no more are the same
+RIDGE = 1e-2  # relative to a selected channel's variance, in the regression of the others on the selected ones
+ALIKE = 1e-3  # channels that differ by less, relative to their size, are equal
 PRINTS = 8
 TINY = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """The channels of an axis in all networks, side by side: N of them.
+    """The channels of an axis in all networks, concatenated: N of them.
 
-    `sizes`: how many each network has; `covariance` [N, N] float64 of what they hand on, summed over the places where the
-    axis is read; `weighted`: the same with each channel weighted by its importance; `twins` [N]: for each channel the one
-    that stands for it and those that are the same; `groups`: the channels that are kept or dropped together, int64
-    [blocks, channels of a block].
+    Attributes:
+        sizes: The number of channels of each network.
+        covariance: Of the values that the channels pass on, summed over the points where the axis is read; [N, N],
+            float64.
+        weighted: The same with each channel weighted by its importance.
+        twins: For each channel, the channel that represents it and its equals, [N].
+        groups: Channels that are selected or dropped together, int64 [blocks, channels of a block].
     """
 
     sizes: tuple[int, ...]
@@ -36,39 +39,43 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What is kept of a pool: m channels of N.
+    """A selection from a pool: m of N channels.
 
-    `sizes`: how many channels each network has; `kept` [m]: their places; `blocks`: those of their groups; `keeps`
-    [N, m]: 1 where channel n becomes channel m; `follows` [N, m]: how channel n follows from those that are kept.
+    Attributes:
+        sizes: The number of channels of each network.
+        chosen: The indices of the selected channels, [m].
+        blocks: The indices of their groups.
+        keeps: 1 where channel n becomes channel m, [N, m].
+        follows: How channel n follows from the selected ones, [N, m].
     """
 
     sizes: tuple[int, ...]
-    kept: Tensor
+    chosen: Tensor
     blocks: Tensor
     keeps: Tensor
     follows: Tensor
 
-    def rows(self, place: int) -> tuple[Tensor, Tensor]:
-        """`keeps` and `follows` of the channels of the network at a place."""
-        start = sum(self.sizes[:place])
-        rows = slice(start, start + self.sizes[place])
+    def rows(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return `keeps` and `follows` for the channels of the network with index `place`."""
+        start = sum(self.sizes[:index])
+        rows = slice(start, start + self.sizes[index])
         return self.keeps[rows], self.follows[rows]
 
     def taken(self) -> list[int]:
-        """How many channels are kept of each network."""
-        return [int(self.rows(place)[0].sum()) for place in range(len(self.sizes))]
+        """Return the number of channels selected from each network."""
+        return [int(self.rows(index)[0].sum()) for index in range(len(self.sizes))]
 
 
-def keeping(sizes: Sequence[int], kept: Tensor | None = None) -> Choice:
-    """The given channels of a pool, by default the first network's, of which nothing else follows."""
-    kept = torch.arange(sizes[0]) if kept is None else kept
-    keeps = _ones(kept, sum(sizes))
-    return Choice(tuple(sizes), kept, kept, keeps, keeps)
+def keeping(sizes: Sequence[int], chosen: Tensor | None = None) -> Choice:
+    """Select these channels of a pool, by default the first network's, without regression of the others."""
+    chosen = torch.arange(sizes[0]) if chosen is None else chosen
+    keeps = _ones(chosen, sum(sizes))
+    return Choice(tuple(sizes), chosen, chosen, keeps, keeps)
 
 
 def side_by_side(pools: Sequence[Pool]) -> Pool:
-    """Pools of the same groups as one: a group has its channels of all of them."""
-    starts = [sum(len(pool.twins) for pool in pools[:place]) for place in range(len(pools))]
+    """Concatenate pools with the same groups: a group has its channels of all pools."""
+    starts = [sum(len(pool.twins) for pool in pools[:index]) for index in range(len(pools))]
     groups, twins = ([getattr(pool, name) + start for pool, start in zip(pools, starts, strict=True)]
                      for name in ("groups", "twins"))  # fmt: skip
     covariance = torch.block_diag(*(pool.covariance for pool in pools))
@@ -77,19 +84,22 @@ def side_by_side(pools: Sequence[Pool]) -> Pool:
 
 
 def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
-    """[c] weights of the channels at one place: root of the mean squared gradient, so that all variances add up to 1.
+    """Return weights [c] of the channels at one point: the root of the mean squared gradient, scaled to total variance 1.
 
-    values: [c, n]; sensitivity: [c], mean squared gradients there.
+    `values`: [c, n]. `sensitivity`: mean squared gradients, [c].
     """
     spread = values.double().var(dim=1, unbiased=False)
     if not 0.0 < float((spread * sensitivity).sum()) < float("inf"):
-        sensitivity = torch.ones_like(spread)  # answers beyond doubt hang on nothing
+        sensitivity = torch.ones_like(spread)  # gradients vanish if the answers are certain
     return (sensitivity / (spread * sensitivity).sum().clamp(min=TINY)).sqrt()
 
 
 def pooled(points: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
-    """The pool of an axis. points: for each place where it is read the values [N, n] behind the activation, the importance
-    [N], and the values before the activation, by which channels are known."""
+    """Return the pool of an axis.
+
+    `points`: for each point where the axis is read, the values [N, n] after the activation, the importance [N], and
+    the values before the activation, which identify channels.
+    """
     channels, generator = sum(sizes), torch.Generator().manual_seed(0)
     covariance, weighted = (torch.zeros(channels, channels, dtype=torch.float64) for _ in range(2))
     prints = torch.zeros(channels, PRINTS, dtype=torch.float64)
@@ -103,8 +113,10 @@ def pooled(points: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int]
 
 
 def _twins(prints: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Channels are known by random sums of their values, [N, PRINTS]. Of those that are the same, the k-th of each network
-    is the k-th of the first network that has so many."""
+    """Return the representative of each channel, identified by random sums of its values, [N, PRINTS].
+
+    The k-th of a network's equal channels is represented by the k-th of the first network that has so many.
+    """
     apart, size = torch.cdist(prints, prints, compute_mode="donot_use_mm_for_euclid_dist"), prints.norm(dim=1)
     kinds = (apart <= ALIKE * torch.minimum(size[:, None], size) + TINY).int().argmax(dim=1)
     first: dict[tuple[int, int], int] = {}
@@ -118,28 +130,28 @@ def _twins(prints: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def choose(pool: Pool, blocks: int) -> Choice:
-    """Keep so many groups of a pool. With fewer channels that differ, the first network's others are kept as well."""
+    """Select `blocks` groups of a pool. If too few channels differ, add others, those of the first network first."""
     return settled(pool, best_groups(pool, blocks))
 
 
 def best_groups(pool: Pool, count: int) -> Tensor:
-    """The places of so many groups of a pool, int64 [count], rising."""
-    heeded = pool.weighted.diagonal()[pool.groups].sum(dim=1) > 0.0
-    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1) & heeded
-    few = int(candidates.sum()) <= count  # nothing to choose
+    """Return the indices of the best groups of a pool, int64 [count], in ascending order."""
+    relevant = pool.weighted.diagonal()[pool.groups].sum(dim=1) > 0.0
+    candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1) & relevant
+    few = int(candidates.sum()) <= count  # nothing to select
     order = candidates.nonzero()[:, 0].tolist() if few else _greedy(pool.weighted, pool.groups, candidates, count)
     order += [block for block in range(len(pool.groups)) if block not in order][: count - len(order)]
     return torch.tensor(sorted(order))
 
 
 def settled(pool: Pool, blocks: Tensor) -> Choice:
-    """The choice of these groups of a pool."""
-    kept = pool.groups[blocks].flatten()
-    return Choice(pool.sizes, kept, blocks, _ones(kept, len(pool.twins)), _followed(pool.covariance, kept, pool.twins))
+    """Return the selection of these groups of a pool."""
+    chosen = pool.groups[blocks].flatten()
+    return Choice(pool.sizes, chosen, blocks, _ones(chosen, len(pool.twins)), _followed(pool.covariance, chosen, pool.twins))
 
 
 def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) -> list[int]:
-    """Groups that explain most of the covariance [N, N], each beside those before it."""
+    """Return the groups that explain most of the covariance [N, N], each in addition to the groups before it."""
     if groups.shape[1] > 1:
         return _greedy_groups(covariance, groups, candidates, count)
     own = groups[:, 0]
@@ -147,8 +159,10 @@ def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) 
 
 
 def _greedy_channels(covariance: Tensor, candidates: Tensor, count: int) -> list[int]:
-    """Single channels. What is left of the covariance is never formed (Farahat, Ghodsi and Kamel 2011, Alg. 1): `lead` are
-    its squared column norms, `rest` its diagonal."""
+    """Select single channels, without forming the residual covariance (Farahat, Ghodsi and Kamel 2011, Alg. 1).
+
+    `lead` are its squared column norms, `rest` its diagonal.
+    """
     lead, rest = covariance.square().sum(dim=0), covariance.diagonal().clone()
     floor, free = ALIKE**2 * rest + TINY, candidates.clone()
     taken, chosen = covariance.new_zeros(count, len(covariance)), []
@@ -160,8 +174,8 @@ def _greedy_channels(covariance: Tensor, candidates: Tensor, count: int) -> list
         before = taken[:step]
         column = covariance[best] - before[:, best] @ before
         column = column / (column[best].clamp(min=0.0) + floor[best]).sqrt()
-        told = covariance @ column - (before @ column) @ before
-        lead = lead - 2.0 * column * told + column.square() * column.square().sum()
+        product = covariance @ column - (before @ column) @ before
+        lead = lead - 2.0 * column * product + column.square() * column.square().sum()
         rest = rest - column.square()
         taken[step] = column
     return chosen
@@ -183,21 +197,21 @@ def _inverse(covariance: Tensor, block: Tensor) -> Tensor:
     return torch.linalg.pinv(covariance[block][:, block], hermitian=True, rtol=ALIKE**2)
 
 
-def _ones(kept: Tensor, channels: int) -> Tensor:
-    keeps = torch.zeros(channels, len(kept), dtype=torch.float64)
-    keeps[kept, torch.arange(len(kept))] = 1.0
+def _ones(chosen: Tensor, channels: int) -> Tensor:
+    keeps = torch.zeros(channels, len(chosen), dtype=torch.float64)
+    keeps[chosen, torch.arange(len(chosen))] = 1.0
     return keeps
 
 
-def _followed(covariance: Tensor, kept: Tensor, twins: Tensor) -> Tensor:
-    """[N, m]: by ridge regression; a kept channel and its twins by itself alone."""
-    own = covariance[kept][:, kept].clone()
+def _followed(covariance: Tensor, chosen: Tensor, twins: Tensor) -> Tensor:
+    """Return [N, m] by ridge regression; a selected channel and its twins follow from that channel alone."""
+    own = covariance[chosen][:, chosen].clone()
     own.diagonal().add_(RIDGE * (own.diagonal() + RIDGE * own.diagonal().mean()) + TINY)
-    follows = torch.linalg.solve(own, covariance[kept]).T
-    place = torch.full((len(twins),), -1)
-    place[twins[kept].flip(0)] = torch.arange(len(kept)).flip(0)
-    same = place[twins] >= 0
+    follows = torch.linalg.solve(own, covariance[chosen]).T
+    index = torch.full((len(twins),), -1)
+    index[twins[chosen].flip(0)] = torch.arange(len(chosen)).flip(0)
+    same = index[twins] >= 0
     follows[same] = 0.0
-    follows[same, place[twins][same]] = 1.0
-    follows[kept] = torch.eye(len(kept), dtype=torch.float64)
+    follows[same, index[twins][same]] = 1.0
+    follows[chosen] = torch.eye(len(chosen), dtype=torch.float64)
     return follows

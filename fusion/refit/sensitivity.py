@@ -1,4 +1,4 @@
-"""How much a network's answers hang on each of its channels: mean squared gradients, from a few of the probe's samples."""
+"""How much a network's answers depend on each of its channels: mean squared gradients on a few probe samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ SAMPLES, BATCH = 32, 8
 
 
 class _Backward(fx.Interpreter):
-    """Runs a graph so that the gradients of the wanted nodes' values are seen on the way back."""
+    """Runs a graph so that the backward pass collects the gradients of the wanted nodes' values."""
 
     def __init__(self, graph: fx.GraphModule, dims: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(graph)
@@ -32,7 +32,7 @@ class _Backward(fx.Interpreter):
 
     def _leaf(self, value: Tensor) -> Tensor:
         self.leaves.append(value.detach().requires_grad_())
-        return self.leaves[-1] * 1.0  # what follows may work in place
+        return self.leaves[-1] * 1.0  # because later operations can work in place
 
     def _add(self, name: str, gradient: Tensor) -> None:
         dims = self.dims[name]
@@ -45,14 +45,15 @@ class _Backward(fx.Interpreter):
 def sensitivities(
     graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple[int, ...]], classes: bool = True
 ) -> dict[str, Tensor]:
-    """For each node the sum of squared gradients of its channels [c], float64, over the first SAMPLES of [k, ...].
+    """Return, for each node, the sum of squared gradients of its channels [c], float64, over the first SAMPLES of [k, ...].
 
-    dims: by node's name the dimensions that, flattened, are its channels. Differentiated is the logarithm of the
-    class probabilities, in a random direction for each sample, so that the mean is the Fisher information's trace;
-    classes=False: the answers themselves. No parameter's gradient is touched. Nodes that the answer does not depend on are
-    left out.
+    The gradients are those of the log class probabilities, in a random direction for each sample, so that their mean
+    is the trace of the Fisher information. With classes=False they are those of the answers. Gradients of parameters
+    stay unchanged. Nodes that do not affect the answer are left out.
+
+    `dims`: by node name, the dimensions that, flattened, are its channels.
     """
-    generator, found = torch.Generator().manual_seed(0), {}
+    generator, sums = torch.Generator().manual_seed(0), {}
     with evaluating(graph), torch.enable_grad():
         for batch in probe[:SAMPLES].split(BATCH):
             run = _Backward(graph, dims)
@@ -63,5 +64,5 @@ def sensitivities(
             total = (answers * noise).sum()
             torch.autograd.grad(total, run.leaves, allow_unused=True)
             for name, part in run.sums.items():
-                found[name] = found.get(name, 0.0) + part
-    return found
+                sums[name] = sums.get(name, 0.0) + part
+    return sums

@@ -1,6 +1,6 @@
-"""What the channels of a fused network should do: how they are made of the channels of the networks that it comes from.
+"""What the channels of a fused network should do, computed from the channels of the input networks.
 
-`Planned` and `Regressed` write a mixture into the basis of one network; `Selected` takes channels over as they are.
+`Planned` and `Regressed` write a mixture into the basis of one network; `Selected` uses channels unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,93 +14,93 @@ from fedloom.fusion.cla_ot.plans import Body
 from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.refit.selection import Choice
 
-RIDGE = 1e-2  # of the mean variance, where one network's channels are regressed on another's
+RIDGE = 1e-2  # relative to the mean variance, if one network's channels are regressed on another's
 
 
 class Mixture(Protocol):
-    """The channels of an axis in the fused network, of those in all networks: [n_i, rows] each, None where one has none."""
+    """Computes an axis of the fused network from that of all networks: [n_i, rows] each, None if a network lacks it."""
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """[m, rows]; None if nothing is prescribed."""
+        """Return the target [m, rows]; None without a target."""
         ...
 
     def notes(self, into: int) -> list[str]:
-        """What is imitated, for users."""
+        """Return notes for users: what is imitated."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """The chosen channels as they are; those of a network that lacks the layer are zero."""
+    """The selected channels, unchanged; zero for a network that lacks the layer."""
 
     choices: Mapping[int, Choice]
     order: Sequence[int]  # of the networks in the choices
     weights: Sequence[float]  # of all networks
 
     def notes(self, into: int) -> list[str]:
-        """How many channels are whose."""
+        """Return a note: the number of channels from each network."""
         taken = [choice.taken() for choice in self.choices.values()]
-        counts = {place: sum(each[k] for each in taken) for k, place in enumerate(self.order)}
-        told = ", ".join(f"{counts[place]} of network {place}" for place in sorted(counts))
-        return [f"refit by selection: the hidden channels are {told}; the last layer imitates {_told(self.weights)}"]
+        counts = {index: sum(each[k] for each in taken) for k, index in enumerate(self.order)}
+        texts = ", ".join(f"{counts[index]} of network {index}" for index in sorted(counts))
+        return [f"refit by selection: the hidden channels are {texts}; the last layer imitates {_described(self.weights)}"]
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """[m, rows]."""
-        parts = [parts[place] for place in self.order]
+        """Return the selected channels, [m, rows]."""
+        parts = [parts[index] for index in self.order]
         some = next((part for part in parts if part is not None), None)
         if some is None or axis not in self.choices:
             return None
-        whole = [some.new_zeros(size, some.shape[1]) if part is None else part
+        complete = [some.new_zeros(size, some.shape[1]) if part is None else part
                  for size, part in zip(self.choices[axis].sizes, parts, strict=True)]  # fmt: skip
-        return torch.cat(whole)[self.choices[axis].kept]
+        return torch.cat(complete)[self.choices[axis].chosen]
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """The weighted mean of all networks' channels, moved by their plans (by network and axis, [n, m]; none: as they are)."""
+    """The weighted mean of all networks' channels, moved by their plans ([n, m] by network and axis; none: unmoved)."""
 
     plans: Sequence[Mapping[int, Tensor]]
     weights: Sequence[float]
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """[m, rows]."""
-        return _mean(self.weights, [self.moved(axis, place, part) for place, part in enumerate(parts)])
+        """Return the mean of the moved channels, [m, rows]."""
+        return _mean(self.weights, [self.moved(axis, index, part) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
-        """The weights."""
-        return [f"refit by plans: every layer imitates {_told(self.weights)}, in the channels of network {into}"]
+        """Return a note: the weights."""
+        return [f"refit by plans: every layer imitates {_described(self.weights)}, in the channels of network {into}"]
 
-    def moved(self, axis: int, place: int, part: Tensor | None) -> Tensor | None:
-        """A network's channels in the common basis."""
-        plan = self.plans[place].get(axis)
+    def moved(self, axis: int, index: int, part: Tensor | None) -> Tensor | None:
+        """Return a network's channels in the common basis."""
+        plan = self.plans[index].get(axis)
         return part if part is None or plan is None else plan.to(part).T @ part
 
 
 @dataclass(frozen=True, eq=False)
 class Regressed:
-    """The weighted mean of the channels of one network, `into`, and of what the others say of them by ridge regression.
+    """The weighted mean of `into`'s channels, and of their ridge regressions on the other networks' channels.
 
-    The regression starts from the plans, and keeps to them where the others' channels do not vary.
+    The regression starts from the plans, and equals them where the others' channels do not vary.
     """
 
     planned: Planned
     into: int
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """[m, rows]."""
+        """Return the mean, [m, rows]."""
         goal = parts[self.into]
         if goal is None:
             return self.planned(axis, parts)
-        return _mean(self.planned.weights, [self._regressed(axis, place, part, goal) for place, part in enumerate(parts)])
+        return _mean(self.planned.weights, [self._regressed(axis, index, part, goal) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
-        """The weights."""
-        told = f"every layer imitates {_told(self.planned.weights)}, in the channels of network {into}"
-        return [f"refit by regression: {told}"]
+        """Return a note: the weights."""
+        description = f"every layer imitates {_described(self.planned.weights)}, in the channels of network {into}"
+        return [f"refit by regression: {description}"]
 
-    def _regressed(self, axis: int, place: int, part: Tensor | None, goal: Tensor) -> Tensor | None:
-        moved = self.planned.moved(axis, place, part)
-        if part is None or moved is None or place == self.into:
+    def _regressed(self, axis: int, index: int, part: Tensor | None, goal: Tensor) -> Tensor | None:
+        moved = self.planned.moved(axis, index, part)
+        if part is None or moved is None or index == self.into:
             return part
         mean, lack = part.mean(1, keepdim=True), goal - moved
         x = (part - mean).double()
@@ -110,11 +110,11 @@ class Regressed:
         return moved + (change.T @ x).to(part) + lack.mean(1, keepdim=True)
 
 
-def _told(weights: Sequence[float]) -> str:
-    heeded = [place for place, weight in enumerate(weights) if weight > 0.0]
-    if len(heeded) == 1:
-        return f"network {heeded[0]} alone"
-    return "a mixture of all, " + ", ".join(f"{weights[place]:.2f} of {place}" for place in heeded)
+def _described(weights: Sequence[float]) -> str:
+    used = [index for index, weight in enumerate(weights) if weight > 0.0]
+    if len(used) == 1:
+        return f"network {used[0]} alone"
+    return "a mixture of all, " + ", ".join(f"{weights[index]:.2f} of {index}" for index in used)
 
 
 def _mean(weights: Sequence[float], parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -124,14 +124,14 @@ def _mean(weights: Sequence[float], parts: Sequence[Tensor | None]) -> Tensor | 
 
 
 class Targets:
-    """The values that a fused network's nodes should have over the probe set."""
+    """The values that a fused network's nodes should have on the probe set."""
 
     def __init__(self, bodies: Sequence[Body], mixture: Mixture, weights: Sequence[float], fused: Wiring) -> None:
         self.bodies, self.mixture, self.weights, self.fused = bodies, mixture, weights, fused
 
     def at(self, node: str) -> Tensor | None:
-        """[rows, channels] in the fused network's order; None if no network knows them."""
-        found: Tensor | None = None
+        """Return [rows, channels] in the fused network's order; None if no network has them."""
+        values: Tensor | None = None
         layout = self.fused.layouts[node]
         size = max(int(entries.max()) for entries in layout.entries.values()) + 1
         for axis, entries in layout.entries.items():
@@ -140,12 +140,12 @@ class Targets:
                 mixed = _mean(self.weights, parts) if self.fused.axes[axis].fixed else self.mixture(axis, parts)
                 if mixed is None:
                     return None
-                found = mixed.new_zeros(mixed.shape[1], size) if found is None else found
-                found[:, own] = mixed.T
-        return found
+                values = mixed.new_zeros(mixed.shape[1], size) if values is None else values
+                values[:, own] = mixed.T
+        return values
 
     def answers(self, node: str) -> list[Tensor]:
-        """Of all networks, [k, classes]."""
+        """Return the answers of all networks, [k, classes] each."""
         return [body.values[node].T for body in self.bodies]
 
 

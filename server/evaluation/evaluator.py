@@ -1,4 +1,4 @@
-"""Accuracy of networks on every domain of the experiment, and on the union of all of them."""
+"""Accuracy of networks on every domain of the experiment, and on the union of all domains."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,10 @@ RECOMPUTED = "recomputed"
 
 
 class Evaluator:
-    """Measures models on the server's own images. `split` is "validation" or "test"; only the former may guide a choice."""
+    """Measures models on the server's own images.
+
+    `split` is "validation" or "test". Only validation images may guide a choice.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -46,37 +49,48 @@ class Evaluator:
         return self.instance(architecture_of(self.config))
 
     def instance(self, architecture: Architecture) -> Network:
-        """The one network of this architecture that all its models are loaded into, in evaluation mode."""
+        """Return the network of this architecture, in evaluation mode. All models share this instance."""
         if architecture not in self._instances:
             self._instances[architecture] = architecture.build().to(self.device).eval()
         return self._instances[architecture]
 
     def loaded(self, model: Model) -> Network:
-        """The instance of the model's architecture with its weights. UserError if they are another network's."""
-        told = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
+        """Return the instance of the model's architecture, with the model's weights.
+
+        Raises:
+            UserError: The weights belong to another network.
+        """
+        message = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
         if not isinstance(model, Model):
-            raise UserError(f"{told}, one is a {type(model).__name__}")
+            raise UserError(f"{message}, one is a {type(model).__name__}")
         network = self.instance(model.architecture)
         try:
             network.load_state_dict(model.state)
         except (RuntimeError, TypeError) as error:
-            why = " ".join(plain(str(error)).split())[:300]
-            raise UserError(f"{told} with the state of its architecture ({why})") from None
+            reason = " ".join(plain(str(error)).split())[:300]
+            raise UserError(f"{message} with the state of its architecture ({reason})") from None
         return network
 
     def head_view(self, network: nn.Module, domain: str) -> nn.Module:
-        """A network as it is measured on a domain, in evaluation mode."""
+        """Return a network as it is measured on a domain, in evaluation mode."""
         outs = outputs(self.config, self.specs[domain])
         return HeadView(network, outs, self.config.evaluation.statistics).eval()
 
     def accuracy(self, model: Model, split: str) -> dict[str, float]:
-        """Fraction of right answers for each domain that the model is read on, and `union`: of all their images together."""
+        """Return the accuracy on each of the model's domains (0 to 1), and `union`: on all their images together."""
         return self.measure(split, network=self.loaded(model), domains=model.domains)
 
     def measure(
         self, split: str, most: int = 0, network: Network | None = None, domains: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """The same of a network as it is (None: self.network), on at most so many images of each domain (0: all)."""
+        """Return the accuracy of a network on each domain (0 to 1), and `union`.
+
+        Args:
+            split: "validation" or "test".
+            most: Images of each domain to use, at most. 0: all.
+            network: The network with its current weights. None: `self.network`.
+            domains: Labels of the domains to use. None: all.
+        """
         right, total, shares, network = 0, 0, {}, network or self.network
         with all_cores(self.config.engine.threads):
             self._recompute(network, domains)
@@ -93,17 +107,17 @@ class Evaluator:
         return {**shares, UNION: right / total} if total else {}
 
     def at_sites(self, model: Model, sites: Sequence[Site]) -> dict[str, Score]:
-        """By site, how the model (as `settled` gives it) does on the site's own test images; none where it has none."""
-        network, found = self.loaded(model), dict[str, Score]()
+        """Return the model's score on each site's own test images, by site. Sites without test images are missing."""
+        network, scores = self.loaded(model), dict[str, Score]()
         with all_cores(self.config.engine.threads):
             for site in sites:
                 if images := own_images(self.config, site, "test"):
                     view = self.head_view(network, label(site.spec))
-                    found[site.name] = score(view, images, self.config.evaluation.batch, self.device)
-        return found
+                    scores[site.name] = score(view, images, self.config.evaluation.batch, self.device)
+        return scores
 
     def settled(self, model: Model) -> Model:
-        """The model as it is measured: with evaluation.statistics=recomputed, BatchNorm's running ones made anew."""
+        """Return the model as it is measured. With evaluation.statistics=recomputed, BatchNorm's statistics are new."""
         if self.config.evaluation.statistics != RECOMPUTED:
             return model
         network = self.loaded(model)
@@ -111,13 +125,16 @@ class Evaluator:
         return replace(model, state={name: tensor.cpu().clone() for name, tensor in network.state_dict().items()})
 
     def _recompute(self, network: Network, domains: Sequence[str] | None) -> None:
-        """BatchNorm's statistics anew, where asked for: means over batches of these domains' validation images.
+        """Recompute BatchNorm's statistics, if configured, as means over batches of validation images.
 
-        Every domain weighs the same. UserError if there are no such images.
+        Every domain has the same weight.
+
+        Raises:
+            UserError: The domains have no validation images.
         """
         if self.config.evaluation.statistics != RECOMPUTED:
             return
-        from fedloom.fusion.cla_ot.repair import recompute_statistics  # all of fusion's graphs: only where it is asked for
+        from fedloom.fusion.cla_ot.repair import recompute_statistics  # slow to import
 
         parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
         fewest = min((len(part) for part in parts if len(part)), default=0)
@@ -128,22 +145,22 @@ class Evaluator:
         recompute_statistics(network, [to_float(batch.to(self.device)) for batch in batches])
 
     def images(self, domain: str, split: str) -> Images:
-        """The images of a domain, in an order of chance: a batch is then a random draw."""
+        """Return the images of a domain in random order, so that each batch is a random sample."""
         if (domain, split) not in self._images:
             loader = {"validation": validation_images, "test": test_images}[split]
-            found = loader(self.config, self.specs[domain])
-            order = torch.randperm(len(found), generator=torch_generator(self.config.seed, domain, split, "order"))
-            self._images[domain, split] = Images(found.x[order], found.y[order])
+            images = loader(self.config, self.specs[domain])
+            order = torch.randperm(len(images), generator=torch_generator(self.config.seed, domain, split, "order"))
+            self._images[domain, split] = Images(images.x[order], images.y[order])
         return self._images[domain, split]
 
 
 def has_data(config: Config) -> bool:
-    """Whether the sites' data are on this machine, or must be: not where sites of a real federation measure on their own."""
+    """Return whether this machine needs the sites' data. Sites of a real federation may measure for themselves."""
     return config.engine.name != "flower" or config.evaluation.where == "server"
 
 
 def site_rows(config: Config) -> list[dict[str, object]]:
-    """The `sites` of summary.json: name, domain (its label), number of training images."""
+    """Return `sites` of summary.json: name, domain (its label) and number of training images of each site."""
     sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(config.roster)
     sites = zip(config.roster, sizes, strict=True)
     return [{"name": site.name, "domain": label(site.spec), "samples": size} for site, size in sites]
@@ -151,7 +168,7 @@ def site_rows(config: Config) -> list[dict[str, object]]:
 
 @contextlib.contextmanager
 def all_cores(afterwards: int) -> Iterator[None]:
-    """Let torch use every core for a while, then `afterwards` threads again."""
+    """Let torch use every core within the context, and `afterwards` threads after it."""
     torch.set_num_threads(machine.cores())
     try:
         yield

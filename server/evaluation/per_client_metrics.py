@@ -1,4 +1,4 @@
-"""What a federation of different networks gives its sites: accuracy where they are, and what each network costs them."""
+"""Metrics of a federation with different networks: accuracy at each site, and the cost of each network."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,26 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
 from fedloom.server.evaluation.evaluator import Evaluator
 
-OWN, LACKING = "own", "lacking"  # classes as often as a site has them; those that it has not
-TIMED = 1000  # images, of which the time is told
+OWN, LACKING = "own", "lacking"  # classes in a site's own proportions; classes that a site lacks
+TIMED = 1000  # images whose time is measured
 
 
 def different_networks(config: Config, sites: Sequence[Site]) -> bool:
-    """Whether the sites' architectures differ."""
+    """Return whether the sites have different architectures."""
     return len({architecture_of(config, site) for site in sites}) > 1
 
 
 def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Model]) -> dict[str, float]:
-    """Means over sites of the test accuracy of the network that each would use, the shared one of its architecture or (none
-    is shared) its own: on its domain with classes as often as it has them (own), on the classes of it that it has no image
-    of (lacking; only over sites that lack some), and on all domains (union)."""
-    found: dict[str, list[float]] = {OWN: [], LACKING: [], UNION: []}
+    """Return means over sites of the test accuracy (0 to 1) of the network that each site would use.
+
+    That is the shared network of its architecture or, without one, its own network.
+
+    Returns:
+        OWN: on the site's domain, with classes in the site's own proportions.
+        LACKING: on classes of its domain of which it has no image. Only sites that lack classes count.
+        UNION: on all domains.
+    """
+    accuracies: dict[str, list[float]] = {OWN: [], LACKING: [], UNION: []}
     known: dict[str, dict[str, Tensor]] = {}
     named = {site.name for site in sites}
     shared = {model.architecture: name for name in reversed(list(models)) if name not in named for model in [models[name]]}
@@ -40,49 +46,52 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
         right, total = known[name][label(site.spec)]
         has = torch.bincount(site_images(evaluator.config, site).y, minlength=len(right)).double()
         shares = right / total.clamp(min=1.0)
-        found[OWN].append(float((has * shares).sum() / has[total > 0].sum()))
+        accuracies[OWN].append(float((has * shares).sum() / has[total > 0].sum()))
         lacks = (has == 0) & (total > 0)
-        found[LACKING] += [float(shares[lacks].mean())] if bool(lacks.any()) else []
+        accuracies[LACKING] += [float(shares[lacks].mean())] if bool(lacks.any()) else []
         both = torch.stack(list(known[name].values())).sum((0, 2))
-        found[UNION].append(float(both[0] / both[1]))
-    return {key: sum(values) / len(values) for key, values in found.items() if values}
+        accuracies[UNION].append(float(both[0] / both[1]))
+    return {key: sum(values) / len(values) for key, values in accuracies.items() if values}
 
 
 @torch.no_grad()
 def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
-    """By domain, [2, classes] float64: test images of each class that a model classifies rightly, and how many there are."""
-    network, found = evaluator.loaded(model), {}
+    """Return [2, classes] float64 by domain: correctly classified test images of each class, and their number."""
+    network, counts = evaluator.loaded(model), {}
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")
         right = hits(view, images, evaluator.config.evaluation.batch, evaluator.device).cpu()
-        found[domain] = torch.stack(by_class(images.y, right, model.architecture.classes)).double()
-    return found
+        counts[domain] = torch.stack(by_class(images.y, right, model.architecture.classes)).double()
+    return counts
 
 
 def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Model]) -> dict[str, dict[str, Any]]:
-    """By architecture's network: how many sites have it, its parameters, bytes that a site hears and sends in a round, and
-    seconds for 1,000 images on this machine; and of an ensemble of all sites' networks."""
+    """Return the cost of each shared network, and of an ensemble of all sites' networks.
+
+    The cost is the number of sites with the network, its parameters, the bytes that a site receives and sends in a round,
+    and the seconds for 1,000 images on this machine.
+    """
     counts: dict[Architecture, int] = {}
     for site in sites:
         architecture = architecture_of(evaluator.config, site)
         counts[architecture] = counts.get(architecture, 0) + 1
-    named, found = {site.name for site in sites}, dict[str, dict[str, Any]]()
+    named, table = {site.name for site in sites}, dict[str, dict[str, Any]]()
     for name in models:
         if name not in named:
             model = models[name]
             numbers = sum(weight.numel() for weight in evaluator.instance(model.architecture).parameters())
             sent = 2 * sum(tensor.nbytes for tensor in model.state.values())
-            found[name] = {"sites": counts.get(model.architecture, 0), "parameters": numbers, "bytes": sent,
+            table[name] = {"sites": counts.get(model.architecture, 0), "parameters": numbers, "bytes": sent,
                            "seconds": _seconds(evaluator, model)}  # fmt: skip
-    if len(found) > 1:
-        summed = {key: sum(one["sites"] * one[key] for one in found.values()) for key in ("parameters", "seconds")}
-        found["ensemble of all sites"] = {"sites": sum(counts.values()), **summed}
-    return found
+    if len(table) > 1:
+        summed = {key: sum(cost["sites"] * cost[key] for cost in table.values()) for key in ("parameters", "seconds")}
+        table["ensemble of all sites"] = {"sites": sum(counts.values()), **summed}
+    return table
 
 
 @torch.no_grad()
 def _seconds(evaluator: Evaluator, model: Model) -> float:
-    """The least of three times."""
+    """Return the shortest of three times."""
     network, size = evaluator.loaded(model), model.architecture
     images = torch.zeros(TIMED, size.channels, size.size, size.size, device=evaluator.device)
     times = []

@@ -1,1 +1,1 @@
-"""The server's side of Flower: the run's place at the SuperLink, and what nodes may send there."""
+"""The server's side of Flower: the run's connection to the SuperLink, and the checks of messages from nodes."""

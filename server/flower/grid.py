@@ -1,7 +1,7 @@
-"""A run's place at Flower's SuperLink (flwr 1.41), careful with what nodes send: whatever it is, it is that node's failure.
+"""A run's connection to Flower's SuperLink (flwr 1.41). A bad message from a node counts as that node's failure only.
 
-Flower's own HttpGrid raises for a reply that it cannot read, which ends the run and loses the replies that came with it; it
-waits for parts that do not come, up to two hours; and it believes what a reply says of itself, as which message it answers.
+Flower's own HttpGrid has three faults. It raises for a reply that it cannot read, which ends the run and loses the replies
+that came with it. It waits up to two hours for missing parts. And it trusts a reply's claim which message it answers.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
 from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
-from flwr.proto.message_pb2 import Message as Told
+from flwr.proto.message_pb2 import Message as MessageInfo
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
@@ -33,29 +33,32 @@ from fedloom.server.flower.http_answers import wary
 from fedloom.server.flower.limits import LEAST_LIMIT, TIMES_SENT
 from fedloom.server.flower.unfolding import UnreadableError, by_hash, check_unfolding
 
-SLICE_SECONDS = 1.0  # for one reply's parts; then others have their turn
-AT_ONCE = 4  # parts that are fetched side by side
-MOST_TOLD = 200  # characters of an error
-MOST_REASON = 10_000  # of one that a node sends
+SLICE_SECONDS = 1.0  # time for one reply's parts before the next reply's turn
+AT_ONCE = 4  # parts to fetch in parallel
+MOST_SHOWN = 200  # characters of an error in a message
+MOST_REASON = 10_000  # characters of a node's error
 
 
 @dataclass
 class _Coming:
-    """A reply that was announced: what the SuperLink says of it, and its parts as far as they have come."""
+    """An announced reply: the SuperLink's description of it, and the parts that have come."""
 
-    told: Told
+    info: MessageInfo
     missing: list[str]
     parts: dict[str, bytes] = field(default_factory=dict)
     confirmed: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes that have come."""
+        """The bytes that have come."""
         return sum(map(len, self.parts.values()))
 
 
 class Patient:
-    """Flower's own retries, and more of them where the SuperLink fails (5xx). UserError: it fails for long, or refuses."""
+    """Flower's own retries, and more of them while the SuperLink fails (5xx).
+
+    It raises UserError if the SuperLink refuses, or still fails after `wait_seconds`.
+    """
 
     wait_seconds, pause_seconds = 30.0, 1.0
 
@@ -63,7 +66,7 @@ class Patient:
         self._own, self._address, self._left = own, address, self.wait_seconds
 
     def invoke(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """What is answered in the end. Whoever asks again after it failed for long does not wait again."""
+        """Return the answer in the end. After a long failure, the next call does not wait again."""
         while True:
             try:
                 answer = self._own.invoke(send)
@@ -74,26 +77,26 @@ class Patient:
             except httpx.HTTPError as error:
                 status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
                 if status < httpx.codes.INTERNAL_SERVER_ERROR or self._left <= 0:
-                    told = f"answers {status}" if status else f"cannot be asked ({plain(str(error))[:MOST_TOLD]})"
-                    raise self._error(told) from None
+                    problem = f"answers {status}" if status else f"cannot be reached ({plain(str(error))[:MOST_SHOWN]})"
+                    raise self._error(problem) from None
             self._left -= self.pause_seconds
             time.sleep(self.pause_seconds)
 
-    def _error(self, told: str) -> UserError:
-        where = "its log says why ('fedloom federation logs')"
-        return UserError(f"engine.address: the SuperLink at {self._address} {told}; {where}")
+    def _error(self, problem: str) -> UserError:
+        where = "see its log ('fedloom federation logs')"
+        return UserError(f"engine.address: the SuperLink at {self._address} {problem}; {where}")
 
 
 class CarefulGrid(HttpGrid):
-    """Flower's own, but for what it does with replies. Of a reply's metadata only what the SuperLink has checked counts."""
+    """Flower's grid with checks of replies. Of a reply's metadata, only fields that the SuperLink has checked are used."""
 
     poll_seconds = 0.25
 
     def __init__(self, address: str, insecure: bool, certificates: bytes | None, token: str) -> None:
         super().__init__(address, insecure, certificates, token=token)
         self._retry_invoker: Any = Patient(self._retry_invoker, address)
-        self._coming: dict[str, _Coming] = {}  # by the id of the message that it answers
-        self._largest = 0  # bytes of a message that was sent
+        self._coming: dict[str, _Coming] = {}  # by the id of the message that the reply answers
+        self._largest = 0  # bytes of the largest message sent
 
     def _connect(self) -> None:
         super()._connect()
@@ -102,92 +105,104 @@ class CarefulGrid(HttpGrid):
 
     @classmethod
     def like(cls, grid: HttpGrid) -> "CarefulGrid":
-        """In the place of Flower's own."""
+        """Return a careful grid with the connection of Flower's grid."""
         careful = cls(grid._addr, grid._insecure, grid._cert, grid._token)
         careful.set_run(grid.run)
         return careful
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Send; the messages' ids, empty for one that the SuperLink does not take: its node is not registered any more."""
+        """Send messages and return their ids. The id is empty if the SuperLink refuses it because its node is gone."""
         outgoing = list(messages)
         self._largest = max([self._largest, *(array_bytes(message.content) for message in outgoing)])
         ids = list(super().push_messages(outgoing))
         return [id or "" for id in ids] if ids else [""] * len(outgoing)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to these messages that have come as a whole, at once; an error message for one that cannot be read."""
+        """Return the complete replies to these messages, without waiting.
+
+        A reply that cannot be read becomes an error message.
+        """
         wanted = set(message_ids)
-        found = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
-        for told, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
+        for info, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
-            self._coming[told.metadata.reply_to_message_id] = _Coming(told, list(parts))
-        whole = {asked: self._whole(self._coming[asked]) for asked in sorted(wanted & self._coming.keys())}
-        self.cancel(asked for asked, reply in whole.items() if reply is not None)
-        return [reply for reply in whole.values() if reply is not None]
+            self._coming[info.metadata.reply_to_message_id] = _Coming(info, list(parts))
+        replies = {
+            message_id: self._complete(self._coming[message_id]) for message_id in sorted(wanted & self._coming.keys())
+        }
+        self.cancel(message_id for message_id, reply in replies.items() if reply is not None)
+        return [reply for reply in replies.values() if reply is not None]
 
     def cancel(self, message_ids: Iterable[str]) -> None:
-        """No reply to these messages is wanted any more."""
-        for asked in message_ids:
-            if (coming := self._coming.pop(asked, None)) is not None and not coming.confirmed:
-                with contextlib.suppress(UserError):  # whoever asks for something next hears of it
+        """Discard the replies to these messages."""
+        for message_id in message_ids:
+            if (coming := self._coming.pop(message_id, None)) is not None and not coming.confirmed:
+                with contextlib.suppress(UserError):  # the next request reports the error
                     self._confirm(coming)
 
-    def _whole(self, coming: _Coming) -> Message | None:
-        """The reply, or why it is none; None: not all of it has come."""
-        told, most = coming.told, max(LEAST_LIMIT, TIMES_SENT * self._largest)
+    def _complete(self, coming: _Coming) -> Message | None:
+        """Return the reply, or an error message if it cannot be read, or None if parts are still missing."""
+        info, limit = coming.info, max(LEAST_LIMIT, TIMES_SENT * self._largest)
         try:
-            self._fetch(coming, most)
+            self._fetch(coming, limit)
         except UnreadableError as error:
             self._confirm(coming)
-            return _failed(told, error)
+            return _failed(info, error)
         if coming.missing:
             return None
         self._confirm(coming)
-        return received(told, coming.parts, most)
+        return received(info, coming.parts, limit)
 
     def _confirm(self, coming: _Coming) -> None:
-        """Have the SuperLink delete what it holds of a reply: it has come, or is not wanted."""
-        about, coming.confirmed = coming.told.metadata, True
-        asked = ConfirmMessageReceivedRequest(node=self.node, run_id=about.run_id, message_object_id=about.message_id)
-        self._runtime_client.ConfirmMessageReceived(asked)
+        """Let the SuperLink delete a reply that has come or is not wanted."""
+        metadata, coming.confirmed = coming.info.metadata, True
+        request = ConfirmMessageReceivedRequest(
+            node=self.node, run_id=metadata.run_id, message_object_id=metadata.message_id
+        )
+        self._runtime_client.ConfirmMessageReceived(request)
 
-    def _fetch(self, coming: _Coming, most: int) -> None:
-        """The parts that are there, for a while. UnreadableError beyond `most` bytes, and for a part that does not exist."""
+    def _fetch(self, coming: _Coming, limit: int) -> None:
+        """Fetch available parts for a while. Raise UnreadableError above `limit` bytes, or if a part is gone."""
         deadline = time.monotonic() + SLICE_SECONDS
 
         def fetch(part: str) -> bytes | None:
-            asked = PullObjectRequest(node=self.node, run_id=coming.told.metadata.run_id, object_id=part)
-            found = self._runtime_client.PullObject(asked)
-            if not found.object_found:
+            request = PullObjectRequest(node=self.node, run_id=coming.info.metadata.run_id, object_id=part)
+            response = self._runtime_client.PullObject(request)
+            if not response.object_found:
                 raise UnreadableError("a part of it is gone")
-            return found.object_content if found.object_available else None
+            return response.object_content if response.object_available else None
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            starts = [0, *range(1, len(coming.missing), AT_ONCE)]  # the first alone: while a node sends, most are not there
+            # Fetch the first part alone: while a node sends, most parts are missing.
+            starts = [0, *range(1, len(coming.missing), AT_ONCE)]
             for start, end in itertools.pairwise([*starts, len(coming.missing)]):
                 parts = coming.missing[start:end]
-                there = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
-                coming.parts |= there
-                if coming.size > most:
-                    raise UnreadableError(f"it has more than {most >> 20} MiB")
-                if len(there) < len(parts) or time.monotonic() > deadline:
+                fetched = {part: content for part, content in zip(parts, pool.map(fetch, parts), strict=True) if content}
+                coming.parts |= fetched
+                if coming.size > limit:
+                    raise UnreadableError(f"it has more than {limit >> 20} MiB")
+                if len(fetched) < len(parts) or time.monotonic() > deadline:
                     break
         coming.missing = [part for part in coming.missing if part not in coming.parts]
 
 
-def received(told: Told, parts: dict[str, bytes], most: int) -> Message:
-    """The message in these parts, which are used up; if there is none, an error message that says why."""
+def received(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
+    """Return the message in these parts, or an error message with the reason. `parts` is emptied."""
     try:
-        return read(told, parts, most)
-    except Exception as error:  # whatever Flower raises for bytes from outside
-        return _failed(told, error)
+        return read(info, parts, limit)
+    except Exception as error:  # Flower raises many errors for untrusted bytes
+        return _failed(info, error)
 
 
-def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
-    """The message in these parts, which are used up. Raises UnreadableError, and whatever Flower raises for what is none."""
-    metadata = metadata_from_proto(told.metadata)
-    root, parts = by_hash(told.metadata.message_id, parts)
-    check_unfolding(root, parts, most)
+def read(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
+    """Return the message in these parts. `parts` is emptied.
+
+    Raises:
+        UnreadableError: The message is too large or holds no records. Flower raises its own errors for malformed parts.
+    """
+    metadata = metadata_from_proto(info.metadata)
+    root, parts = by_hash(info.metadata.message_id, parts)
+    check_unfolding(root, parts, limit)
     kinds = [head_of(parts[id])[0] for id in (root, *head_of(parts[root])[1])]
     if kinds not in (["Message"], ["Message", "RecordDict"]):
         raise UnreadableError("it holds no records")
@@ -197,7 +212,7 @@ def read(told: Told, parts: dict[str, bytes], most: int) -> Message:
     return make_message(metadata, content=message.content)
 
 
-def _failed(told: Told, error: Exception) -> Message:
-    why = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
-    reason = f"its reply cannot be read ({plain(why)[:MOST_TOLD]})"
-    return make_message(metadata_from_proto(told.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
+def _failed(info: MessageInfo, error: Exception) -> Message:
+    problem = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+    reason = f"its reply cannot be read ({plain(problem)[:MOST_SHOWN]})"
+    return make_message(metadata_from_proto(info.metadata), error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))

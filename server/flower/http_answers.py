@@ -1,6 +1,7 @@
-"""What our programs take of a Flower server's answers: they follow no redirection, unpack nothing, and read so many bytes.
+"""Limits for a Flower server's answers: no redirects, no compression, a bounded size.
 
-Flower's own client (1.41) sends a request, with its signature or token, wherever an answer says, and reads all that comes.
+Without them, Flower's client (1.41) sends a request, with its signature or token, wherever an answer redirects it. It also
+reads answers of any size.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,18 +12,18 @@ from flwr.supercore.protobuf.client import ProtobufClient
 
 from fedloom.conf.errors import plain
 
-MOST_FAILURE = 1 << 16  # bytes of an answer that says that something failed
-MOST_TOLD = 200  # letters of where an answer sends on to
+MOST_FAILURE = 1 << 16  # bytes of an error answer
+MOST_SHOWN = 200  # characters of a redirect's target in a message
 
 _init = ProtobufClient.__init__
 
 
 class OddAnswerError(httpx.HTTPError):
-    """An answer that is not read; the message says why, in one line."""
+    """An answer that is not read. The message gives the reason in one line."""
 
 
 def be_wary(most: Callable[[str], int] | None = None) -> None:
-    """From now on all clients of this process are wary (`wary`)."""
+    """Apply `wary` to all clients that this process creates from now on."""
 
     def init(self: ProtobufClient, *args: Any, **more: Any) -> None:
         _init(self, *args, **more)
@@ -32,19 +33,28 @@ def be_wary(most: Callable[[str], int] | None = None) -> None:
 
 
 def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> None:
-    """Have a client be wary of answers. `most`: bytes of an answer to a path; None: any. It raises OddAnswerError."""
+    """Make a client reject redirects, compressed answers and large answers.
+
+    The client then raises OddAnswerError.
+
+    Args:
+        client: The client.
+        most: Returns the largest number of bytes of an answer to a path. None: no limit.
+    """
 
     def look(answer: httpx.Response) -> None:
         where = f"{answer.url.host}:{answer.url.port}{answer.url.path}"
         if 300 <= answer.status_code < 400:
-            there = plain(answer.headers.get("location", "nowhere"))[:MOST_TOLD]
-            raise OddAnswerError(f"{where} answers {answer.status_code} and sends on to '{there}'; that is not followed")
-        if answer.is_error:  # its status says enough, whoever on the way made its body
+            target = plain(answer.headers.get("location", "nowhere"))[:MOST_SHOWN]
+            raise OddAnswerError(
+                f"{where} answers {answer.status_code} and redirects to '{target}'; redirects are not followed"
+            )
+        if answer.is_error:  # the status is enough; a proxy may have written the body
             answer.headers.pop("content-encoding", None)
             answer.stream = _Bounded(answer.stream, MOST_FAILURE)
             return
         if answer.headers.get("content-encoding", "identity") != "identity":
-            raise OddAnswerError(f"{where} answers with a body that is packed; that is not read")
+            raise OddAnswerError(f"{where} answers with a compressed body; compressed answers are not read")
         if most is not None:
             answer.stream = _Bounded(answer.stream, most(answer.url.path), where)
 
@@ -55,7 +65,7 @@ def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> No
 
 
 class _Bounded(httpx.SyncByteStream):
-    """A body, up to so many bytes. `where`: who is named if there are more; empty: the rest is left."""
+    """A body of at most `most` bytes. More bytes raise an error that names `where`, or are skipped if it is empty."""
 
     def __init__(self, stream: Any, most: int, where: str = "") -> None:
         self._stream, self._most, self._where = stream, most, where
@@ -66,10 +76,12 @@ class _Bounded(httpx.SyncByteStream):
             size += len(piece)
             if size > self._most:
                 if self._where:
-                    raise OddAnswerError(f"{self._where} answers with more than {self._most} bytes; they are not read")
+                    raise OddAnswerError(
+                        f"{self._where} answers with more than {self._most} bytes; larger answers are not read"
+                    )
                 return
             yield piece
 
     def close(self) -> None:
-        """The rest is not read."""
+        """Close the stream without reading the rest."""
         self._stream.close()

@@ -1,4 +1,4 @@
-"""How much a server takes of a site's reply. What carries replies (sims.federation) and what reads them go by the same."""
+"""The size limit of a site's reply. It applies where replies are carried (sims.federation) and where they are read."""
 
-LEAST_LIMIT = 2**28  # bytes of a reply that are taken in any case
-TIMES_SENT = 8  # and so many times the bytes of the largest message that was sent
+LEAST_LIMIT = 2**28  # bytes of a reply that are always accepted
+TIMES_SENT = 8  # also accepted: this many times the bytes of the largest message sent

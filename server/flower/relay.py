@@ -1,7 +1,7 @@
-"""The ServerApp of runs that `fedloom` itself conducts (engine.name=flower): it hands its place at the SuperLink to the
-process that asked for it, and ends with it.
+"""The ServerApp of runs that `fedloom` itself conducts (engine.name=flower).
 
-That process listens on a socket in a folder which only its user can open; the run-config names it.
+It passes its connection to the SuperLink to the process that conducts the run, and ends with that process. The process
+listens on a socket in a folder that only its user can open. The run-config names the socket.
 """
 
 import json
@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.task_identity import TaskIdentity  # flwr 1.41, as in sims/engines/adapter.py
 from flwr.superlink.grid.http_grid import HttpGrid
 
-SOCKET = "socket"  # the run-config's key
+SOCKET = "socket"  # key in the run-config
 DONE = b"done"
 
 app = ServerApp()
@@ -20,15 +20,16 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Tell the process at the socket how to reach the SuperLink as this run, and wait until it is done.
+    """Send the process at the socket what it needs to reach the SuperLink as this run, and wait until it has finished.
 
-    Raises RuntimeError if it goes away without a word: the run has failed, then.
+    Raises:
+        RuntimeError: The process ended without a final message, so the run has failed.
     """
     if not isinstance(grid, HttpGrid):
         raise TypeError(
-            f"fedloom.server.flower.relay: a {type(grid).__name__} cannot be handed over; this is for a SuperLink's runs"
+            f"server.flower.relay: a {type(grid).__name__} cannot be passed on; only runs of a SuperLink can use this app"
         )
-    place = {
+    connection = {
         "address": grid._addr,
         "insecure": grid._insecure,
         "certificates": grid._cert.decode() if grid._cert else None,
@@ -39,6 +40,6 @@ def main(grid: Grid, context: Context) -> None:
     }
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(context.run_config[SOCKET]))
-        line.sendall(json.dumps(place).encode() + b"\n")
+        line.sendall(json.dumps(connection).encode() + b"\n")
         if line.recv(len(DONE)) != DONE:
             raise RuntimeError("the process that conducts this run ended before it was done")

@@ -1,4 +1,4 @@
-"""The durable record of a run: events in a chain, tables that follow from them, states in files, and what checks them."""
+"""The durable record of a run: chained events, tables derived from them, states in files, and the check of all of these."""
 
 from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.ledger import Ledger

@@ -1,4 +1,4 @@
-"""Is a ledger what it was when it was written? Every file is read again; nothing is changed, and nothing is trusted."""
+"""Check a ledger: read every file again and compare it with the events. Change nothing, and trust nothing."""
 
 import json
 import re
@@ -34,13 +34,13 @@ from fedloom.server.ledger.tables import (
 )
 
 CONFIG = "config.yaml"
-AWAY = "is not here: a node of the cluster keeps it until the run ends (federation.node_store)"
+AWAY = "is not on this machine: a node of the cluster stores it until the run ends (federation.node_store)"
 _SEAL_TEXT = re.compile(rf"([0-9a-f]{{64}})  {re.escape(LEDGER)}\n".encode())
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a file of the run's folder; with severity 'note', what is odd about it but harms nothing."""
+    """A fault in a file of the run's folder. A severity of 'note' means that it is unusual but does no harm."""
 
     file: str
     what: str
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Refers:
-    """What the ledger's rows say about blobs and files, as it was at one event."""
+    """The blobs and files that the ledger's rows refer to after one event."""
 
     event: int
     bits: int
@@ -58,24 +58,24 @@ class _Refers:
     sums: list[SumRow]
     states: dict[str, str]
     files: dict[str, str]
-    apart: bool = False  # nodes of a cluster keep contributions until the run ends
+    apart: bool = False  # nodes of a cluster store contributions until the run ends
 
 
 def check(folder: Path) -> list[Problem]:
-    """All that is wrong with the ledger in a folder, and with the files it vouches for; empty if nothing is.
+    """Return all faults in a folder's ledger, and in the files that it refers to; empty if it has none.
 
-    A server may be at work meanwhile: what it replaces during the check is told as a note.
+    A server may be at work meanwhile. What it replaces during the check is reported as a note.
     """
     folder = Path(folder)
     blobs = Blobs(folder / "blobs")
     if not (folder / LEDGER).is_file():
         return [Problem(LEDGER, "is missing")]
-    found = _guarded(SEAL, _seal(folder)) + _guarded("blobs", _named(blobs))
+    problems = _guarded(SEAL, _seal(folder)) + _guarded("blobs", _named(blobs))
     refers: list[_Refers] = []
-    found += _guarded(LEDGER, _tables(folder, refers))
+    problems += _guarded(LEDGER, _tables(folder, refers))
     if not refers:
-        return found
-    damaged = any(problem.severity == "problem" and problem.file.startswith("blobs") for problem in found)
+        return problems
+    damaged = any(problem.severity == "problem" and problem.file.startswith("blobs") for problem in problems)
     about_blobs = _guarded("blobs", _missing(blobs, refers[0]))
     away = any(problem.what == AWAY for problem in about_blobs)
     if not (damaged or away) and not any(problem.severity == "problem" for problem in about_blobs):
@@ -83,18 +83,18 @@ def check(folder: Path) -> list[Problem]:
             about_blobs += _guarded(_file(refers[0].states[row.name]), _sum(blobs, refers[0], row))
     if any(problem.severity == "problem" for problem in about_blobs) and _went_on(folder, refers[0].event):
         about_blobs = [Problem(LEDGER, "was written to during the check; check again for its blobs", "note")]
-    return found + about_blobs + _guarded(LEDGER, _finished(folder, refers[0].files))
+    return problems + about_blobs + _guarded(LEDGER, _finished(folder, refers[0].files))
 
 
 def _guarded(file: str, step: Iterator[Problem]) -> list[Problem]:
-    """The problems that a step finds; whatever damaged bytes make it raise is one more, about `file`."""
-    found = []
+    """Return the problems that a step yields. An exception from damaged bytes becomes one more problem, about `file`."""
+    problems = []
     try:
         for problem in step:
-            found.append(problem)
+            problems.append(problem)
     except Exception as error:
-        found.append(Problem(file, f"cannot be read ({' '.join(str(error).split())})"))
-    return found
+        problems.append(Problem(file, f"cannot be read ({' '.join(str(error).split())})"))
+    return problems
 
 
 def _file(blob: str) -> str:
@@ -106,33 +106,36 @@ def _seal(folder: Path) -> Iterator[Problem]:
         return
     match = _SEAL_TEXT.fullmatch((folder / SEAL).read_bytes())
     if match is None:
-        yield Problem(SEAL, "is damaged: it is no sha256 and name of a file")
+        yield Problem(SEAL, "is damaged: it must hold a sha256 and a file name")
     elif file_digest(folder / LEDGER) != match[1].decode():
-        yield Problem(SEAL, f"is not the sha256 of {LEDGER}: one of the two was changed after the ledger was closed")
+        yield Problem(SEAL, f"is not the sha256 of {LEDGER}: one of the two files changed after the ledger was closed")
 
 
 def _named(blobs: Blobs) -> Iterator[Problem]:
-    """Blobs whose bytes are not what their name says."""
+    """Yield the blobs whose sha256 is not their name, and files that are not blobs."""
     for blob in steps("checking files", sorted(blobs.names())):
         try:
             if file_digest(blobs.path(blob)) != blob:
                 yield Problem(_file(blob), "is damaged: its sha256 is not its name")
         except FileNotFoundError:
-            continue  # a server has just replaced it; `_missing` names those that are still referred to
+            continue  # a server has just replaced it; `_missing` reports those that the ledger still refers to
         except OSError as error:
             yield Problem(_file(blob), f"cannot be read ({error.strerror or error})")
     for name in sorted(blobs.strangers()):
-        yield Problem(f"blobs/{name}", "is no blob; if no server is writing, prune the ledger", "note")
+        yield Problem(f"blobs/{name}", "is not a blob; if no server is writing, prune the ledger", "note")
 
 
 def _tables(folder: Path, refers: list[_Refers]) -> Iterator[Problem]:
-    """The ledger itself, up to the first step that finds fault; if none does, what it refers to goes into `refers`."""
+    """Check the ledger file, up to the first step that reports a problem.
+
+    Without problems, append the references of its rows to `refers`.
+    """
     with closing(reading(folder / LEDGER)) as db:
         db.execute("BEGIN")
         for step in (_integrity, _chain, _replay):
-            found = list(step(db))
-            yield from found
-            if found:
+            problems = list(step(db))
+            yield from problems
+            if problems:
                 return
         yield from _guarded(CONFIG, _configuration(db, folder))
         refers.append(_references(db))
@@ -143,11 +146,11 @@ def _integrity(db: sqlite3.Connection) -> Iterator[Problem]:
         if line != "ok":
             yield Problem(LEDGER, f"is damaged: {' '.join(line.split())}")
     for table, row, parent, _ in db.execute("PRAGMA foreign_key_check"):
-        yield Problem(LEDGER, f"table '{table}': row {row} refers to what is not in '{parent}'")
+        yield Problem(LEDGER, f"table '{table}': row {row} refers to a row that is missing in '{parent}'")
 
 
 def _chain(db: sqlite3.Connection) -> Iterator[Problem]:
-    """The first event that is not what its digest, or the one before it, says."""
+    """Yield the first event that does not match its digest, or does not follow the event before it."""
     number, before = 0, START
     for number, (id, time, kind, body, previous, digest) in enumerate(db.execute(f"{EVENTS} ORDER BY id"), 1):
         if id != number:
@@ -155,7 +158,7 @@ def _chain(db: sqlite3.Connection) -> Iterator[Problem]:
         elif previous != before:
             yield Problem(LEDGER, f"event {id} ('{kind}') does not follow the one before it")
         elif link(previous, id, time, kind, body) != digest:
-            yield Problem(LEDGER, f"event {id} ('{kind}') is not what its digest says")
+            yield Problem(LEDGER, f"event {id} ('{kind}') does not match its digest")
         else:
             before = digest
             continue
@@ -165,10 +168,11 @@ def _chain(db: sqlite3.Connection) -> Iterator[Problem]:
 
 
 def _replay(db: sqlite3.Connection) -> Iterator[Problem]:
-    """The first row of each table that is not what the events, applied to empty tables, make of it."""
+    """Apply the events to empty tables; yield, for each table, the first row that differs from the result."""
     format = json.loads(next(db.execute(f"{EVENTS} WHERE id = 1"))[3]).get("format")
     if format not in range(OLDEST, FORMAT + 1):
-        yield Problem(LEDGER, f"has format {format}, this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it")
+        known = f"this fedloom reads {OLDEST} to {FORMAT}"
+        yield Problem(LEDGER, f"has format {format}, but {known}; use the fedloom that wrote it")
         return
     with closing(sqlite3.connect("", isolation_level=None)) as again:
         again.execute("PRAGMA foreign_keys=ON")
@@ -186,7 +190,7 @@ def _replay(db: sqlite3.Connection) -> Iterator[Problem]:
             for is_there, expected in zip_longest(db.execute(query), again.execute(query)):
                 if is_there != expected:
                     row = (is_there or expected)[:2]
-                    yield Problem(LEDGER, f"table '{table}': row {row} is not what the events say")
+                    yield Problem(LEDGER, f"table '{table}': row {row} does not follow from the events")
                     break
 
 
@@ -195,7 +199,7 @@ def _configuration(db: sqlite3.Connection, folder: Path) -> Iterator[Problem]:
     if not (folder / CONFIG).exists():
         yield Problem(CONFIG, "is missing")
     elif (folder / CONFIG).read_bytes() != text.encode():
-        yield Problem(CONFIG, "is not the configuration that the ledger holds")
+        yield Problem(CONFIG, "is not the configuration that the ledger stores")
 
 
 def _references(db: sqlite3.Connection) -> _Refers:
@@ -205,12 +209,15 @@ def _references(db: sqlite3.Connection) -> _Refers:
     files = _results(db)
     latest = {site: Contribution(*row) for site, *row in db.execute(LATEST)}
     created = json.loads(db.execute("SELECT body FROM events WHERE id = 1").fetchone()[0])
-    kept = json.loads(states)
-    return _Refers(event, bits, referenced(db), latest, sum_rows(created, kept), kept, files, _apart(created))
+    names = json.loads(states)
+    return _Refers(event, bits, referenced(db), latest, sum_rows(created, names), names, files, _apart(created))
 
 
 def _results(db: sqlite3.Connection) -> dict[str, str]:
-    """The sha256 of the files that were there when the run finished; empty if it was resumed since, or sites forgotten."""
+    """Return the sha256 of the result files when the run finished.
+
+    Empty if the run was resumed or sites were forgotten since.
+    """
     kinds = "'finished', 'interrupted', 'failed', 'resumed', 'forgotten', 'rolled back'"
     kind, body = db.execute(
         f"SELECT kind, body FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1"
@@ -219,14 +226,14 @@ def _results(db: sqlite3.Connection) -> dict[str, str]:
 
 
 def results(folder: Path) -> dict[str, bool]:
-    """By path in the folder, whether a file that was there when the run finished is what it was; without missing ones."""
+    """Return, by path in the folder, whether a file is unchanged since the run finished. Missing files are left out."""
     with closing(reading(folder / LEDGER)) as db:
         files = _results(db)
     return {name: file_digest(folder / name) == digest for name, digest in files.items() if (folder / name).is_file()}
 
 
 def _apart(created: Mapping[str, Any]) -> bool:
-    """Whether the configuration has nodes keep contributions."""
+    """Return whether the configuration makes nodes store contributions."""
     config = yaml.safe_load(created["config"])
     return bool(isinstance(config, dict) and (config.get("federation") or {}).get("node_store"))
 
@@ -234,23 +241,23 @@ def _apart(created: Mapping[str, Any]) -> bool:
 def _missing(blobs: Blobs, refers: _Refers) -> Iterator[Problem]:
     names = blobs.names()
     for blob in sorted(refers.blobs - names):
-        told = (AWAY, "note") if refers.apart and not refers.files else ("is missing: the ledger refers to it", "problem")
-        yield Problem(_file(blob), *told)
+        fault = (AWAY, "note") if refers.apart and not refers.files else ("is missing: the ledger refers to it", "problem")
+        yield Problem(_file(blob), *fault)
     for blob in sorted(names - refers.blobs):
         yield Problem(_file(blob), "is an orphan: the ledger does not refer to it; prune removes it", "note")
 
 
 def _sum(blobs: Blobs, refers: _Refers, row: SumRow) -> Iterator[Problem]:
-    """A stored sum against the sum of the latest contributions, read one by one, in exact integers."""
+    """Compare a stored sum with the exact sum of the latest contributions, which are read one by one."""
     stored = blobs.get(refers.states[row.name])
     added = ExactSum(refers.bits, modular=True)
-    for site, one in steps("adding contributions up", refers.latest.items()):
-        part = row.of(blobs.get(one.blob), stored, refers.bits)
+    for site, contribution in steps("adding contributions up", refers.latest.items()):
+        part = row.of(blobs.get(contribution.blob), stored, refers.bits)
         if absent := stored.keys() - part.keys() if part or not row.prefix else ():
-            yield Problem(_file(one.blob), f"{site}'s contribution has no tensor '{min(absent)}', the sum has")
+            yield Problem(_file(contribution.blob), f"{site}'s contribution lacks the sum's tensor '{min(absent)}'")
             return
         if part:
-            added.add(part, row.times(one.samples))
+            added.add(part, row.times(contribution.samples))
     for name, tensor in stored.items():
         expected = added.totals.get(name, torch.zeros_like(tensor))
         if tensor.dtype != torch.int64 or not torch.equal(tensor, expected):
@@ -258,7 +265,7 @@ def _sum(blobs: Blobs, refers: _Refers, row: SumRow) -> Iterator[Problem]:
 
 
 def _went_on(folder: Path, event: int) -> bool:
-    """Whether the ledger has events after this one."""
+    """Return whether the ledger has events after this one."""
     try:
         with closing(reading(folder / LEDGER)) as db:
             return db.execute("SELECT max(id) FROM events").fetchone()[0] > event
@@ -267,14 +274,14 @@ def _went_on(folder: Path, event: int) -> bool:
 
 
 def _finished(folder: Path, files: dict[str, str]) -> Iterator[Problem]:
-    """The files that were there when the run finished, unless it was resumed since, or sites were forgotten."""
+    """Yield the result files that are missing or changed since the run finished."""
     for name, digest in files.items():
         if not (folder / name).is_file():
-            yield Problem(name, "is missing: it was there when the run finished")
+            yield Problem(name, "is missing: it existed when the run finished")
         else:
             yield from _guarded(name, _unchanged(folder, name, digest))
 
 
 def _unchanged(folder: Path, name: str, digest: str) -> Iterator[Problem]:
     if file_digest(folder / name) != digest:
-        yield Problem(name, "is not what it was when the run finished")
+        yield Problem(name, "was changed after the run finished")

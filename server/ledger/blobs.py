@@ -1,4 +1,4 @@
-"""Content-addressed states on disk: a file's name is the sha256 of its bytes, so nothing is ever written over."""
+"""Content-addressed states on disk: a file's name is the sha256 of its bytes, so no file is ever overwritten."""
 
 import errno
 import hashlib
@@ -18,68 +18,68 @@ from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
-SYNCS = 8  # files that are made durable at the same time
+SYNCS = 8  # files that are flushed to disk at the same time
 _BLOB = re.compile(r"([0-9a-f]{64})\.safetensors")
 _HINTS = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; make room and run again, what was committed is safe"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; look at its permissions"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; free space and run again: what was committed is safe"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; check its permissions"),
 }
 
 
 class LedgerError(UserError):
-    """A ledger that cannot be read or written, or an order that does not fit what it holds."""
+    """A ledger that cannot be read or written, or a request that does not fit its state."""
 
 
 class NodeLostError(LedgerError):
-    """A node of the cluster that kept contributions is not there any more."""
+    """A node of the cluster that stored contributions is gone."""
 
 
-UNREADABLE = "what it gave before cannot be read"  # of a site's reply: by its node, which is then to be asked what it has
+UNREADABLE = "its last contribution cannot be read"  # the reason in a reply; the server then asks the node what it still has
 
 
 class RemoteBlobStore(Protocol):
-    """Contributions that the nodes of a cluster keep (federation.node_store). All but `look` raise NodeLostError."""
+    """Contributions that nodes of a cluster store (federation.node_store). All methods except `look` raise NodeLostError."""
 
     def look(self) -> bool:
-        """Whether any may be gone since the last look."""
+        """Return whether contributions may have been lost since the last call."""
         ...
 
     def doubt(self) -> None:
-        """Look again the next time: something could not be read."""
+        """Make the next `look` check again, because a contribution could not be read."""
         ...
 
     def names(self) -> set[str]:
-        """The digests of all."""
+        """Return the digests of all stored contributions."""
         ...
 
     def holder(self, digest: str) -> str:
-        """The node that has it; empty if none has."""
+        """Return the node that has the contribution; empty if none has it."""
         ...
 
     def get(self, digest: str) -> bytes:
-        """Its bytes."""
+        """Return the bytes of a contribution."""
         ...
 
     def add_up(self, partials: Any) -> Any:
-        """One partial sum for several (clients.protocol.partial_sums.PartialSum) that one node keeps."""
+        """Merge several partial sums of one node (clients.protocol.partial_sums.PartialSum) into one."""
         ...
 
     def summed(self, row: Any, names: Any, given: Any, bits: int) -> Any:
-        """As server.ledger.sums.added_up, over contributions that nodes keep."""
+        """Add up contributions that nodes store, as server.ledger.sums.added_up does."""
         ...
 
     def remove(self, digests: Collection[str]) -> None:
-        """Let go of some, as far as nodes are there."""
+        """Remove contributions, as far as their nodes are reachable."""
         ...
 
     def end(self) -> None:
-        """Let go of all."""
+        """Remove all contributions."""
         ...
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a LedgerError that names the file."""
+def ledger_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a LedgerError that names the file."""
     try:
         yield
     except OSError as error:
@@ -89,49 +89,52 @@ def told(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Blobs:
-    """The states in `folder`, each in a file <sha256>.safetensors that is there whole or not at all.
+    """The states in `folder`, each in a file <sha256>.safetensors, which is written completely or not at all.
 
-    Contents and names survive a loss of power once they are settled: together for a round, not one by one for its thousand
-    files. One that was never settled may be torn then; nothing refers to it, and who puts it again writes it again.
+    `settle` makes contents and names survive a loss of power, for all files of a round at once. A file that was never
+    settled may be torn after a loss of power. Nothing refers to it, and the next `put` of the same state writes it again.
     """
 
     folder: Path
     elsewhere: RemoteBlobStore | None = None
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is there, or a node has it."""
+        """Return whether the blob is here, or on a node."""
         return self.path(digest).is_file() or bool(self.holder(digest))
 
     def holder(self, digest: str) -> str:
-        """The node that has the blob in this folder's place; empty: none."""
+        """Return the node that stores the blob instead of this folder; empty if none does."""
         return self.elsewhere.holder(digest) if self.elsewhere is not None else ""
 
     def bring_home(self, digests: Iterable[str]) -> int:
-        """Write what nodes keep of these blobs into the folder, for good, and let the nodes' parts go; how many."""
+        """Copy these blobs from the nodes into the folder, remove all from the nodes, and return how many were copied."""
         if self.elsewhere is None:
             return 0
         away = sorted(digest for digest in set(digests) if self.holder(digest) and not self.path(digest).is_file())
         for digest in away:
-            with told(self.path(digest)):
+            with ledger_errors(self.path(digest)):
                 write_bytes(self.path(digest), self._content(digest), durable=False, private=True)
         self.settle(away)
         self.elsewhere.end()
         return len(away)
 
     def put(self, state: State) -> str:
-        """Write a state, unless it is there; its digest. Raises LedgerError if the disk refuses it."""
+        """Write a state, unless it exists, and return its digest. Raises LedgerError if the disk refuses it."""
         tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(state)}
         content = save(tensors, metadata={"format": "pt"})
         digest = hashlib.sha256(content).hexdigest()
         path = self.path(digest)
-        with told(path):
+        with ledger_errors(path):
             if not self._whole(digest):
                 write_bytes(path, content, durable=False, private=True)
         return digest
 
     def adopt(self, path: Path) -> str:
-        """Move in a complete file of the same file system; its digest. Raises LedgerError if that is refused."""
-        with told(path):
+        """Move a complete file into the blobs and return its digest. It must be on the same file system.
+
+        Raises LedgerError if the file cannot be moved.
+        """
+        with ledger_errors(path):
             digest = file_digest(path)
             target = self.path(digest)
             if not self._whole(digest):
@@ -142,27 +145,27 @@ class Blobs:
         return digest
 
     def _whole(self, digest: str) -> bool:
-        """Whether the blob is there, and not torn."""
+        """Return whether the blob exists and its bytes match its name."""
         path = self.path(digest)
         return path.is_file() and file_digest(path) == digest
 
     def settle(self, digests: Iterable[str]) -> None:
-        """Make these blobs durable, before anything refers to them. Raises LedgerError naming one that is not there."""
+        """Flush these blobs to disk, before anything refers to them. Raises LedgerError naming a blob that is missing."""
         paths = [self.path(digest) for digest in digests if not self.holder(digest)]
         for path in paths:
             if not path.is_file():
-                raise LedgerError(f"{path}: no such blob; put it before it is committed")
+                raise LedgerError(f"{path}: this blob is missing; write it before the commit")
         if self.folder.is_dir():
-            with told(self.folder), ThreadPoolExecutor(SYNCS) as threads:  # together: the disk's journal takes them as one
+            with ledger_errors(self.folder), ThreadPoolExecutor(SYNCS) as threads:  # at once: the disk's journal groups them
                 list(threads.map(sync, paths))
                 sync(self.folder)
 
     def get(self, digest: str) -> State:
-        """A state, its bytes verified. Raises LedgerError naming a file that is missing or not what its name says."""
+        """Return a state whose bytes match its name. Raises LedgerError naming a file that is missing or damaged."""
         try:
-            return dict(sorted(load(self._content(digest)).items()))  # safetensors has no order of its own
+            return dict(sorted(load(self._content(digest)).items()))  # safetensors has no order
         except SafetensorError as error:
-            raise LedgerError(f"{self.path(digest)}: is no readable safetensors file ({error})") from None
+            raise LedgerError(f"{self.path(digest)}: is not a readable safetensors file ({error})") from None
 
     def _content(self, digest: str) -> bytes:
         path = self.path(digest)
@@ -170,33 +173,33 @@ class Blobs:
             content = path.read_bytes()
         except FileNotFoundError:
             if self.elsewhere is None or not self.holder(digest):
-                raise LedgerError(f"{path}: no such blob; put it back from a copy of the run, or if a node of a cluster has "
-                                  "it (federation.node_store), resume the run there") from None  # fmt: skip
+                raise LedgerError(f"{path}: this blob is missing; restore it from a copy of the run, or if a node of a "
+                                  "cluster stores it (federation.node_store), resume the run there") from None  # fmt: skip
             content = self.elsewhere.get(digest)
         except OSError as error:
             raise LedgerError(f"{path}: cannot be read ({error.strerror or error})") from None
         if hashlib.sha256(content).hexdigest() != digest:
-            raise LedgerError(f"{path}: is damaged, its sha256 is not its name; put it back from a copy of the run")
+            raise LedgerError(f"{path}: is damaged: its sha256 is not its name; restore it from a copy of the run")
         return content
 
     def path(self, digest: str) -> Path:
-        """Where the blob of that digest is, or would be."""
+        """Return the path of a blob, whether it exists or not."""
         return self.folder / f"{digest}.safetensors"
 
     def names(self) -> set[str]:
-        """The digests that have a file."""
+        """Return the digests of all blobs in the folder."""
         return {match[1] for name in self._files() if (match := _BLOB.fullmatch(name))}
 
     def sound(self) -> set[str]:
-        """The digests whose file is what its name says; all are read."""
+        """Return the digests of the undamaged blobs; all files are read."""
         return {digest for digest in self.names() if self._whole(digest)}
 
     def strangers(self) -> set[str]:
-        """The names of files that are no blobs, such as temporaries."""
+        """Return the names of files that are not blobs, such as temporary files."""
         return {name for name in self._files() if not _BLOB.fullmatch(name)}
 
     def remove_all(self, digests: Iterable[str]) -> None:
-        """Remove blobs, those that are there."""
+        """Remove blobs, here and on nodes; missing ones are skipped."""
         digests = list(digests)
         with ThreadPoolExecutor(SYNCS) as threads:
             list(threads.map(self.remove, digests))
@@ -204,30 +207,30 @@ class Blobs:
             self.elsewhere.remove(digests)
 
     def remove(self, digest: str) -> None:
-        """Remove a blob, if it is there."""
-        with told(self.path(digest)):
+        """Remove a blob, if it exists."""
+        with ledger_errors(self.path(digest)):
             self.path(digest).unlink(missing_ok=True)
 
     def sweep(self) -> list[str]:
-        """Remove the temporaries that a crash left behind; their names. Nobody may be writing meanwhile."""
-        left = sorted(name for name in self.strangers() if name.startswith("."))
-        with told(self.folder):
-            for name in left:
+        """Remove the temporary files that a crash left, and return their names. No other process may be writing."""
+        temporary = sorted(name for name in self.strangers() if name.startswith("."))
+        with ledger_errors(self.folder):
+            for name in temporary:
                 (self.folder / name).unlink(missing_ok=True)
-        return left
+        return temporary
 
     def _files(self) -> list[str]:
         return os.listdir(self.folder) if self.folder.is_dir() else []
 
 
 def file_digest(path: Path) -> str:
-    """The sha256 of a file."""
+    """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder (Windows cannot), durable."""
+    """Flush a file's content, or a folder's entries, to disk. On Windows, folders are skipped."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)

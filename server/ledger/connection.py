@@ -1,4 +1,4 @@
-"""A connection to an SQLite file that can also read the file as it is."""
+"""A connection to an SQLite file that can also read the file's bytes."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ _PIECE = 2**20  # bytes read at a time
 
 @dataclass
 class _Shared:
-    """What the connections of this process to one file share."""
+    """What all connections of this process to one file share."""
 
     users: int = 0
     descriptor: int | None = None
@@ -24,14 +24,14 @@ _GUARD = threading.Lock()
 
 
 class Connection(sqlite3.Connection):
-    """Durable and with foreign keys; changes are begun and committed by hand.
+    """A durable SQLite connection with foreign keys. The caller begins and commits transactions.
 
-    A process that closes any descriptor of a file loses all its POSIX locks on it, SQLite's among them. So the one through
-    which a file is read is shared by all connections to it, and closed after the last of them.
+    A process that closes any descriptor of a file loses all its POSIX locks on it, SQLite's too. Therefore, all connections
+    to a file share one descriptor for reading its bytes. The last connection closes it.
     """
 
     def __init__(self, path: Path, how: str) -> None:
-        """`how`: the parameters of SQLite's URI, such as mode=ro."""
+        """Open the file. `how`: the query of SQLite's URI, such as mode=ro."""
         self._path, self._file = path, None
         uri = f"{path.absolute().as_uri()}?{how}"
         super().__init__(uri, uri=True, isolation_level=None, timeout=PATIENCE)
@@ -43,22 +43,22 @@ class Connection(sqlite3.Connection):
             self.execute(f"PRAGMA {pragma}")
 
     def file_digest(self) -> str:
-        """The sha256 of the file's bytes, read piece by piece."""
-        if not hasattr(os, "pread"):  # Windows, where closing a file frees no locks of others
+        """Return the sha256 of the file's bytes."""
+        if not hasattr(os, "pread"):  # Windows, where closing a file does not free other locks
             with self._path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         assert self._file is not None
-        shared, found, place = _SHARED[self._file], hashlib.sha256(), 0
+        shared, sha256, offset = _SHARED[self._file], hashlib.sha256(), 0
         with _GUARD:
             if shared.descriptor is None:
                 shared.descriptor = os.open(self._path, os.O_RDONLY)
-        while piece := os.pread(shared.descriptor, _PIECE, place):
-            found.update(piece)
-            place += len(piece)
-        return found.hexdigest()
+        while piece := os.pread(shared.descriptor, _PIECE, offset):
+            sha256.update(piece)
+            offset += len(piece)
+        return sha256.hexdigest()
 
     def close(self) -> None:
-        """Close it. Twice is harmless."""
+        """Close the connection. Closing twice is harmless."""
         super().close()
         file, self._file = self._file, None
         if file is None:

@@ -1,8 +1,7 @@
-"""What each site last contributed, in the run's ledger: the only thing that grows with the sites.
+"""Each site's last contribution: the only part of a ledger that grows with the number of sites.
 
-A round's contributions are written one by one as they arrive and become valid together, when the ledger commits the round.
-A site's contribution is one file with all that it put into the method's slots. What came as floats is kept as floats: the
-integers that are summed follow from them.
+A round's contributions are written as they arrive. They become valid together, when the ledger commits the round. One file
+holds everything that a site put into the method's slots. Floats are stored as floats: the summed integers follow from them.
 """
 
 import shutil
@@ -24,13 +23,13 @@ from fedloom.server.run_folder.layout import STAGING
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:
-    """What stands before the names of a slot's tensors in a contribution: nothing, where there is one slot."""
+    """Return, by slot, the prefix of its tensors' names in a contribution: empty if there is only one slot."""
     return {slot: "" if len(slots) == 1 else f"{slot}/" for slot in slots}
 
 
 @dataclass
 class Contributions:
-    """The contributions of one run. `latest`: of each site that is not forgotten, the last committed one."""
+    """The contributions of one run. `latest`: the last committed contribution of each site that is not forgotten."""
 
     ledger: Ledger
     bits: int
@@ -38,7 +37,7 @@ class Contributions:
     slots: Sequence[str]
     latest: dict[str, Contribution] = field(init=False)
     _staged: dict[str, Contribution] = field(default_factory=dict)
-    _read: tuple[str, State] = ("", {})  # the blob that was read last: who asks for one slot asks for the others next
+    _read: tuple[str, State] = ("", {})  # the blob that was read last: one slot is usually read after another
 
     def __post_init__(self) -> None:
         self.latest = self.ledger.all_latest()
@@ -46,64 +45,66 @@ class Contributions:
 
     @property
     def staging(self) -> Path:
-        """Where workers write (clients.storage.states.round_file)."""
+        """The folder that workers write into (clients.storage.states.round_file)."""
         return self.ledger.folder / STAGING
 
     def here(self, site: str) -> Contribution | None:
-        """The site's contribution, with what this round has staged."""
+        """Return the site's contribution: the one that this round has staged, or the last committed one."""
         return self._staged.get(site) or self.latest.get(site)
 
     def has(self, site: str, slot: str) -> bool:
-        """Whether the site has put something into the slot."""
-        one = self.here(site)
-        if one is None or len(self.slots) == 1:
-            return one is not None
-        return any(name.startswith(prefixes(self.slots)[slot]) for name in read_names(self.ledger.blobs.path(one.blob)))
+        """Return whether the site has put something into the slot."""
+        contribution = self.here(site)
+        if contribution is None or len(self.slots) == 1:
+            return contribution is not None
+        return any(
+            name.startswith(prefixes(self.slots)[slot]) for name in read_names(self.ledger.blobs.path(contribution.blob))
+        )
 
     def load(self, site: str, slot: str) -> State:
-        """What the site put into the slot, in units of 2**-bits (int64). KeyError if it has put nothing."""
+        """Return what the site put into the slot, as int64 in units of 2**-bits. Raises KeyError if it has put nothing."""
         return exact(self._part(self._whole(site), slot), self.bits)
 
     def floats(self, site: str, slot: str) -> State:
-        """The same as floats: as it came, if it came so."""
+        """Return what the site put into the slot, as floats."""
         part = self._part(self._whole(site), slot)
         integers = dequantise({name: tensor for name, tensor in part.items() if tensor.dtype == torch.int64}, self.bits)
         return {name: integers.get(name, tensor) for name, tensor in part.items()}
 
     def file(self, site: str) -> Path | None:
-        """Where the site's contribution is kept; None if it has none."""
-        one = self.here(site)
-        return self.ledger.blobs.path(one.blob) if one else None
+        """Return the file of the site's contribution; None if it has none."""
+        contribution = self.here(site)
+        return self.ledger.blobs.path(contribution.blob) if contribution else None
 
     def stage(self, site: str, round: int, parts: Mapping[str, State], samples: int) -> None:
-        """Write what a site puts into slots; it counts once the round is committed. What it put into others stays."""
+        """Write what a site puts into slots; it counts once the round is committed. Its other slots are unchanged."""
         before = self._whole(site) if len(self.slots) > len(parts) and self.here(site) else {}
         self._staged[site] = Contribution(self.ledger.blobs.put(self._merged(before, parts)), samples, round, self.bits)
 
     def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
-        """The same for sites that all put the same, before any of them has put anything there: one file for many."""
-        alike: dict[Contribution | None, list[str]] = {}
+        """Stage the same content for many sites, before any of them has put anything into these slots: one file for all."""
+        groups: dict[Contribution | None, list[str]] = {}
         for site in sites:
-            alike.setdefault(self.here(site), []).append(site)
-        for here, names in alike.items():
-            merged = self._merged(self.ledger.blobs.get(here.blob) if here else {}, parts)
-            new = Contribution(self.ledger.blobs.put(merged), here.samples if here else 0, round, self.bits)
+            groups.setdefault(self.here(site), []).append(site)
+        for contribution, names in groups.items():
+            merged = self._merged(self.ledger.blobs.get(contribution.blob) if contribution else {}, parts)
+            new = Contribution(self.ledger.blobs.put(merged), contribution.samples if contribution else 0, round, self.bits)
             self._staged |= dict.fromkeys(names, new)
 
     def blob_of(self, parts: Mapping[str, State]) -> str:
-        """The file of a contribution that puts this, and nothing else, into the slots."""
+        """Write a contribution that has only these slots, and return its digest."""
         return self.ledger.blobs.put(self._merged({}, parts))
 
     def check_written(self, sites: Iterable[str], round: int) -> None:
-        """UserError unless workers have written the contributions of these sites."""
+        """Check that workers have written the contributions of these sites. Raises UserError naming a missing file."""
         for path in (round_file(self.staging, site, round) for site in sites):
             if not path.is_file():
                 raise UserError(
-                    f"{path}: was not written; federation.partial_sums needs workers that have the server's disk"
+                    f"{path}: was not written; federation.partial_sums needs workers that share the server's disk"
                 )
 
     def stage_written(self, site: str, round: int, samples: int) -> None:
-        """Stage a contribution whose file a worker has written already (check_written)."""
+        """Stage a contribution whose file a worker has already written (check_written)."""
         path = round_file(self.staging, site, round)
         if self._integers:
             self.stage(site, round, {self.slots[0]: read_state(path)}, samples)
@@ -111,39 +112,39 @@ class Contributions:
             self._staged[site] = Contribution(self.ledger.blobs.adopt(path), samples, round, self.bits)
 
     def stage_kept(self, site: str, round: int, samples: int, blob: str) -> None:
-        """Stage a contribution that a node of the cluster keeps (federation.node_store)."""
+        """Stage a contribution that a node of the cluster stores (federation.node_store)."""
         self._staged[site] = Contribution(blob, samples, round, self.bits)
 
     def commit(self, round: int, states: Mapping[str, State], digest: Mapping[str, str], record: dict[str, Any]) -> None:
-        """Make the staged contributions and the server's states the valid ones, in one step."""
+        """Commit the staged contributions and the server's states, in one transaction."""
         blobs = {name: self.ledger.blobs.put(state) for name, state in states.items()}
         self.ledger.commit_round(round, self._staged, blobs, digest, record, self.history)
         self.latest.update(self._staged)
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget what is staged and not committed, and what workers wrote of it; blobs go with the next prune."""
+        """Drop what is staged but not committed, and the workers' files. The next prune removes the blobs."""
         self._staged = {}
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def _whole(self, site: str) -> State:
-        one = self.here(site)
-        if one is None:
+        contribution = self.here(site)
+        if contribution is None:
             raise KeyError(f"{site} has contributed nothing")
-        if self._read[0] != one.blob:
-            self._read = one.blob, self.ledger.blobs.get(one.blob)
+        if self._read[0] != contribution.blob:
+            self._read = contribution.blob, self.ledger.blobs.get(contribution.blob)
         return self._read[1]
 
-    def _part(self, whole: State, slot: str) -> State:
+    def _part(self, state: State, slot: str) -> State:
         start = prefixes(self.slots)[slot]
-        found = {name[len(start) :]: tensor for name, tensor in whole.items() if name.startswith(start)}
-        if not found and len(self.slots) > 1:
+        part = {name[len(start) :]: tensor for name, tensor in state.items() if name.startswith(start)}
+        if not part and len(self.slots) > 1:
             raise KeyError(f"nothing was put into the slot '{slot}'")
-        return found
+        return part
 
     def _merged(self, before: State, parts: Mapping[str, State]) -> State:
         start = prefixes(self.slots)
-        gone = tuple(start[slot] for slot in parts)
-        stays = {name: tensor for name, tensor in before.items() if not name.startswith(gone)}
-        whole = stays | {start[slot] + name: tensor for slot, state in parts.items() for name, tensor in state.items()}
-        return exact(whole, self.bits) if self._integers else whole
+        replaced = tuple(start[slot] for slot in parts)
+        unchanged = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
+        merged = unchanged | {start[slot] + name: tensor for slot, state in parts.items() for name, tensor in state.items()}
+        return exact(merged, self.bits) if self._integers else merged

@@ -1,4 +1,4 @@
-"""The SQLite file of a ledger: opened to write or to read, locked by one server, sealed by its sha256 when closed."""
+"""The SQLite file of a ledger: opened to write or to read, locked by one server, sealed with its sha256 when closed."""
 
 import os
 import sqlite3
@@ -12,31 +12,31 @@ from typing import Any
 import portalocker
 
 from fedloom.clients.storage.states import write_bytes
-from fedloom.server.ledger.blobs import LedgerError, sync, told
+from fedloom.server.ledger.blobs import LedgerError, ledger_errors, sync
 from fedloom.server.ledger.connection import PATIENCE, Connection
 from fedloom.server.run_folder.layout import LEDGER, LOCK, SEAL
 
-_TRIES = 10  # for the lock, which one who queues a request has for a moment
+_TRIES = 10  # for the lock, which a process that queues a request holds for a moment
 _HINTS = {
-    "SQLITE_FULL": "make room and run again, what was committed is safe",
-    "SQLITE_IOERR": "the disk is full or failing: make room and run again, what was committed is safe",
-    "SQLITE_BUSY": f"another process has it since {PATIENCE:.0f} s: let it end and run again",
-    "SQLITE_READONLY": "look at the permissions of the file and its folder",
-    "SQLITE_CANTOPEN": "look at the permissions of the file and its folder",
-    "SQLITE_NOTADB": "put it back from a copy of the run",
-    "SQLITE_CORRUPT": "put it back from a copy of the run",
+    "SQLITE_FULL": "free space and run again: what was committed is safe",
+    "SQLITE_IOERR": "the disk is full or failing: free space and run again; what was committed is safe",
+    "SQLITE_BUSY": f"another process has locked it for {PATIENCE:.0f} s: wait until it ends and run again",
+    "SQLITE_READONLY": "check the permissions of the file and its folder",
+    "SQLITE_CANTOPEN": "check the permissions of the file and its folder",
+    "SQLITE_NOTADB": "restore it from a copy of the run",
+    "SQLITE_CORRUPT": "restore it from a copy of the run",
 }
 
 
 class BusyError(LedgerError):
-    """Another server is at work on the run."""
+    """Another server is working on the run."""
 
 
 @contextmanager
-def sqlite_told(path: Path) -> Iterator[None]:
-    """Turn what SQLite or the operating system refuses into a LedgerError that names the file."""
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """Turn an error of SQLite or the operating system into a LedgerError that names the file."""
     try:
-        with told(path):
+        with ledger_errors(path):
             yield
     except sqlite3.Error as error:
         name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
@@ -45,25 +45,28 @@ def sqlite_told(path: Path) -> Iterator[None]:
 
 
 def acquire(folder: Path) -> int:
-    """The lock of the folder's one server, as an open file; it dies with the process. LedgerError names who has it."""
+    """Lock the folder for its one server and return the open lock file. The lock ends with the process.
+
+    Raises BusyError naming the process that holds the lock.
+    """
     for _ in range(_TRIES):
         if (handle := _try_lock(folder)) is not None:
             return handle
         time.sleep(0.05)
-    with told(folder / LOCK):
+    with ledger_errors(folder / LOCK):
         owner = (folder / LOCK).read_text(errors="replace").strip() or "unknown"
-    raise BusyError(f"{folder}: process {owner} is working on it; let it end, or stop it, and run again")
+    raise BusyError(f"{folder}: process {owner} is working on it; wait until it ends, or stop it, and run again")
 
 
 def refuse_busy(folder: Path) -> None:
-    """BusyError if a server is at work on the run in a folder."""
+    """Raise BusyError if a server is working on the run in the folder."""
     if (folder / LOCK).exists():
         _unlock(acquire(folder))
 
 
 def _try_lock(folder: Path) -> int | None:
-    """The same, None if another has it."""
-    with told(folder / LOCK):
+    """Lock the folder; return None if another process holds the lock."""
+    with ledger_errors(folder / LOCK):
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             portalocker.lock(handle, portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING)
@@ -78,16 +81,16 @@ def _try_lock(folder: Path) -> int | None:
 
 
 def _unlock(lock: int) -> None:
-    """Give the lock back."""
+    """Release the lock."""
     os.ftruncate(lock, 0)
     os.close(lock)
 
 
 def reading(path: Path) -> Connection:
-    """A connection that changes neither the file nor its log.
+    """Open a connection that changes neither the file nor its log.
 
-    With a log (a server is there, or one crashed) it is read as well. Without one the file is final and opened as
-    immutable: SQLite would make a log otherwise, and fail where it cannot.
+    If there is a write-ahead log (a server runs, or one crashed), the log is read as well. Without a log, the file is final
+    and opened as immutable. Otherwise SQLite would create a log, and fail where it cannot.
     """
     return Connection(path, "mode=ro" if _log(path).exists() else "immutable=1")
 
@@ -109,37 +112,37 @@ class Database:
     def __post_init__(self) -> None:
         self._lock = acquire(self.path.parent) if self.server else None
         try:
-            with sqlite_told(self.path):
+            with sqlite_errors(self.path):
                 self._open()
         except BaseException:
             self._release()
             raise
 
     def query(self, sql: str, *values: Any) -> list[tuple]:
-        """All rows. Raises LedgerError if they cannot be read."""
-        with sqlite_told(self.path):
+        """Return all rows of a query. Raises LedgerError if they cannot be read."""
+        with sqlite_errors(self.path):
             if self._final:
                 self._db.close()
-                self._open()  # SQLite does not look whether an immutable file has changed
+                self._open()  # SQLite does not notice changes of an immutable file
             return self._db.execute(sql, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of the block's changes, or none if it raises. Raises LedgerError for a reader and if the disk refuses them."""
+        """Commit all changes of the block, or none if it raises. Raises LedgerError for a reader."""
         if not self.server:
-            raise LedgerError(f"{self.path}: is open to be read and to queue requests; only its server may change it")
+            raise LedgerError(f"{self.path}: is open for reading and for queueing requests; only its server may change it")
         self.refuse_moved()
         with _changing(self._db, self.path):
             yield self._db
 
     @contextmanager
     def queueing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction for a reader as well. Without a server, the file is sealed again after it."""
+        """Open a transaction that a reader may use, too. Without a server, the file is sealed again after it."""
         if self.server:
             with self.transaction() as db:
                 yield db
             return
-        with sqlite_told(self.path), closing(Connection(self.path, "mode=rw")) as db:
+        with sqlite_errors(self.path), closing(Connection(self.path, "mode=rw")) as db:
             with _changing(db, self.path):
                 yield db
             if (lock := _try_lock(self.path.parent)) is not None:
@@ -147,7 +150,7 @@ class Database:
                 _unlock(lock)
 
     def in_place(self) -> bool:
-        """Whether the folder is still the one whose lock this server has."""
+        """Return whether the folder is still the one that this server has locked."""
         if self._lock is None:
             return False
         try:
@@ -156,21 +159,21 @@ class Database:
             return False
 
     def refuse_moved(self) -> None:
-        """Raises LedgerError unless this is the folder's server, and the folder where it was."""
+        """Raise LedgerError unless this is the folder's server, and the folder has not moved."""
         if not self.in_place():
-            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in; it was moved "
-                              "meanwhile, and nothing more is written; resume the run where it is now")  # fmt: skip
+            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in; it was "
+                              "moved. Nothing more is written; resume the run where it is now")  # fmt: skip
 
     def seal(self) -> None:
-        """A server that is done: bring the log into the file and write its sha256 beside it."""
+        """Merge the log into the file, and write the file's sha256 next to it. A server calls this when it ends."""
         if self.in_place():
-            with sqlite_told(self.path):
+            with sqlite_errors(self.path):
                 _seal(self._db, self.path)
 
     def close(self) -> None:
-        """Let go of the file, and of the lock. Twice is harmless."""
+        """Close the file and release the lock. Closing twice is harmless."""
         try:
-            with sqlite_told(self.path):
+            with sqlite_errors(self.path):
                 self._db.close()
         finally:
             self._release()
@@ -187,8 +190,8 @@ class Database:
 
 @contextmanager
 def _changing(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """A transaction that breaks the seal before anything is written."""
-    with sqlite_told(path):
+    """Run a transaction that removes the seal before anything is written."""
+    with sqlite_errors(path):
         db.execute("BEGIN IMMEDIATE")
         try:
             seal = path.parent / SEAL
@@ -203,9 +206,9 @@ def _changing(db: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 
 def _seal(db: Connection, path: Path) -> None:
-    """Bring the log into the file and write its sha256 beside it, unless a reader holds the log for too long."""
+    """Merge the log into the file, and write the file's sha256, unless a reader holds the log for too long."""
     while not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-        db.execute("BEGIN IMMEDIATE")  # no one writes until the seal is there
+        db.execute("BEGIN IMMEDIATE")  # no one writes until the seal exists
         try:
             if not _log(path).stat().st_size:
                 write_bytes(path.parent / SEAL, f"{db.file_digest()}  {LEDGER}\n".encode())
@@ -216,19 +219,19 @@ def _seal(db: Connection, path: Path) -> None:
 
 
 def begun(path: Path) -> bool:
-    """Whether a ledger is there; not if a crash came before its tables were committed."""
+    """Return whether a ledger exists; false if a crash came before its tables were committed."""
     if not path.is_file():
         return False
-    with sqlite_told(path), closing(reading(path)) as db:
+    with sqlite_errors(path), closing(reading(path)) as db:
         return db.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
 
 
 def make(path: Path) -> None:
-    """An empty SQLite file with a write-ahead log. LedgerError if one with tables is there or nothing can be written."""
-    with sqlite_told(path):
+    """Create an empty SQLite file with a write-ahead log. Raises LedgerError if it cannot, or a ledger exists."""
+    with sqlite_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(Connection(path, "mode=rwc")) as db:
             if db.execute("SELECT 1 FROM sqlite_master").fetchone():
-                raise LedgerError(f"{path.parent}: has a ledger; open it, or choose another run.name")
+                raise LedgerError(f"{path.parent}: already has a ledger; open it, or choose another run.name")
             db.execute("PRAGMA journal_mode=WAL")
         sync(path.parent)

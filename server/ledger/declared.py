@@ -1,4 +1,4 @@
-"""What a method declares: the slots that sites put into."""
+"""The slots that a method declares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,17 +9,20 @@ from fedloom.server.ledger.contributions import prefixes
 
 
 def everything(state: State) -> State:
-    """All of it."""
+    """Return the whole state."""
     return state
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The exact sum of what sites put, each site's last put. `part`: of a put, what is summed; the rest is only kept.
+    """A slot for the exact sum of what sites put last.
 
-    `weighted`: each counts as many times as the site has samples, so that the mean is a weighted one.
-    `resumable`: a site that lost its own state can begin again at what it put. `masked`: nobody but the site can read what
-    it put; masks cancel in the sum, which is one modulo 2**64 (server.rounds.secure_aggregation).
+    Args:
+        part: returns the part of a contribution that is summed; the rest is only stored.
+        weighted: each contribution counts as often as the site has samples, so that the mean is weighted.
+        resumable: a site that lost its own state can resume from what it put.
+        masked: only the site can read what it put. Masks cancel in the sum, which is modulo 2**64
+            (server.rounds.secure_aggregation).
     """
 
     part: Callable[[State], State] = everything
@@ -30,7 +33,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class PerClientSlot:
-    """What each site put last, never summed: it is the site's own. `resumable`: as for `Sum`."""
+    """A slot for what each site put last, which is never summed.
+
+    `resumable`: a site that lost its own state can resume from what it put.
+    """
 
     resumable: bool = False
 
@@ -39,8 +45,8 @@ Slot = Sum | PerClientSlot
 
 
 def declared_sums(slots: Mapping[str, Slot]) -> dict[str, dict[str, Any]]:
-    """The sums of a method as its ledger's first event says them."""
+    """Return the sums of a method, as its ledger's first event stores them."""
     start = prefixes(list(slots))
-    sums = {name: one for name, one in slots.items() if isinstance(one, Sum)}
-    return {name: {"prefix": start[name], "weighted": one.weighted, **({"masked": True} if one.masked else {})}
-            for name, one in sums.items()}  # fmt: skip
+    sums = {name: declared for name, declared in slots.items() if isinstance(declared, Sum)}
+    return {name: {"prefix": start[name], "weighted": declared.weighted, **({"masked": True} if declared.masked else {})}
+            for name, declared in sums.items()}  # fmt: skip

@@ -1,6 +1,7 @@
-"""The durable record of a run: who contributed what, what was asked, and every event in an unbroken chain.
+"""The durable record of a run: contributions, requests, and all events in a hash chain.
 
-One SQLite file with the states beside it (`blobs/`). What is committed survives any crash; what is not never happened.
+A ledger is one SQLite file, with the states next to it in `blobs/`. A committed change survives any crash; of an uncommitted
+one, nothing remains.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from fedloom.conf.errors import UserError
-from fedloom.server.ledger.blobs import LedgerError, told
+from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.database import LEDGER, make
 from fedloom.server.ledger.records import BOUND, REQUESTS, Records
 from fedloom.server.ledger.rows import Contribution, Request
@@ -32,18 +33,17 @@ from fedloom.server.ledger.tables import (
 
 
 class Ledger(Records):
-    """The ledger in a run's folder: `create` or `open` one. As a context manager it is closed at the end."""
+    """The ledger in a run's folder: `create` or `open` it. As a context manager, it is closed at the end."""
 
     @classmethod
     def create(
         cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE,
         slots: Sequence[str] | None = None,
     ) -> "Ledger":  # fmt: skip
-        """A new ledger, held as its one server. `sums`: the method's, as the ledger's first event says (server.ledger.sums);
-        `slots`: the names of all its slots.
+        """Create a ledger and become its one server. Raises LedgerError if it exists, or the folder cannot be written.
 
-
-        Raises LedgerError if there is one or the folder cannot be written.
+        `config`: the text of config.yaml. `bits`: sums count in units of 2**-bits. `sums`: the method's sums, as the first
+        event stores them (server.ledger.sums). `slots`: the names of all its slots.
         """
         check_repeated(sites)
         make(Path(folder) / LEDGER)
@@ -51,7 +51,7 @@ class Ledger(Records):
         body = {"run": run, "config": config, "bits": bits, "format": FORMAT, "sites": list(sites), "sums": dict(sums)}
         body |= {} if slots is None else {"slots": list(slots)}
         try:
-            with told(ledger.blobs.folder):
+            with ledger_errors(ledger.blobs.folder):
                 ledger.blobs.folder.mkdir(exist_ok=True)
             with ledger._database.transaction() as db:
                 for statement in schema(FORMAT):
@@ -64,18 +64,19 @@ class Ledger(Records):
 
     @classmethod
     def open(cls, folder: Path, *, server: bool = True) -> "Ledger":
-        """The ledger of a folder: as its one server, or to read it and to queue requests while a server may run.
+        """Open the ledger of a folder, as its one server or as a reader.
 
-        Raises LedgerError if there is none, it is not one of this format, or another server has it.
+        A reader can also queue requests while a server runs. Raises LedgerError if the ledger is missing, has another
+        format, or another server has it open.
         """
         if not (Path(folder) / LEDGER).is_file():
-            raise LedgerError(f"{folder}: has no ledger ({LEDGER}); name the folder of a run that keeps one")
+            raise LedgerError(f"{folder}: has no ledger ({LEDGER}); name the folder of a run that has one")
         ledger = cls(folder, server)
         try:
             ledger._check_format()
             if server:
                 with ledger._database.transaction():
-                    pass  # breaks the seal, and tells now if nothing can be written
+                    pass  # removes the seal, and fails now if nothing can be written
         except BaseException:
             ledger._database.close()
             raise
@@ -87,25 +88,25 @@ class Ledger(Records):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif issubclass(kind, UserError):  # refused: nothing is half done, and what was said counts more than the seal
+        elif issubclass(kind, UserError):  # nothing is half done, and this error matters more than the seal's
             with suppress(UserError, OSError):
                 self.close()
         else:
             self._database.close()
 
     def close(self) -> None:
-        """A server: bring everything into ledger.sqlite and write ledger.sha256; all: let go. Closing twice is harmless."""
+        """Close the ledger. A server first merges its log and writes ledger.sha256. Closing twice is harmless."""
         try:
             self._database.seal()
         finally:
             self._database.close()
 
     def in_place(self) -> bool:
-        """Whether this is the server of what is in the folder now: it may have been moved, and another run be there."""
+        """Return whether this server's folder is still in its place: another run's may have replaced it."""
         return self._database.in_place()
 
     def refuse_moved(self) -> None:
-        """Raises LedgerError unless it is."""
+        """Raise LedgerError unless the folder is in its place."""
         self._database.refuse_moved()
 
     # Rounds
@@ -119,16 +120,16 @@ class Ledger(Records):
         record: dict[str, Any] | None,
         keep: str,
     ) -> None:
-        """Write a round whose blobs are there; 0 is the start. keep: 'latest' (replaced rows and blobs go) or 'all'.
+        """Commit a round whose blobs exist; round 0 is the start. `keep`: 'latest' (remove replaced blobs) or 'all'.
 
-        Raises LedgerError for a round that is not the next one, for sites that are unknown or forgotten, for blobs that are
-        missing, and if the disk refuses; nothing is written then.
+        Raises LedgerError, and writes nothing, if the round is not the next one, a site is unknown or forgotten, a blob is
+        missing, or the disk refuses.
         """
         body = {"round": round, "contributions": _plain(contributions), "states": dict(states), "digest": dict(digest)}
         if keep not in ("latest", "all"):
-            raise LedgerError(f"round {round}: keep is '{keep}', not 'latest' or 'all'")
-        if odd := {one.round for one in contributions.values()} - {round}:
-            raise LedgerError(f"round {round}: a contribution is of round {min(odd)}; commit each in its own round")
+            raise LedgerError(f"round {round}: keep must be 'latest' or 'all', not '{keep}'")
+        if wrong := {contribution.round for contribution in contributions.values()} - {round}:
+            raise LedgerError(f"round {round}: a contribution belongs to round {min(wrong)}; commit each in its own round")
         self.blobs.settle(_blobs(contributions, states))
         with self._replacing() as db:
             check_round(db, round)
@@ -145,10 +146,10 @@ class Ledger(Records):
         body: dict[str, Any],
         request: str | None = None,
     ) -> None:
-        """Take sites out: their rows and blobs and all older states go, the last round gets the given ones.
+        """Remove sites: their rows and blobs, and all older states. The last round gets `states` and `digest`.
 
-        `body` says more about it. A `request` becomes 'applied' in the same transaction, with `body` as its result.
-        Raises LedgerError for a site that is unknown or forgotten, and for a request that does not wait.
+        `body`: further facts for the event. `request` becomes 'applied' in the same transaction, with `body` as its result.
+        Raises LedgerError if a site is unknown or forgotten, or the request is not waiting.
         """
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("forgotten", written, sites, {}, request)
@@ -156,29 +157,32 @@ class Ledger(Records):
     def roll_back(
         self, round: int, sites: Sequence[str], body: dict[str, Any] | None = None, request: str | None = None
     ) -> None:
-        """Go back to the state after a round, because of some sites; later rounds and contributions go.
+        """Go back to the state after a round, because of some sites. Later rounds and contributions are removed.
 
-        `body` says more about it and about the request. Raises UserError as `check_roll_back` does.
+        `body` has further facts for the event of the request. Raises UserError as `check_roll_back` does.
         """
         self.check_roll_back(round)
         with self._replacing() as db:
             append(db, "rolled back", {"round": round, "sites": list(sites), "body": body, "request": request})
 
     def check_roll_back(self, round: int) -> None:
-        """UserError if the state after a round, or a site's contribution to it, is not kept, or its sum lacks a member."""
+        """Check that the run can go back to the state after a round.
+
+        Raises UserError if that state, or a site's contribution to it, is not stored, or its sum lacks a member.
+        """
         rows = {row.round: row for row in self.rounds()}
         before = (event.body for event in self.events("round") if event.body["round"] <= round)
         gave = {site for body in before for site in body["contributions"]}
-        lost = [site for site, gone in self.sites().items() if site in gave and not gone and not any(
-            one.round <= round for one in self.history(site))]  # fmt: skip
+        lost = [site for site, forgotten in self.sites().items() if site in gave and not forgotten and not any(
+            contribution.round <= round for contribution in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or lost:
-            kept = "federation.history=all keeps it, until a site is forgotten"
-            raise UserError(f"{self.folder}: the state after round {round} is not kept ({kept})")
+            hint = "federation.history=all stores it, until a site is forgotten"
+            raise UserError(f"{self.folder}: the state after round {round} is not stored ({hint})")
         if self._readmitted_since(round):
-            raise UserError(f"{self.folder}: a site was readmitted after round {round}, which is not in its sum")
+            raise UserError(f"{self.folder}: a site was readmitted after round {round}; the sum of that round is without it")
 
     def _readmitted_since(self, round: int) -> bool:
-        """Whether a site was readmitted after the round was committed (for the last time)."""
+        """Return whether a site was readmitted after the round was last committed."""
         last = self.newest("readmitted")
         return last is not None and not any(event.body["round"] <= round for event in self.events("round", after=last.id))
 
@@ -191,9 +195,11 @@ class Ledger(Records):
         body: dict[str, Any] | None = None,
         request: str | None = None,
     ) -> None:
-        """Take forgotten sites in again, with contributions of committed rounds; otherwise as `forget`."""
-        if odd := contributions.keys() - set(sites):
-            raise LedgerError(f"site '{min(odd)}' has a contribution but is not among those readmitted ({', '.join(sites)})")
+        """Readmit forgotten sites, with contributions of committed rounds; otherwise as `forget`."""
+        if unnamed := contributions.keys() - set(sites):
+            raise LedgerError(
+                f"site '{min(unnamed)}' has a contribution but is not among the readmitted sites ({', '.join(sites)})"
+            )
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("readmitted", written, sites, contributions, request)
 
@@ -208,7 +214,7 @@ class Ledger(Records):
         self.blobs.settle(_blobs(contributions, body["states"]))
         with self._replacing() as db:
             if not db.execute("SELECT 1 FROM rounds").fetchone():
-                raise LedgerError(f"{self.folder}: no round is committed; there is nothing to change")
+                raise LedgerError(f"{self.folder}: no round is committed yet, so there is nothing to change")
             check_sites(db, sites, forgotten=kind == "readmitted")
             append(db, kind, body | ({"contributions": _plain(contributions)} if kind == "readmitted" else {}))
             if request is not None:
@@ -218,9 +224,9 @@ class Ledger(Records):
     # Requests
 
     def receive(self, id: str, kind: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
-        """Queue a request; an id that is there already is answered as it stands. Works beside a server, too.
+        """Queue a request and return it; a known id returns the request as it stands. Works while a server runs.
 
-        Raises LedgerError for unknown sites.
+        Raises LedgerError if a site is unknown.
         """
         body = {"id": id, "kind": kind, "sites": list(sites), "reason": reason, "options": options}
         with self._database.queueing() as db:
@@ -230,7 +236,10 @@ class Ledger(Records):
             return Request.of(db.execute(f"{REQUESTS} WHERE id = ?", (id,)).fetchone())
 
     def set_request(self, id: str, state: str, result: dict[str, Any] | None) -> None:
-        """Move a request on: received, applied, verified; or received, refused. Raises LedgerError for other moves."""
+        """Move a request to its next state: from received to applied to verified, or from received to refused.
+
+        Raises LedgerError for other moves.
+        """
         with self._database.transaction() as db:
             check_move(db, id, state)
             append(db, state, {"id": id, "result": result})
@@ -238,9 +247,9 @@ class Ledger(Records):
     # Nodes
 
     def bind(self, nodes: Mapping[str, int], by: str = "joined", keys: Mapping[str, str] | None = None) -> None:
-        """Note to which node each site's contributions belong from now on, and the digest of its public key if it has one.
+        """Bind each site's contributions to a node from now on, and to the digest of its public key if it has one.
 
-        Works beside a server, too.
+        Works while a server runs.
         """
         with self._database.queueing() as db:
             check_sites(db, nodes)
@@ -249,14 +258,14 @@ class Ledger(Records):
     # Events and upkeep
 
     def note(self, kind: str, body: dict[str, Any]) -> None:
-        """Add an event that changes no table. Raises LedgerError for the kinds that do."""
+        """Add an event that changes no table. Raises LedgerError for the kinds of event that do."""
         if kind in WRITING:
-            raise LedgerError(f"an event '{kind}' changes the ledger's tables: it cannot be noted")
+            raise LedgerError(f"an event '{kind}' changes the ledger's tables; `note` cannot add it")
         with self._database.transaction() as db:
             append(db, kind, body)
 
     def prune(self) -> list[str]:
-        """Remove what a crash left: blobs that no row refers to, and temporaries; their names. Not while sites reply."""
+        """Remove blobs that no row refers to, and temporary files; return their names. Do not call it while sites reply."""
         with self._database.transaction() as db:
             orphans = sorted(self.blobs.names() - referenced(db))
             for blob in orphans:
@@ -268,21 +277,21 @@ class Ledger(Records):
                 append(db, "pruned", {"files": removed})
         return removed
 
-    # How it is done
+    # Helpers
 
     @contextmanager
     def _replacing(self) -> Iterator[Connection]:
-        """A transaction after which the blobs that it left without a reference go."""
+        """Run a transaction, then remove the blobs to which it left no reference."""
         with self._database.transaction() as db:
             watch(db)
             yield db
-            gone = unreferenced(db)
-        self.blobs.remove_all(gone)
+            unused = unreferenced(db)
+        self.blobs.remove_all(unused)
 
 
 def _plain(contributions: Mapping[str, Contribution]) -> dict[str, dict[str, Any]]:
-    return {site: asdict(one) for site, one in contributions.items()}
+    return {site: asdict(contribution) for site, contribution in contributions.items()}
 
 
 def _blobs(contributions: Mapping[str, Contribution], states: Mapping[str, str]) -> set[str]:
-    return {*(one.blob for one in contributions.values()), *states.values()}
+    return {*(contribution.blob for contribution in contributions.values()), *states.values()}

@@ -1,4 +1,4 @@
-"""Who takes part: sites are taken out of the slots, bit for bit, and let in again, in one step with the ledger's event."""
+"""Remove sites from the slots exactly, and readmit them, in one transaction with the ledger's event."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,84 +16,89 @@ Settle = Callable[[], None]  # recomputes what a method derives from its slots
 
 
 def check_members(members: Sequence[Site], names: Sequence[str]) -> None:
-    """UserError unless each is a member, named once."""
+    """Raise UserError unless each name is a member's and occurs once."""
     known, seen = {site.name for site in members}, set()
     for name in names:
         if name not in known:
             raise unknown("site", name, [site.name for site in members])
         if name in seen:
-            raise UserError(f"the site '{name}' is named twice")
+            raise UserError(f"the site '{name}' is named twice; name it once")
         seen.add(name)
 
 
 def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
-    """Over how many rounds these sites may have left something, till they were forgotten: from the first on that has a
-    contribution of theirs. None named: how many rounds there are."""
-    wanted, rounds, first, found = set(names), 0, 0, 0
+    """Return over how many rounds these sites may have left traces, until they were forgotten.
+
+    The count starts with the first round that has a contribution by one of them. Without names, it is the number of rounds.
+    """
+    wanted, rounds, first, longest = set(names), 0, 0, 0
     for event in ledger.events():
         if event.kind in ("round", "rolled back"):
             rounds = event.body["round"]
             first = first if first <= rounds else 0
         if event.kind == "round" and not first and wanted & event.body["contributions"].keys():
-            first = rounds  # of round 0 all have what the method began with: that is nobody's
+            first = rounds  # in round 0, every site has what the method began with, which is no site's work
         if event.kind == "forgotten" and first and wanted & set(event.body["sites"]):
-            found = max(found, rounds - first + 1)
-    return found if names else rounds
+            longest = max(longest, rounds - first + 1)
+    return longest if names else rounds
 
 
 class Membership:
-    """Takes sites out of a run's slots and lets them in again. `settle`: called before a change is committed."""
+    """Removes sites from a run's slots and readmits them. `settle`: called before a change is committed."""
 
     def __init__(self, slots: Slots, settle: Settle = lambda: None) -> None:
         self.slots, self.ledger, self.settle = slots, slots.ledger, settle
 
     def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
-        """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
-        slots, left = self.slots, len(self.slots.members) - len(names)
+        """Check that these sites can be removed and, with `rollback`, that the run can go back to before they participated.
+
+        Raises UserError if not.
+        """
+        slots, remaining = self.slots, len(self.slots.members) - len(names)
         check_members(slots.members, names)
         masked = any(map(slots.masked, slots.declared))
         if not slots.declared:
-            raise UserError("its method keeps no contributions: no site's part can be subtracted; train again without it")
-        if left <= 0:
+            raise UserError("the method stores no contributions, so no site can be subtracted; train again without it")
+        if remaining <= 0:
             raise UserError("no site would be left: delete the run's folder instead")
-        if masked and left == 1:
-            raise UserError("one site would be left, and the sum would be what it gave: under masks two must stay")
+        if masked and remaining == 1:
+            raise UserError("one site would be left, and the sum would reveal its contribution: two sites must remain")
         if rollback and (before := self._before(names)) is not None:
             if before and masked:
                 raise UserError(
-                    "--rollback: under masks sites keep only what they gave last; they were there before these sites"
+                    "--rollback: with secure aggregation only last contributions are stored, and other sites joined before"
                 )
             self.ledger.check_roll_back(before)
 
     def forget(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
-        """Take sites out and commit it. `body` goes into the event, which answers `request`. UserError if it cannot."""
+        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError."""
         self.check_forgetting(names)
         self.slots.stage({slot: self.slots.sum_without(slot, names) for slot in self.slots.totals})
         self._leave(names, body, request)
 
     def lost(self) -> list[str]:
-        """The sites whose contributions were with nodes that are not there any more."""
+        """Return the sites whose contributions were on nodes that are gone."""
         blobs, latest = self.ledger.blobs, self.slots.contributions.latest
         if blobs.elsewhere is None or not blobs.elsewhere.look():
             return []
-        gone = {blob for blob in {one.blob for one in latest.values()} if not blobs.has(blob)}
-        return [site for site, one in latest.items() if one.blob in gone]
+        missing = {blob for blob in {contribution.blob for contribution in latest.values()} if not blobs.has(blob)}
+        return [site for site, contribution in latest.items() if contribution.blob in missing]
 
     def lose(self, names: Sequence[str], body: dict) -> None:
-        """Take sites out whose contributions are lost: the sums are added up anew, from all that is left. Commits it."""
-        left = set(names)
-        stays = [one for site, one in self.slots.contributions.latest.items() if site not in left]
-        self.slots.stage({row.name: self._added_up(row, stays) for row in self.ledger.sums()})
+        """Remove sites whose contributions are lost: add up the sums again from what is left, and commit it."""
+        lost = set(names)
+        remaining = [contribution for site, contribution in self.slots.contributions.latest.items() if site not in lost]
+        self.slots.stage({row.name: self._added_up(row, remaining) for row in self.ledger.sums()})
         self._leave(names, body, None)
 
     def roll_back(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
-        """Go back to the round before the first of these sites took part, as `forget`."""
+        """Go back to the round before the first of these sites participated; arguments as in `forget`."""
         if (before := self._before(names)) is not None:
             self.ledger.roll_back(before, names, body, request)
             self.slots.reload()
 
     def readmit(self, names: Sequence[str], first: Callable[[str], Mapping[str, State]]) -> None:
-        """Let forgotten sites take part again, from their `first` contributions on. UserError if they are not forgotten."""
+        """Readmit forgotten sites, starting from their `first` contributions. Raises UserError if they are not forgotten."""
         slots, back = self.slots, dict[str, Contribution]()
         for name in names:
             parts = {slot: stored(state, slots.bits) for slot, state in first(name).items()}
@@ -102,31 +107,31 @@ class Membership:
                     slots.changing(slot).add(slots.summed(slot, exact(state, slots.bits)))
             if parts:
                 back[name] = Contribution(slots.contributions.blob_of(parts), 0, 0, slots.bits)
-        there = {site.name for site in slots.members} | set(names)
-        with self._committed([site for site in slots.sites if site.name in there], slots.contributions.latest | back):
+        members = {site.name for site in slots.members} | set(names)
+        with self._committed([site for site in slots.sites if site.name in members], slots.contributions.latest | back):
             self.ledger.readmit(names, back, slots.write(), slots.digest())
 
-    def _added_up(self, row: SumRow, given: Sequence[Contribution]) -> ExactSum:
-        """A sum over contributions, each added up where it is."""
+    def _added_up(self, row: SumRow, contributions: Sequence[Contribution]) -> ExactSum:
+        """Add up contributions, each on the machine that stores it."""
         blobs, names = self.ledger.blobs, list(self.slots.totals[row.name].totals)
-        here = [one for one in given if not blobs.holder(one.blob)]
-        total = added_up(row, names, here, blobs.get, self.slots.bits)
-        if blobs.elsewhere is not None and len(here) < len(given):
-            there = [one for one in given if blobs.holder(one.blob)]
-            part = blobs.elsewhere.summed(row, names, there, self.slots.bits)
+        local = [contribution for contribution in contributions if not blobs.holder(contribution.blob)]
+        total = added_up(row, names, local, blobs.get, self.slots.bits)
+        if blobs.elsewhere is not None and len(local) < len(contributions):
+            remote = [contribution for contribution in contributions if blobs.holder(contribution.blob)]
+            part = blobs.elsewhere.summed(row, names, remote, self.slots.bits)
             total.merge(part.totals, part.addends)
         return total
 
     def _leave(self, names: Sequence[str], body: dict, request: str | None) -> None:
-        """Commit the sums that are staged, in which these sites are no more."""
-        slots, left = self.slots, set(names)
-        latest = {site: one for site, one in slots.contributions.latest.items() if site not in left}
-        with self._committed([site for site in slots.members if site.name not in left], latest):
+        """Commit the staged sums, which are without these sites."""
+        slots, leaving = self.slots, set(names)
+        latest = {site: contribution for site, contribution in slots.contributions.latest.items() if site not in leaving}
+        with self._committed([site for site in slots.members if site.name not in leaving], latest):
             self.ledger.forget(names, slots.write(), slots.digest(), body, request)
 
     @contextlib.contextmanager
     def _committed(self, members: list[Site], latest: dict[str, Contribution]) -> Iterator[None]:
-        """While the ledger is written: these members and contributions, with what is derived; as before if it fails."""
+        """Set these members and contributions while the ledger is written; restore the old ones if that fails."""
         slots = self.slots
         before = slots.members, slots.contributions.latest
         slots.members, slots.contributions.latest = members, latest
@@ -140,6 +145,8 @@ class Membership:
         slots.accept()
 
     def _before(self, names: Sequence[str]) -> int | None:
-        """The round before the first in which one of these sites took part; None if none ever did."""
-        rounds = [one.round for name in names for one in self.ledger.history(name) if one.round > 0]
+        """Return the round before the first in which one of these sites participated; None if none ever did."""
+        rounds = [
+            contribution.round for name in names for contribution in self.ledger.history(name) if contribution.round > 0
+        ]
         return min(rounds) - 1 if rounds else None

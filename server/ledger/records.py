@@ -1,4 +1,4 @@
-"""What a ledger holds, to be read: by its server, or beside it."""
+"""Read access to a ledger: its rows, events and blobs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ _ROUNDS = "SELECT round, time, record, states, digest FROM rounds"
 _HISTORY = "SELECT blob, samples, round, bits FROM contributions WHERE site = ? ORDER BY round"
 REQUESTS = "SELECT id, kind, sites, reason, options, state, result FROM requests"
 _PAGE = 1000  # events read at a time
-_TRIES = 5  # to read several things of one state beside a server
+_TRIES = 5  # to read several rows of one state while a server writes
 
 
 class Records:
@@ -30,104 +30,106 @@ class Records:
 
     @property
     def server(self) -> bool:
-        """Whether it was opened to be written."""
+        """Whether the ledger is open for writing."""
         return self._database.server
 
     def steady(self, read: Callable[[], T]) -> T:
-        """What `read` makes of one and the same state: again, if a server has committed another one meanwhile.
+        """Call `read` until its result is of one state: again, if a server has committed another state meanwhile.
 
-        A row that was read names a blob which is gone once the server has replaced it. Raises UserError if the server
-        commits during every try.
+        A row may name a blob that the server has replaced since. Raises UserError if the server commits during every try.
         """
         for _ in range(_TRIES):
             before = self.last_round()
             try:
-                found = read()
+                result = read()
             except UserError:
                 if self.last_round() == before:
                     raise
                 continue
             if self.last_round() == before:
-                return found
-        raise UserError(f"{self.folder}: a server is at work and commits round after round; ask again when it is done")
+                return result
+        raise UserError(f"{self.folder}: a server commits round after round; try again when it has finished")
 
     # Rounds
 
     def latest(self, site: str) -> Contribution | None:
-        """The site's last contribution; None if it has none (any more)."""
+        """Return the site's last contribution; None if it has none."""
         rows = self._query(f"{_HISTORY} DESC LIMIT 1", site)
         return Contribution(*rows[0]) if rows else None
 
     def all_latest(self) -> dict[str, Contribution]:
-        """The last contribution of each site that has one, in the sites' order."""
+        """Return the last contribution of each site that has one, in the order of the sites."""
         return {site: Contribution(*row) for site, *row in self._query(LATEST)}
 
     def referred(self) -> set[str]:
-        """The digests of all contributions that are kept."""
+        """Return the digests of all stored contributions."""
         return {blob for (blob,) in self._query("SELECT DISTINCT blob FROM contributions")}
 
     def history(self, site: str) -> list[Contribution]:
-        """All contributions of a site that are kept, oldest first."""
+        """Return all stored contributions of a site, oldest first."""
         return [Contribution(*row) for row in self._query(_HISTORY, site)]
 
     def last_round(self) -> RoundRow | None:
-        """The last committed round; None before the start."""
+        """Return the last committed round; None before the start."""
         rows = self._query(f"{_ROUNDS} ORDER BY round DESC LIMIT 1")
         return RoundRow.of(rows[0]) if rows else None
 
     def rounds(self) -> list[RoundRow]:
-        """All committed rounds, oldest first."""
+        """Return all committed rounds, oldest first."""
         return [RoundRow.of(row) for row in self._query(f"{_ROUNDS} ORDER BY round")]
 
     def sites(self) -> dict[str, bool]:
-        """All sites in their order, and whether each is forgotten."""
-        return {name: bool(gone) for name, gone in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
+        """Return, by site in their order, whether it is forgotten."""
+        return {name: bool(forgotten) for name, forgotten in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
 
     def sums(self) -> list[SumRow]:
-        """The sums of the method that are kept."""
+        """Return the stored sums of the method."""
         last = self.last_round()
         return sum_rows(next(self.events("created")).body, last.states if last else {})
 
     def run(self) -> RunRow:
-        """The run that this is the ledger of."""
+        """Return the run of this ledger."""
         return RunRow(*self._query("SELECT run, config, bits, created, format FROM runs")[0])
 
     # Requests, nodes and events
 
     def request(self, id: str) -> Request | None:
-        """The request of that id, if there is one."""
+        """Return the request with this id, if there is one."""
         rows = self._query(f"{REQUESTS} WHERE id = ?", id)
         return Request.of(rows[0]) if rows else None
 
     def waiting(self, *, applied: bool = False) -> list[Request]:
-        """The requests that were received and not applied, oldest first; `applied`: also those that are not verified yet."""
+        """Return the requests that are received but not applied, oldest first; with `applied`, also the applied ones."""
         sql = f"{REQUESTS} WHERE state = 'received' OR (? AND state = 'applied') ORDER BY rowid"
         return [Request.of(row) for row in self._query(sql, applied)]
 
     def bound(self) -> dict[str, int]:
-        """To which node each site's contributions belong, as it was noted last."""
-        found: dict[str, int] = {}
+        """Return, by site, the node that its contributions belong to now."""
+        nodes: dict[str, int] = {}
         for event in self.events(BOUND):
-            found |= event.body["nodes"]
-        return found
+            nodes |= event.body["nodes"]
+        return nodes
 
     def keys(self) -> dict[str, str]:
-        """The digest of the public key that each site joined with; without those that joined without one, or were moved."""
-        found: dict[str, str] = {}
+        """Return, by site, the digest of the public key that it joined with.
+
+        Sites that joined without a key, or were moved to another node, are left out.
+        """
+        keys: dict[str, str] = {}
         for event in self.events(BOUND):
-            found = {site: key for site, key in found.items() if site not in event.body["nodes"]}
-            found |= event.body.get("keys", {})
-        return found
+            keys = {site: key for site, key in keys.items() if site not in event.body["nodes"]}
+            keys |= event.body.get("keys", {})
+        return keys
 
     def events(self, kind: str = "", after: int = 0) -> Iterator[Event]:
-        """The events, oldest first; of one kind, if it is given, and with ids above `after`."""
+        """Yield the events with ids above `after`, oldest first; only those of `kind`, if it is set."""
         which, values = (" AND kind = ?", [kind]) if kind else ("", [])
         while rows := self._query(f"{EVENTS} WHERE id > ?{which} ORDER BY id LIMIT {_PAGE}", after, *values):
             yield from map(to_event, rows)
             after = rows[-1][0]
 
     def newest(self, kind: str = "") -> Event | None:
-        """The last event; of one kind, if it is given."""
+        """Return the last event, or the last of `kind` if it is set."""
         which, values = (" WHERE kind = ?", [kind]) if kind else ("", [])
         rows = self._query(f"{EVENTS}{which} ORDER BY id DESC LIMIT 1", *values)
         return to_event(rows[0]) if rows else None
@@ -139,7 +141,7 @@ class Records:
         try:
             ((version,),) = self._query("SELECT format FROM runs")
         except (LedgerError, ValueError) as error:
-            raise LedgerError(f"{self._database.path}: holds no run ({error}); put it back from a copy of the run") from None
+            raise LedgerError(f"{self._database.path}: has no run ({error}); restore it from a copy of the run") from None
         if not isinstance(version, int) or not OLDEST <= version <= FORMAT:
             known = f"this fedloom reads {OLDEST} to {FORMAT}"
-            raise LedgerError(f"{self._database.path}: has format {version}, {known}; use the fedloom that wrote it")
+            raise LedgerError(f"{self._database.path}: has format {version}, but {known}; use the fedloom that wrote it")

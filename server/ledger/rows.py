@@ -1,15 +1,18 @@
-"""What a ledger holds, as it is given to those who ask."""
+"""The rows of a ledger, as dataclasses."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused"))  # of a request, from state to state
+MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused"))  # of a request, between states
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a site gave in a round: a blob of integers in units of 2**-bits, learned from so many samples."""
+    """What a site contributed in a round.
+
+    `blob`: the digest of its tensors, which are summed in units of 2**-bits. `samples`: how many it trained on.
+    """
 
     blob: str
     samples: int
@@ -19,7 +22,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A committed round. `states` are digests of blobs, by name; empty once a later commit has replaced them."""
+    """A committed round. `states`: digests of blobs by name, empty once a later commit has replaced them."""
 
     round: int
     time: str
@@ -29,7 +32,7 @@ class RoundRow:
 
     @classmethod
     def of(cls, row: tuple) -> "RoundRow":
-        """From a row of the table."""
+        """Build it from a row of the table."""
         round, time, record, states, digest = row
         return cls(round, time, None if record is None else json.loads(record), json.loads(states), json.loads(digest))
 
@@ -47,7 +50,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Request:
-    """Something asked of the server, in one of the states of MOVES."""
+    """A request to the server, in one of the states of MOVES."""
 
     id: str
     kind: str
@@ -59,7 +62,7 @@ class Request:
 
     @classmethod
     def of(cls, row: tuple) -> "Request":
-        """From a row of the table."""
+        """Build it from a row of the table."""
         id, kind, sites, reason, options, state, result = row
         answer = None if result is None else json.loads(result)
         return cls(id, kind, tuple(json.loads(sites)), reason, json.loads(options), state, answer)

@@ -1,7 +1,7 @@
-"""Slots: all that a method keeps durably. What sites put into them can be taken out again, bit for bit.
+"""Slots: everything that a method stores durably. What sites put into them can be removed again, exactly.
 
-Every site's contribution is kept by itself, and of each `Sum` the exact sum of all: forgetting a site is a subtraction, and
-what is left is what there would be if it had never taken part. Nothing here knows a method; a method knows nothing of
+Each site's contribution is stored separately. For each `Sum`, the exact sum of all contributions is stored, too. Forgetting
+a site is a subtraction, and leaves the sum that never contained it. This module knows no method. A method knows nothing of
 commits, crashes, digests and requests.
 """
 
@@ -19,7 +19,10 @@ from fedloom.server.ledger.ledger import Ledger
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """What a site puts into a slot: float tensors, or int64 ones in units of 2**-bits; `integers`: the latter, if known."""
+    """What a site puts into a slot.
+
+    `state`: float tensors, or int64 tensors in units of 2**-bits. `integers`: the int64 tensors, if they are known already.
+    """
 
     slot: str
     site: str
@@ -29,20 +32,20 @@ class SlotUpdate:
 
 
 class Slots:
-    """The slots of one run: the sums, what is kept beside them, every site's contribution; and what a round has staged."""
+    """The slots of one run: sums, the server's states, every site's contribution, and what a round has staged."""
 
     def __init__(self, declared: Mapping[str, Slot], sites: Sequence[Site], ledger: Ledger, bits: int, history: str) -> None:
         self.declared, self.sites, self.ledger, self.bits, self.history = dict(declared), list(sites), ledger, bits, history
         self.reload()
 
     def reload(self) -> None:
-        """As it was after the last committed round."""
+        """Load the slots from the last committed round."""
         self.contributions = Contributions(self.ledger, self.bits, self.history, list(self.declared))
         forgotten = self.ledger.sites()
         self.members = [site for site in self.sites if not forgotten[site.name]]
         last = self.ledger.last_round()
         states = {name: self.ledger.blobs.get(blob) for name, blob in last.states.items()} if last else {}
-        self._totals: dict[str, ExactSum] = {}  # of the round under way
+        self._totals: dict[str, ExactSum] = {}  # of the current round
         self._kept: dict[str, State] = {}
         self.totals = {name: self.empty(name) for name, slot in self.declared.items() if isinstance(slot, Sum)}
         for name, total in self.totals.items():
@@ -51,75 +54,75 @@ class Slots:
         self.kept = {name: state for name, state in states.items() if name not in self.totals}
 
     def abandon(self) -> None:
-        """Forget what was staged since the last commit."""
+        """Drop what was staged since the last commit."""
         self.contributions.abandon()
         self._totals, self._kept = {}, {}
 
-    # Reading: what is committed, with what is staged
+    # Reading: what is committed and what is staged
 
     def total(self, slot: str) -> ExactSum:
-        """The sum of a slot; not to be changed."""
+        """Return the sum of a slot; do not change it."""
         return self._totals.get(slot) or self.totals[slot]
 
     def keeps(self) -> dict[str, State]:
-        """What is kept beside the sums, by name."""
+        """Return the server's states, by name."""
         return {**self.kept, **self._kept}
 
     def has(self, slot: str, site: str) -> bool:
-        """Whether the site has put something into the slot."""
+        """Return whether the site has put something into the slot."""
         return self.contributions.has(site, slot)
 
     def contribution(self, slot: str, site: str) -> State:
-        """What the site put into the slot last (int64)."""
+        """Return what the site put into the slot last, as int64 in units of 2**-bits."""
         return self.contributions.load(site, slot)
 
     def summed(self, slot: str, state: State) -> State:
-        """Of a contribution, what enters the slot's sum."""
+        """Return the part of a contribution that enters the slot's sum."""
         declared = self.declared[slot]
         return declared.part(state) if isinstance(declared, Sum) else {}
 
     def empty(self, slot: str) -> ExactSum:
-        """A sum of nothing, as the slot's is made."""
+        """Return an empty sum for the slot."""
         return ExactSum(self.bits, modular=self.masked(slot))
 
     def masked(self, slot: str) -> bool:
-        """Whether only the site itself can read what it put into the slot."""
+        """Return whether only the site itself can read what it put into the slot."""
         declared = self.declared[slot]
         return isinstance(declared, Sum) and declared.masked
 
     def weighted(self, slot: str) -> bool:
-        """Whether contributions to the slot count as many times as the site has samples."""
+        """Return whether contributions to the slot count as often as the site has samples."""
         declared = self.declared[slot]
         return isinstance(declared, Sum) and declared.weighted
 
     def times(self, slot: str, samples: int) -> int:
-        """How many times a contribution of so many samples counts."""
+        """Return how often a contribution of so many samples counts."""
         return max(1, samples) if self.weighted(slot) else 1
 
     def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
-        """The sum of these sites' contributions, read again and added up in this order."""
-        total = ExactSum(self.bits, modular=True)  # whatever the order, no partial sum is too large
+        """Read these sites' contributions again and add them up in this order."""
+        total = ExactSum(self.bits, modular=True)  # in any order, no partial sum overflows
         for name in names:
             if self.has(slot, name):
                 total.add(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
         return total
 
     def sum_without(self, slot: str, names: Iterable[str]) -> ExactSum:
-        """The slot's sum less the contributions of these sites, in exact integers."""
+        """Return the slot's sum minus the contributions of these sites, in exact integers."""
         rest = self.total(slot).copy()
         for name in names:
             if self.has(slot, name):
                 rest.subtract(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
-        nobody = not rest.addends and not any(bool(tensor.any()) for tensor in rest.totals.values())
-        return self.empty(slot) if nobody else rest  # as if nobody had ever put anything
+        empty = not rest.addends and not any(bool(tensor.any()) for tensor in rest.totals.values())
+        return self.empty(slot) if empty else rest  # as if no site had ever put anything
 
     def base(self, site: str) -> int:
-        """The round after which the site's own state is valid: that of its last contribution; 0 if there is none."""
-        one = self.contributions.latest.get(site)
-        return one.round if one else 0
+        """Return the round of the site's last contribution, after which its own state is valid; 0 if it has none."""
+        contribution = self.contributions.latest.get(site)
+        return contribution.round if contribution else 0
 
     def digest(self) -> dict[str, str]:
-        """Digests of the exact sums; of a method without sums, of what it keeps."""
+        """Return digests of the exact sums or, for a method without sums, of the server's states."""
         if self.totals:
             return {name: digest(self.total(name).totals) for name in self.totals}
         return {name: digest(exact(state, self.bits)) for name, state in self.keeps().items()}
@@ -127,26 +130,32 @@ class Slots:
     # Staging a round
 
     def put(self, puts: Sequence[SlotUpdate], round: int) -> None:
-        """Replace what sites put before: all or, with an ExactSumError, nothing. Of two for one slot the later counts."""
-        puts = list({(one.slot, one.site): one for one in puts}.values())
-        samples = {site: self._samples([one for one in puts if one.site == site]) for site in {one.site for one in puts}}
-        before, sums = dict(self._totals), [one for one in puts if one.slot in self.totals]
+        """Replace what sites put before. If a sum overflows, raise ExactSumError and change nothing.
+
+        If a site puts twice into a slot, the later state counts.
+        """
+        puts = list({(update.slot, update.site): update for update in puts}.values())
+        samples = {
+            site: self._samples([update for update in puts if update.site == site])
+            for site in {update.site for update in puts}
+        }
+        before, sums = dict(self._totals), [update for update in puts if update.slot in self.totals]
         try:
-            for one in sums:
-                self._totals[one.slot] = self._replaced(one, alone=len(sums) == 1)
+            for update in sums:
+                self._totals[update.slot] = self._replaced(update, alone=len(sums) == 1)
         except ExactSumError:
             self._totals = before
             raise
-        for site in dict.fromkeys(one.site for one in puts):
-            mine = [one for one in puts if one.site == site]
-            parts = {one.slot: stored(one.state, self.bits) for one in mine}
+        for site in dict.fromkeys(update.site for update in puts):
+            mine = [update for update in puts if update.site == site]
+            parts = {update.slot: stored(update.state, self.bits) for update in mine}
             self.contributions.stage(site, round, parts, samples[site])
 
     def put_all(self, slot: str, state: State, round: int) -> None:
-        """Let every site put the same, before any has put anything."""
+        """Put the same state for every site, before any site has put anything."""
         names = [site.name for site in self.members]
         if any(self.has(slot, name) for name in names):
-            raise UserError(f"slot '{slot}': put_all is for before any site has put anything, and once")
+            raise UserError(f"slot '{slot}': a site has already put something; call put_all once, before that")
         if slot in self.totals:
             self.changing(slot).add(self.summed(slot, exact(stored(state, self.bits), self.bits)), times=len(names))
         self.contributions.stage_all(names, round, {slot: stored(state, self.bits)})
@@ -154,9 +163,9 @@ class Slots:
     def merge(
         self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
     ) -> None:
-        """Take in the change of a sum over several sites whose contributions workers wrote, or (`blobs`) a node keeps.
+        """Add a change of a sum over several sites. Workers wrote their contributions, or a node stores them (`blobs`).
 
-        Raises ExactSumError, UserError.
+        Raises ExactSumError if the sum overflows; UserError if a worker's file is missing.
         """
         if not blobs:
             self.contributions.check_written(samples, round)
@@ -172,72 +181,73 @@ class Slots:
                 self.contributions.stage_written(site, round, number)
 
     def keep(self, name: str, state: State) -> None:
-        """Keep a state beside the sums, in place of that of its name."""
+        """Store a state of the server under a name, in place of the previous one."""
         if name in self.declared:
-            raise ValueError(f"'{name}' is a slot; keep what is no contribution under another name")
+            raise ValueError(f"'{name}' is a slot; store the server's state under another name")
         self._kept[name] = state
 
     def commit(self, round: int, record: dict) -> None:
-        """Make all that is staged valid, in one step with the round's record."""
+        """Commit everything that is staged, in one transaction with the round's record."""
         self.contributions.commit(round, self._states(), self.digest(), record)
         self.accept()
 
-    # What a removal changes (server.ledger.membership)
+    # Changes by a removal (server.ledger.membership)
 
     def stage(self, totals: Mapping[str, ExactSum]) -> None:
-        """Let these sums be what the next commit makes valid."""
+        """Stage these sums for the next commit."""
         self._totals = {**self._totals, **totals}
 
     def write(self) -> dict[str, str]:
-        """Write all that is staged into the ledger's files; their names."""
+        """Write all staged states as blobs, and return their digests by name."""
         return {name: self.ledger.blobs.put(state) for name, state in self._states().items()}
 
     def accept(self) -> None:
-        """What was staged is committed."""
+        """Take over what was staged, after it was committed."""
         self.totals |= self._totals
         self.kept |= self._kept
         self._totals, self._kept = {}, {}
 
-    # How it is done
+    # Helpers
 
     def _names(self, slot: str) -> list[str]:
         return [site for site in self.contributions.latest if self.has(slot, site)]
 
     def weight(self, slot: str, site: str) -> int:
-        """How many times a site's contribution counts in the slot's sum."""
-        one = self.contributions.here(site)
-        return self.times(slot, one.samples if one else 0)
+        """Return how often a site's contribution counts in the slot's sum."""
+        contribution = self.contributions.here(site)
+        return self.times(slot, contribution.samples if contribution else 0)
 
     def _samples(self, puts: Sequence[SlotUpdate]) -> int:
-        """What a site's contribution says of its samples: by that number all its weighted slots count. ExactSumError."""
-        site, weighted = puts[0].site, [one for one in puts if self.weighted(one.slot)]
+        """Return the site's number of samples for all weighted slots. Raises ExactSumError if slots differ."""
+        site, weighted = puts[0].site, [update for update in puts if self.weighted(update.slot)]
         before = self.contributions.here(site)
         if not weighted:
             keeps = before is not None and any(map(self.weighted, self.declared))
-            return before.samples if before is not None and keeps else max(one.samples for one in puts)
+            return before.samples if before is not None and keeps else max(update.samples for update in puts)
         number = weighted[0].samples
-        others = {slot for slot in self.declared if self.weighted(slot)} - {one.slot for one in weighted}
+        others = {slot for slot in self.declared if self.weighted(slot)} - {update.slot for update in weighted}
         elsewhere = any(before.samples != number and self.has(slot, site) for slot in others) if before else False
-        if elsewhere or any(one.samples != number for one in weighted):
-            raise ExactSumError(f"{site} counts by one number of samples in all weighted slots; put into all at once")
+        if elsewhere or any(update.samples != number for update in weighted):
+            raise ExactSumError(f"{site} must have one number of samples in all weighted slots; put into all at once")
         return number
 
     def changing(self, slot: str) -> ExactSum:
-        """The sum that this round changes."""
+        """Return the sum that this round changes: a copy of the committed one, made once."""
         if slot not in self._totals:
             self._totals[slot] = self.totals[slot].copy()
         return self._totals[slot]
 
-    def _replaced(self, one: SlotUpdate, alone: bool) -> ExactSum:
-        """The slot's sum with the site's new contribution in place of its old one; changed in place if it is `alone`."""
-        integers = one.integers if one.integers is not None else exact(stored(one.state, self.bits), self.bits)
-        new = self.summed(one.slot, integers)
-        total, times = self.changing(one.slot), self.times(one.slot, one.samples)
-        if not self.has(one.slot, one.site):
+    def _replaced(self, update: SlotUpdate, alone: bool) -> ExactSum:
+        """Return the slot's sum with the site's new contribution; if `alone`, the sum is changed in place."""
+        integers = update.integers if update.integers is not None else exact(stored(update.state, self.bits), self.bits)
+        new = self.summed(update.slot, integers)
+        total, times = self.changing(update.slot), self.times(update.slot, update.samples)
+        if not self.has(update.slot, update.site):
             total = total if alone else total.copy()
             total.add(new, times)
             return total
-        old, before = self.summed(one.slot, self.contribution(one.slot, one.site)), self.weight(one.slot, one.site)
+        old = self.summed(update.slot, self.contribution(update.slot, update.site))
+        before = self.weight(update.slot, update.site)
         if alone and times == before == 1:
             total.replace(old, new)
             return total
@@ -251,7 +261,10 @@ class Slots:
 
 
 def stored(state: State, bits: int) -> State:
-    """As a contribution is kept: floats as they are; counters among them, whose units are 1, in units of 2**-bits."""
+    """Return a state as a contribution is stored: floats unchanged, counters in units of 2**-bits.
+
+    A counter is an integer tensor next to floats, in units of 1.
+    """
     if not any(tensor.dtype.is_floating_point for tensor in state.values()):
         return state
     counters = quantise({name: tensor for name, tensor in state.items() if not tensor.dtype.is_floating_point}, bits)

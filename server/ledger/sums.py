@@ -1,4 +1,4 @@
-"""What the ledger alone says of a method's sums: which there are, and what they are, read again from the contributions."""
+"""The sums of a method, as the ledger alone describes them, and how to add them up again from the contributions."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -9,14 +9,15 @@ from fedloom.fusion.exact import ExactSum, exact
 from fedloom.fusion.state import State
 from fedloom.server.ledger.rows import Contribution
 
-ONE = {"sum": {"prefix": "", "weighted": False}}  # in ledgers that do not say it
+ONE = {"sum": {"prefix": "", "weighted": False}}  # in ledgers of earlier versions, which do not say it
 
 
 @dataclass(frozen=True)
 class SumRow:
-    """A slot that is summed: what stands before its tensors' names in contributions, whether samples are weights.
+    """A summed slot.
 
-    `masked`: contributions are masked (secure aggregation), and their sum is one modulo 2**64, in which masks cancel.
+    `prefix`: stands before its tensors' names in contributions. `weighted`: samples are weights. `masked`: contributions are
+    masked (secure aggregation); their sum is modulo 2**64, where masks cancel.
     """
 
     name: str
@@ -24,27 +25,29 @@ class SumRow:
     weighted: bool
     masked: bool = False
 
-    def of(self, whole: State, names: Iterable[str], bits: int) -> State:
-        """What a contribution has of these tensors (int64); empty if the site has put nothing into the slot."""
-        here = {name: whole[self.prefix + name] for name in names if self.prefix + name in whole}
-        return exact(here, bits)
+    def of(self, contribution: State, names: Iterable[str], bits: int) -> State:
+        """Return a contribution's part of these tensors, as int64; empty if the site has put nothing into the slot."""
+        part = {name: contribution[self.prefix + name] for name in names if self.prefix + name in contribution}
+        return exact(part, bits)
 
     def times(self, samples: int) -> int:
-        """How many times a contribution of so many samples counts."""
+        """Return how often a contribution of so many samples counts."""
         return max(1, samples) if self.weighted else 1
 
 
 def sum_rows(created: Mapping[str, Any], states: Mapping[str, str]) -> list[SumRow]:
-    """The sums of a ledger whose first event says this and that keeps these states now."""
+    """Return the sums of a ledger, from the body of its first event and the names of its current states."""
     return [SumRow(name, **parts) for name, parts in created.get("sums", ONE).items() if name in states]
 
 
 def added_up(
     row: SumRow, names: Iterable[str], contributions: Iterable[Contribution], read: Callable[[str], State], bits: int
 ) -> ExactSum:
-    """The sum of these tensors over contributions, read one after the other; those that are one file once."""
-    total, names = ExactSum(bits, modular=True), list(names)  # whatever the order, no partial sum is too large
-    for (blob, times), count in Counter((one.blob, row.times(one.samples)) for one in contributions).items():
+    """Add up these tensors over contributions, read one after the other. A file that several sites share is read once."""
+    total, names = ExactSum(bits, modular=True), list(names)  # in any order, no partial sum overflows
+    for (blob, times), count in Counter(
+        (contribution.blob, row.times(contribution.samples)) for contribution in contributions
+    ).items():
         if part := row.of(read(blob), names, bits):
             total.add(part, times * count)
     return total

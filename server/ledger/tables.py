@@ -1,4 +1,4 @@
-"""The tables of a ledger and the events that fill them: `apply` writes every row, for a run and for its replay."""
+"""The tables of a ledger and the events that fill them: `apply` writes every row, in a run and in its replay."""
 
 import hashlib
 import json
@@ -12,8 +12,8 @@ from fedloom.conf.errors import unknown
 from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.rows import MOVES
 
-FORMAT, OLDEST = 4, 2  # of ledgers that are written, and the oldest that are read and written on
-START = "0" * 64  # what stands before the first event
+FORMAT, OLDEST = 4, 2  # the format of new ledgers, and the oldest format that is read and continued
+START = "0" * 64  # the digest before the first event
 TABLES = ("runs", "sites", "rounds", "contributions", "requests")
 EVENTS = "SELECT id, time, kind, body, previous, digest FROM events"
 LATEST = """SELECT site, blob, samples, round, bits FROM sites CROSS JOIN contributions ON site = name
@@ -25,24 +25,24 @@ SCHEMA = (
         config TEXT NOT NULL,
         bits INTEGER NOT NULL CHECK (bits BETWEEN 0 AND 62),
         created TEXT NOT NULL,
-        format INTEGER NOT NULL)""",
+        format INTEGER NOT NULL)""",  # plain: ignore
     """CREATE TABLE sites (
         name TEXT PRIMARY KEY NOT NULL CHECK (name <> ''),
         place INTEGER NOT NULL UNIQUE CHECK (place >= 0),
-        forgotten INTEGER NOT NULL DEFAULT 0 CHECK (forgotten IN (0, 1)))""",
+        forgotten INTEGER NOT NULL DEFAULT 0 CHECK (forgotten IN (0, 1)))""",  # plain: ignore
     """CREATE TABLE rounds (
         round INTEGER PRIMARY KEY CHECK (round >= 0),
         time TEXT NOT NULL,
         record TEXT CHECK (record IS NULL OR json_valid(record)),
         states TEXT NOT NULL CHECK (json_valid(states)),
-        digest TEXT NOT NULL CHECK (json_valid(digest)))""",
+        digest TEXT NOT NULL CHECK (json_valid(digest)))""",  # plain: ignore
     """CREATE TABLE contributions (
         site TEXT NOT NULL REFERENCES sites,
         round INTEGER NOT NULL REFERENCES rounds,
         blob TEXT NOT NULL CHECK (length(blob) = 64 AND blob NOT GLOB '*[^0-9a-f]*'),
         samples INTEGER NOT NULL CHECK (samples >= 0),
         bits INTEGER NOT NULL CHECK (bits BETWEEN 0 AND 62),
-        PRIMARY KEY (site, round))""",
+        PRIMARY KEY (site, round))""",  # plain: ignore
     """CREATE TABLE requests (
         id TEXT PRIMARY KEY NOT NULL CHECK (id <> ''),
         kind TEXT NOT NULL CHECK (kind <> ''),
@@ -50,14 +50,14 @@ SCHEMA = (
         reason TEXT NOT NULL,
         options TEXT NOT NULL CHECK (json_valid(options)),
         state TEXT NOT NULL CHECK (state IN ('received', 'applied', 'verified', 'refused')),
-        result TEXT CHECK (result IS NULL OR json_valid(result)))""",
+        result TEXT CHECK (result IS NULL OR json_valid(result)))""",  # plain: ignore
     """CREATE TABLE events (
         id INTEGER PRIMARY KEY CHECK (id >= 1),
         time TEXT NOT NULL,
         kind TEXT NOT NULL CHECK (kind <> ''),
         body TEXT NOT NULL CHECK (json_valid(body)),
         previous TEXT NOT NULL CHECK (length(previous) = 64),
-        digest TEXT NOT NULL CHECK (length(digest) = 64))""",
+        digest TEXT NOT NULL CHECK (length(digest) = 64))""",  # plain: ignore
     f"""CREATE TRIGGER events_next BEFORE INSERT ON events
         WHEN NEW.id <> (SELECT coalesce(max(id), 0) + 1 FROM events)
             OR NEW.previous <> coalesce((SELECT digest FROM events ORDER BY id DESC LIMIT 1), '{START}')
@@ -67,13 +67,13 @@ SCHEMA = (
     """CREATE TRIGGER events_last BEFORE DELETE ON events
         BEGIN SELECT raise(ABORT, 'events are never deleted'); END""",
 )
-FLOATS = 4  # since this format contributions are kept as floats, where they came so; before, as the integers that are summed
-INDEXES = (  # since format 3: what a change costs does not grow with the run
+FLOATS = 4  # since this format, contributions that arrive as floats are stored as floats; before, as integers
+INDEXES = (  # since format 3: the cost of a change does not grow with the run
     "CREATE INDEX contributions_of_blob ON contributions (blob)",
     "CREATE INDEX rounds_with_states ON rounds (round) WHERE states <> '{}'",
     "CREATE INDEX events_of_kind ON events (kind)",
 )
-_WATCH = (  # what a transaction takes from the rows, noted by SQLite itself; of the connection, no part of the file
+_WATCH = (  # SQLite notes what a transaction removes from the rows; belongs to the connection, not to the file
     "CREATE TEMP TABLE IF NOT EXISTS dropped (blob TEXT NOT NULL)",
     """CREATE TEMP TRIGGER IF NOT EXISTS contribution_dropped AFTER DELETE ON main.contributions
         BEGIN INSERT INTO dropped VALUES (OLD.blob); END""",
@@ -97,25 +97,25 @@ class Event:
 
 
 def schema(format: int) -> tuple[str, ...]:
-    """The statements that make the tables of a ledger of this format."""
+    """Return the statements that create the tables of a ledger of this format."""
     return SCHEMA if format == OLDEST else SCHEMA + INDEXES
 
 
 def canonical(value: Any) -> str:
-    """The one JSON text of a value: keys sorted, no spaces, ASCII. Raises LedgerError for what JSON does not have."""
+    """Return the one JSON text of a value: keys sorted, no spaces, ASCII. Raises LedgerError if JSON cannot express it."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise LedgerError(f"what is to be written into the ledger is no JSON ({error})") from None
+        raise LedgerError(f"a value for the ledger cannot be written as JSON ({error})") from None
 
 
 def link(previous: str, id: int, time: str, kind: str, body: str) -> str:
-    """The digest of an event whose body is this canonical text."""
+    """Return the digest of an event with this canonical body."""
     return hashlib.sha256(f"{previous}[{id},{canonical(time)},{canonical(kind)},{body}]".encode()).hexdigest()
 
 
 def append(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> Event:
-    """Write the next event, and into the tables what it says."""
+    """Write the next event, and apply it to the tables."""
     text = canonical(body)
     last, previous = db.execute("SELECT id, digest FROM events ORDER BY id DESC LIMIT 1").fetchone() or (0, START)
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -127,19 +127,19 @@ def append(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> Event:
 
 
 def to_event(row: tuple) -> Event:
-    """The event in a row of EVENTS."""
+    """Return the event in a row of EVENTS."""
     id, time, kind, body, previous, digest = row
     return Event(id, time, kind, json.loads(body), previous, digest)
 
 
 def apply(db: sqlite3.Connection, event: Event) -> None:
-    """Write into the tables what an event says; most say nothing to them."""
+    """Apply an event to the tables. Most kinds of event change none."""
     if event.kind in WRITING:
         WRITING[event.kind](db, event.time, event.body)
 
 
 def referenced(db: sqlite3.Connection) -> set[str]:
-    """The digests of all blobs that a row refers to."""
+    """Return the digests of all blobs that a row refers to."""
     blobs = {blob for (blob,) in db.execute("SELECT blob FROM contributions")}
     for (states,) in db.execute("SELECT states FROM rounds WHERE states <> '{}'"):
         blobs.update(json.loads(states).values())
@@ -147,28 +147,28 @@ def referenced(db: sqlite3.Connection) -> set[str]:
 
 
 def watch(db: sqlite3.Connection) -> None:
-    """From here on, note the blobs that rows cease to refer to."""
+    """From here on, note the blobs that rows no longer refer to."""
     for statement in _WATCH:
         db.execute(statement)
     db.execute("DELETE FROM dropped")
 
 
 def unreferenced(db: sqlite3.Connection) -> list[str]:
-    """The digests of blobs that a row referred to since `watch` and none does now."""
-    kept = "SELECT value FROM rounds, json_each(states) WHERE states <> '{}'"
-    sql = f"SELECT DISTINCT blob FROM dropped WHERE blob NOT IN (SELECT blob FROM contributions) AND blob NOT IN ({kept})"
+    """Return the digests of blobs that a row referred to since `watch`, but no row does now."""
+    states = "SELECT value FROM rounds, json_each(states) WHERE states <> '{}'"
+    sql = f"SELECT DISTINCT blob FROM dropped WHERE blob NOT IN (SELECT blob FROM contributions) AND blob NOT IN ({states})"
     return [blob for (blob,) in db.execute(sql)]
 
 
 def check_round(db: sqlite3.Connection, round: int) -> None:
-    """Raises LedgerError unless the round is later than those committed."""
+    """Raise LedgerError unless the round is later than all committed rounds."""
     (last,) = db.execute("SELECT coalesce(max(round), -1) FROM rounds").fetchone()
     if round <= last:
-        raise LedgerError(f"round {round} cannot follow round {last}, which is committed; go on with round {last + 1}")
+        raise LedgerError(f"round {round} cannot follow the committed round {last}; continue with round {last + 1}")
 
 
 def check_sites(db: sqlite3.Connection, sites: Iterable[str], forgotten: bool | None = None) -> None:
-    """Raises LedgerError for a site that is unknown, repeated or, unless that is None, not as `forgotten` says."""
+    """Raise LedgerError for a site that is unknown, repeated or, if `forgotten` is set, not in that state."""
     sites = list(sites)
     check_repeated(sites)
     for site in sites:
@@ -183,7 +183,7 @@ def check_sites(db: sqlite3.Connection, sites: Iterable[str], forgotten: bool | 
 
 
 def check_repeated(sites: Iterable[str]) -> None:
-    """Raises LedgerError for a site that is named twice."""
+    """Raise LedgerError for a site that is named twice."""
     seen = set()
     for site in sites:
         if site in seen:
@@ -192,19 +192,19 @@ def check_repeated(sites: Iterable[str]) -> None:
 
 
 def check_move(db: sqlite3.Connection, id: str, state: str) -> None:
-    """Raises LedgerError unless the request is there and may become `state` (MOVES)."""
+    """Raise LedgerError unless the request exists and may become `state` (MOVES)."""
     row = db.execute("SELECT state FROM requests WHERE id = ?", (id,)).fetchone()
     if row is None:
         raise LedgerError(str(unknown("request", id, (name for (name,) in db.execute("SELECT id FROM requests")))))
     if (row[0], state) not in MOVES:
-        takes = ", ".join(later for earlier, later in MOVES if earlier == row[0]) or "nothing else any more"
+        takes = ", ".join(later for earlier, later in MOVES if earlier == row[0]) or "nothing else"
         raise LedgerError(f"request '{id}' is {row[0]}: it cannot become '{state}' (it can become {takes})")
 
 
 def _created(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
     row = (body["run"], body["config"], body["bits"], time, body["format"])
     db.execute("INSERT INTO runs VALUES (1, ?, ?, ?, ?, ?)", row)
-    db.executemany("INSERT INTO sites VALUES (?, ?, 0)", [(name, place) for place, name in enumerate(body["sites"])])
+    db.executemany("INSERT INTO sites VALUES (?, ?, 0)", [(name, index) for index, name in enumerate(body["sites"])])
 
 
 def _round(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def _delete(db: sqlite3.Connection, sites: Iterable[str]) -> None:
 
 
 def _insert(db: sqlite3.Connection, contributions: dict[str, dict[str, Any]]) -> None:
-    rows = [(site, one["round"], one["blob"], one["samples"], one["bits"]) for site, one in contributions.items()]
+    rows = [(site, row["round"], row["blob"], row["samples"], row["bits"]) for site, row in contributions.items()]
     db.executemany("INSERT INTO contributions VALUES (?, ?, ?, ?, ?)", rows)
 
 
@@ -262,7 +262,7 @@ def _mark(db: sqlite3.Connection, sites: Iterable[str], forgotten: int) -> None:
 
 
 def _replace(db: sqlite3.Connection, body: dict[str, Any]) -> None:
-    """Other states for the last round."""
+    """Replace the states of the last round."""
     texts = (canonical(body["states"]), canonical(body["digest"]))
     db.execute("UPDATE rounds SET states = ?, digest = ? WHERE round = (SELECT max(round) FROM rounds)", texts)
 

@@ -1,1 +1,1 @@
-"""The rounds of a run: who is asked when, the exchange with the sites, and what a round has at hand."""
+"""The rounds of a run: who is asked when, the exchange with the sites, and what methods can use in a round."""

@@ -1,4 +1,4 @@
-"""The sites as the server sees them: a windowed, timed exchange of messages with their nodes."""
+"""The server's channel to the sites: messages out and replies in, within a window and a time limit."""
 
 import itertools
 import sys
@@ -18,15 +18,16 @@ from fedloom.server.rounds.nodes import NONCE, Bindings, InMemoryBindings, nonce
 
 WINDOW_BYTES = 256 * 2**20
 LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
-LEAST_TTL = 60.0  # seconds that a message is kept for its node
-NOT_TAKEN = "its node is not registered any more"
+LEAST_TTL = 60.0  # seconds that a message waits for its node
+NOT_TAKEN = "its node is no longer registered"
 
 
 @dataclass(frozen=True)
 class RawReply:
-    """A site's answer: its content, or None and the reason why there is none.
+    """A site's unchecked answer: its content, or None and the reason.
 
-    `partial`: the sum that holds its contribution, which the content then lacks; the same object for all that are in it.
+    `partial`: the partial sum that contains the site's contribution, which is then missing in the content. All sites in the
+    sum share the same object.
     """
 
     site: Site
@@ -37,10 +38,10 @@ class RawReply:
 
 @dataclass
 class ClientChannel:
-    """All sites of a run, found through the grid. `window` messages are under way at once (0: by their size).
+    """The channel to all sites of a run. `window`: how many messages may be out at once (0: derived from their size).
 
-    `bindings`: which node each site's contributions belong to, kept for good (server.rounds.enrolment). `traffic`: bytes of
-    arrays to and from each site since somebody cleared it.
+    `bindings`: stores which node each site's contributions belong to (server.rounds.enrolment). `traffic`: bytes of arrays
+    to and from each site, since it was last cleared.
     """
 
     grid: Grid
@@ -56,38 +57,38 @@ class ClientChannel:
 
     @property
     def simulated(self) -> bool:
-        """Whether its nodes are on the user's own machines, and are who they say they are."""
+        """Whether its nodes are the user's own simulated ones, which need no identification."""
         return bool(getattr(self.grid, "simulated", False))
 
     @property
     def nodes(self) -> dict[str, int]:
-        """The node of each site that is there, by name."""
+        """The node of each site that is connected, by name."""
         return self.enrolment.nodes
 
     @property
     def received(self) -> int | None:
-        """Bytes of arrays that came here so far, sums of several sites too; None where the engine does not count them."""
+        """Bytes of arrays that have arrived so far, including partial sums; None if the engine does not count them."""
         return getattr(self.grid, "received", None)
 
     def parts(self, run: str) -> Any:
-        """What nodes of a cluster keep of a run (server.ledger.blobs.RemoteBlobStore); None where the server keeps all."""
+        """Return the contributions on a cluster's nodes (server.ledger.blobs.RemoteBlobStore), or None."""
         return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
 
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
-        """Wait until every site is there (server.rounds.enrolment.Enrolment.join)."""
+        """Wait until every site is connected (server.rounds.enrolment.Enrolment.join)."""
         self.enrolment.join(timeout, fewest, unneeded)
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
-        """Look for nodes that came or went. Where an engine has a whole range of them, as before, that is seen at once."""
-        there = self.grid.get_node_ids() if self.simulated else None
-        if not isinstance(there, range) or there != self._range or len(self.nodes) < len(self.sites):
+        """Update the connected nodes. An engine whose nodes are an unchanged range is not asked again."""
+        nodes = self.grid.get_node_ids() if self.simulated else None
+        if not isinstance(nodes, range) or nodes != self._range or len(self.nodes) < len(self.sites):
             self.enrolment.refresh(timeout)
-        self._range = there if isinstance(there, range) else None
+        self._range = nodes if isinstance(nodes, range) else None
 
     def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[RawReply]:
-        """Send each site its order; yield replies as they come, and a failure for each site that does not answer.
+        """Send each site its order. Yield replies as they arrive, and a failure for each site that does not answer.
 
-        Whatever is not answered in time is cancelled: nothing of it is running any more, and no late reply counts.
+        Orders without an answer after `timeout` seconds are cancelled: they no longer run, and no late reply counts.
         """
         absent: list[Site] = []
         message_type = TRAIN if kind == TRAIN else ASK
@@ -108,7 +109,7 @@ class ClientChannel:
             yield RawReply(site, None, "not connected")
 
     def _exchange(self, outgoing: Iterable[tuple[Site, Message]], timeout: float) -> Iterator[RawReply]:
-        """Push within the window, pull, yield. After `timeout` seconds what is pending has failed."""
+        """Push messages within the window, and yield replies. After `timeout` seconds, pending messages have failed."""
         queue = iter(outgoing)
         first = next(queue, None)
         if first is None:
@@ -128,8 +129,8 @@ class ClientChannel:
                 if not pending:
                     return
                 replies = list(self.grid.pull_messages(list(pending)))
-                found = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
-                yield from (self._reply(site, message) for site, message in found if site is not None)
+                arrived = [(pending.pop(message.metadata.reply_to_message_id, None), message) for message in replies]
+                yield from (self._reply(site, message) for site, message in arrived if site is not None)
                 if time.monotonic() > deadline:
                     break
                 if not replies:
@@ -143,7 +144,7 @@ class ClientChannel:
         if message.has_error():
             return RawReply(site, None, reason_of(message))
         self._count(site, 0, array_bytes(message.content))
-        partial_sum: Any = getattr(self.grid, "partial_sum", None)  # of our own engines
+        partial_sum: Any = getattr(self.grid, "partial_sum", None)  # only the engines of fedloom have it
         return RawReply(
             site, message.content, "", partial_sum(message.metadata.reply_to_message_id) if partial_sum else None
         )
@@ -153,12 +154,12 @@ class ClientChannel:
         self.traffic[site.name] = before[0] + sent, before[1] + received
 
     def _cancel(self, pending: Mapping[str, Site]) -> None:
-        """Give up what is under way: our own engines stop it, in a real federation nobody pulls it any more."""
+        """Cancel pending messages: fedloom's engines stop them; in a real federation, their replies are never fetched."""
         cancel: Any = getattr(self.grid, "cancel", None)
         if pending and cancel:
             cancel(list(pending))
 
 
 def room(content: RecordDict) -> int:
-    """How many messages such as this one may be under way at once, so that their arrays stay within WINDOW_BYTES."""
+    """Return how many messages like this one may be out at once, so that their arrays stay within WINDOW_BYTES."""
     return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, array_bytes(content))))

@@ -1,4 +1,4 @@
-"""What sites that bring their own data say when they enrol: how many training images they have, and of which classes."""
+"""What sites with their own data report when they enrol: their number of training images, and their classes."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -12,25 +12,25 @@ from fedloom.conf.errors import plain
 from fedloom.server.rounds.channel import RawReply
 
 MOST_IMAGES = 2**31 - 1
-MOST_TIMES = 10  # as many images as the median of the other sites: nobody can check what a site says, and it is a weight
+MOST_TIMES = 10  # times the median of the other sites: a site's number is a weight, and cannot be checked
 
 
 @dataclass
 class ClientMetadata:
-    """The sites that have enrolled. One that says nothing of use has not, whatever it sends later, and may say it again."""
+    """The sites that have enrolled. A site with an invalid report has not enrolled, and may report again."""
 
     _sizes: dict[str, int] = field(default_factory=dict)
-    _counted: dict[str, int] = field(default_factory=dict)  # of these, how many count
-    _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's place
-    _things: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what the classes of each site are
+    _counted: dict[str, int] = field(default_factory=dict)  # how many of these images count
+    _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's index
+    _things: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what each site's classes mean
     _faults: dict[str, str] = field(default_factory=dict)  # why a site that was asked has not enrolled
 
     def has(self, site: str) -> bool:
-        """Whether a site has enrolled."""
+        """Return whether a site has enrolled."""
         return site in self._sizes
 
     def take(self, reply: RawReply) -> None:
-        """Enter a site by its answer, or keep why it cannot be."""
+        """Enrol a site from its answer, or store why it cannot enrol."""
         try:
             images, names, things = _read(reply)
         except ReplyError as error:
@@ -40,38 +40,38 @@ class ClientMetadata:
         self._sizes[reply.site.name], self._names[reply.site.index] = images, (reply.site.name, names)
 
     def images(self, site: str) -> int:
-        """How many training images a site has. ReplyError if it has not enrolled."""
+        """Return how many training images a site has. Raises ReplyError if it has not enrolled."""
         if site not in self._sizes:
-            raise ReplyError(f"it did not enrol: {self._faults.get(site, 'it was not asked yet')}")
+            raise ReplyError(f"it did not enrol: {self._faults.get(site, 'it has not been asked yet')}")
         return self._sizes[site]
 
     def counted(self, site: str) -> int:
-        """How many of a site's images count, beside what the others say (capped). ReplyError as above."""
+        """Return how many of a site's images count (`capped`). Raises ReplyError if it has not enrolled."""
         self.images(site)
         if self._counted.keys() != self._sizes.keys():
             self._counted = capped(self._sizes)
         return self._counted[site]
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """What the classes of each site are, as it said; none where it did not."""
+        """Return, by site, what its classes mean, for the sites that reported it."""
         return dict(self._things)
 
     def class_names(self) -> dict[str, tuple[str, ...]]:
-        """The names of each site's classes; empty where they are numbers."""
+        """Return, by site, the names of its classes; empty if they are numbers."""
         return dict(self._names.values())
 
     def unlike(self) -> dict[str, str]:
-        """The sites whose classes bear other names than at most of the sites (of equally many: at the first), and why."""
+        """Return the sites whose class names differ from the most common ones (on a tie, the first site's), and why."""
         named = [(site, names) for _, (site, names) in sorted(self._names.items()) if names]
         if not named:
             return {}
         [(usual, _)] = Counter(names for _, names in named).most_common(1)
         first = next(site for site, names in named if names == usual)
-        found = {}
+        reasons = {}
         for site, names in named:
             if (k := differing(usual, names)) is not None:
-                found[site] = f"its class {k} is '{plain(names[k])}', that of {first} '{plain(usual[k])}'"
-        return found
+                reasons[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
+        return reasons
 
 
 def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
@@ -79,22 +79,22 @@ def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
         raise ReplyError(reply.reason)
     images = (reply.content.metric_records.get(METRICS) or {}).get("samples")
     if not isinstance(images, int) or not 1 <= images <= MOST_IMAGES:
-        raise ReplyError(f"it names no number of images from 1 to {MOST_IMAGES}")
+        raise ReplyError(f"its number of images is missing, or not from 1 to {MOST_IMAGES}")
     return images, read_names(reply.content), read_names(reply.content, "things")
 
 
 def capped(sizes: Mapping[str, int]) -> dict[str, int]:
-    """By site how many of its images count: at most MOST_TIMES the median of what the other sites say."""
+    """Return, by site, how many of its images count: at most MOST_TIMES the median of the other sites."""
     ordered = sorted(sizes.values())
     return {site: min(size, int(MOST_TIMES * _median_without(ordered, size))) if len(ordered) > 1 else size
             for site, size in sizes.items()}  # fmt: skip
 
 
 def _median_without(ordered: Sequence[int], size: int) -> float:
-    """The median of sizes, in their order, without one that is this large."""
-    gone, rest = bisect_left(ordered, size), len(ordered) - 1
+    """Return the median of ordered sizes, without one entry of this size."""
+    skipped, rest = bisect_left(ordered, size), len(ordered) - 1
 
-    def at(place: int) -> int:
-        return ordered[place + (place >= gone)]
+    def at(index: int) -> int:
+        return ordered[index + (index >= skipped)]
 
     return (at((rest - 1) // 2) + at(rest // 2)) / 2

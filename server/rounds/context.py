@@ -1,6 +1,6 @@
-"""What a method has at hand in a round: the sites to ask, and its slots to read and to change.
+"""What a method can use in a round: sites to ask, and slots to read and change.
 
-Nothing that a round does is valid before the loop commits it; a round that fails leaves no trace.
+Nothing in a round is valid before the loop commits it. A round that fails leaves no trace.
 """
 
 import contextlib
@@ -28,26 +28,26 @@ from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.view import Setup, View, own
 
-Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name; for all, or of each site
+Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name, for all sites or each
 
 
 class Gathering(Protocol):
-    """A question whose replies are added up and put where they go (server.rounds.secure_aggregation)."""
+    """A question whose replies are added up without being read (server.rounds.secure_aggregation)."""
 
     def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
-        """Ask; the means over the replies, by record name."""
+        """Ask the sites, and return the means over the replies, by record name."""
         ...
 
 
 class Adding(Protocol):
-    """The sums that workers hand over in the place of replies (server.rounds.partial_sums)."""
+    """Takes in the partial sums that workers send instead of replies (server.rounds.partial_sums)."""
 
     def add(self, partial: PartialSum, reply: ClientUpdate) -> None:
-        """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError."""
+        """Add the partial sum that contains a site's reply, unless it is added already. Raises ReplyError."""
         ...
 
     def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
-        """The replies whose sums nodes keep: with why they do not count, or nothing."""
+        """Yield the replies whose sums nodes store, each with the reason why it does not count, or an empty one."""
         ...
 
 
@@ -61,92 +61,100 @@ class Transport(Protocol):
         self, kind: str, context: "RoundContext", sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
-        """Every site's answer, or why there is none. `expected`: records that may be added up on the way."""
+        """Yield every site's answer, or the reason for its absence. `expected`: records that may be added up on the way."""
         ...
 
     def masked(self, context: "RoundContext", expected: Mapping[str, RecordSpec]) -> Gathering:
-        """A question whose replies are added up without being read."""
+        """Return a question whose replies are added up without being read."""
         ...
 
     def partials(self, context: "RoundContext", means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
-        """The sums that workers hand over in the place of replies."""
+        """Return what takes in the partial sums that workers send instead of replies."""
         ...
 
     def bounds(self, site: Site) -> Bounds:
-        """How large what the site sends may be."""
+        """Return the limits for what the site sends."""
         ...
 
     def images(self, site: Site) -> int:
-        """How many training images the site has; 0 if nobody knows."""
+        """Return how many training images the site has; 0 if unknown."""
         ...
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """By site, the names of its classes 0, 1, ...; none if they are numbers. Without sites that did not enrol."""
+        """Return, by enrolled site, the names of its classes 0, 1, ...; empty if they are numbers."""
         ...
 
     def replied(self, site: Site, reason: str) -> None:
-        """Tell how a site's reply fared; `reason`: why it was dropped."""
+        """Report a site's reply; `reason`: why it was dropped."""
         ...
 
     def message(self, text: str) -> None:
-        """Tell the user something."""
+        """Show the user a message."""
         ...
 
     def enough(self, kind: str, context: "RoundContext", replies: int) -> None:
-        """Raises TooFewRepliesError if a question has too few good replies."""
+        """Raise TooFewRepliesError if a question has too few good replies."""
         ...
 
 
 class RoundContext(View):
-    """A round under way. What it reads is what was committed, with what it has put and kept itself."""
+    """One round of a method. It reads what is committed, and what this round has put and stored."""
 
     def __init__(self, setup: Setup, slots: Slots, participation: Participation, number: int, transport: Transport) -> None:
         super().__init__(setup, slots)
-        self.clipped: dict[str, dict[str, float]] = {}  # by site and record: how far what was scaled back had moved
+        self.clipped: dict[str, dict[str, float]] = {}  # by site and record: the size of changes that were scaled back
         self.participants, self.site_round, self.number = participation.sites, participation.round, number
         self._transport = transport
-        self.losses: list[float] = []  # of the sites that tell theirs
-        self.replies = 0  # of sites that have trained
-        self.epsilon: dict[str, float] = {}  # what its rounds have cost each site, by its own word
-        self.signed: dict[str, dict[str, str]] = {}  # what sites sent, in their own word
-        self.trained: set[str] = set()  # sites whose own state is that after this round
-        self._puts: list[SlotUpdate] | None = None  # of the reply that is at hand
-        self.attempt = ""  # at secure aggregation, while it is under way
-        self.again = 0  # which draw of the round's batches it is, under masks
+        self.losses: list[float] = []  # of the sites that report them
+        self.replies = 0  # from sites that have trained
+        self.epsilon: dict[str, float] = {}  # each site's privacy cost so far, as it reports
+        self.signed: dict[str, dict[str, str]] = {}  # the sites' signatures of what they sent
+        self.trained: set[str] = set()  # sites that have trained in this round
+        self._puts: list[SlotUpdate] | None = None  # of the current reply
+        self.attempt = ""  # the current attempt of secure aggregation
+        self.again = 0  # which draw of the round's batches, for secure aggregation
         self.masked: list[str] = []  # the sites whose masked contributions count
-        self.leaving: list[str] = []  # sites to be forgotten, whose masks are taken out of the others' contributions
-        self.recalibrated = False  # nobody trained: the sites sent statistics of the aggregates
-        self.record: dict[str, Any] = {}  # once it is committed: its line in metrics.jsonl
-        self._left: list[tuple[str, int]] = []  # questions whose replies were not all heard, and how many were
+        self.leaving: list[str] = []  # sites to be forgotten: the others remove the masks that they share with them
+        self.recalibrated = False  # no site trained: they sent statistics of the aggregates
+        self.record: dict[str, Any] = {}  # the round's line in metrics.jsonl, once it is committed
+        self._left: list[tuple[str, int]] = []  # questions that the method left early, and the replies until then
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """NumPy's generator for this round and purpose: the same whenever the round is repeated."""
+        """Return NumPy's generator for this round and purpose. It is the same whenever the round is repeated."""
         return generator(self.config.seed, purpose, str(self.number))
 
     @property
     def length(self) -> int:
-        """Of how many rounds the run is to the sites, whose learning rate follows it."""
+        """How many rounds the run has for the sites, whose learning rate depends on it."""
         return self._transport.length
 
     def images(self, site: Site) -> int:
-        """How many training images a site has, by the configuration or as it says; 0 if nobody knows."""
+        """Return how many training images a site has, from the configuration or the site's report; 0 if unknown."""
         return self._transport.images(site)
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """By site, the names of its classes 0, 1, ... as the site says them; none if they are numbers."""
+        """Return, by site, the names of its classes 0, 1, ... as the site reports them; empty if they are numbers."""
         return self._transport.class_names(sites)
 
     def ask(
         self, kind: str, content: Content, expected: Mapping[str, RecordSpec] | Callable[[Site], Mapping[str, RecordSpec]],
         sites: Sequence[Site] | None = None, metrics: Sequence[str] = (), needed: bool = True,
     ) -> Iterator[ClientUpdate]:  # fmt: skip
-        """Ask the participants (or `sites`) a question; yield the replies that hold what is expected (of all, or of each
-        site), as they come.
+        """Ask sites a question. Yield the replies that hold what is expected, as they arrive.
 
-        What is put while a reply is at hand is taken over when the next one is asked for: all of it or, if a sum cannot
-        take it, nothing, and the reply is dropped. `metrics`: numbers that a reply must have (of TRAIN: loss and samples).
-        Raises TooFewRepliesError for fewer replies to TRAIN than federation.min_replies, unless no answer is `needed`: then
-        the method goes on with those that it has.
+        What the method puts during a reply is applied when it asks for the next one. If a sum overflows, nothing of the
+        reply is applied, and the reply is dropped.
+
+        Args:
+            kind: the question, such as TRAIN.
+            content: the states to send, by record name; or a function of the site.
+            expected: what a reply must hold, by record name; or a function of the site.
+            sites: the sites to ask; None: the participants.
+            metrics: numbers that a reply must have (for TRAIN, loss and samples are always required).
+            needed: whether too few replies are an error; otherwise the method continues with those that it has.
+
+        Raises:
+            TooFewRepliesError: for fewer replies to TRAIN than federation.min_replies.
         """
         asked, replies = self.participants if sites is None else sites, 0
         if kind == TRAIN:
@@ -162,7 +170,7 @@ class RoundContext(View):
             outer, self._puts = self._puts, mine
             try:
                 yield reply
-            except GeneratorExit:  # the method has heard enough
+            except GeneratorExit:  # the method needs no more replies
                 heard = replies + self._apply(kind, reply, mine)
                 self._left += [(kind, heard)] if needed else []
                 raise
@@ -173,12 +181,12 @@ class RoundContext(View):
             self._transport.enough(kind, self, replies)
 
     def close(self) -> None:
-        """At the end of a round: TooFewRepliesError if a question that was left early had too few replies."""
+        """End the round. Raises TooFewRepliesError if a question that the method left early had too few replies."""
         for kind, replies in self._left:
             self._transport.enough(kind, self, replies)
 
     def _apply(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate]) -> int:
-        """Apply what was put while the reply was at hand: all of it or, if a sum cannot hold it, nothing. 1 or 0 replies."""
+        """Apply what was put during a reply, or drop the reply if a sum overflows. Return 1 or 0 replies."""
         try:
             self.slots.put(puts, self.number)
         except ExactSumError as error:
@@ -190,15 +198,24 @@ class RoundContext(View):
     def gather(
         self, kind: str, content: Content, expected: Mapping[str, RecordSpec], sites: Sequence[Site] | None = None
     ) -> dict[str, State]:
-        """Ask, and put every expected record where it goes; the means over the replies, by record name.
+        """Ask sites, put every expected record where it belongs, and return the means over the replies, by record name.
 
-        Where federation.partial_sums allows it, workers add the records up; with federation.secure_aggregation nobody reads
-        more than the sums. Raises TooFewRepliesError.
+        With federation.partial_sums, workers add up the records. With federation.secure_aggregation, the server reads only
+        the sums.
+
+        Args:
+            kind: the question, such as TRAIN.
+            content: the states to send, by record name; or a function of the site.
+            expected: what a reply must hold, by record name, and where it goes.
+            sites: the sites to ask; None: the participants.
+
+        Raises:
+            TooFewRepliesError: for fewer replies than federation.min_replies.
         """
         asked, replies = self.participants if sites is None else sites, 0
         if self.config.federation.secure_aggregation:
             return self._transport.masked(self, expected).gather(kind, content, asked)
-        means = {record: ExactSum(self.bits) for record, one in expected.items() if one.mean}
+        means = {record: ExactSum(self.bits) for record, spec in expected.items() if spec.mean}
         partials: Adding | None = None
         for received in self._transport.ask(kind, self, asked, content, expected):
             try:
@@ -221,37 +238,37 @@ class RoundContext(View):
                 replies += 1
                 self._accepted(kind, reply)
         self._transport.enough(kind, self, replies)
-        return {record: one.mean() for record, one in means.items() if one.addends}
+        return {record: total.mean() for record, total in means.items() if total.addends}
 
     def put(self, slot: str, site: Site, state: State, samples: int = 0) -> None:
-        """Replace what the site put into the slot before: float tensors, or int64 ones in units of 2**-bits.
+        """Replace what the site put into the slot before. `state`: float tensors, or int64 tensors in units of 2**-bits.
 
-        Raises ExactSumError, if no reply is at hand, for what the exact sum cannot take.
+        Outside of a reply, raises ExactSumError if the exact sum overflows.
         """
         if slot not in self.slots.declared:
             raise unknown("slot", slot, self.slots.declared)
         if not isinstance(samples, int) or samples < 0:
-            raise UserError(f"slot '{slot}': got {samples!r} samples of {site.name}, takes a whole number from 0")
-        one = SlotUpdate(slot, site.name, state, samples)
+            raise UserError(f"slot '{slot}': samples of {site.name} must be a whole number from 0, not {samples!r}")
+        update = SlotUpdate(slot, site.name, state, samples)
         if self._puts is None:
-            self.slots.put([one], self.number)
+            self.slots.put([update], self.number)
         else:
-            self._puts.append(one)
+            self._puts.append(update)
 
     def put_all(self, slot: str, state: State) -> None:
-        """Let every site put the same, before any has put anything."""
+        """Put the same state for every site, before any site has put anything."""
         self.slots.put_all(slot, state, self.number)
 
     def save_server_state(self, name: str, state: State) -> None:
-        """Keep a state that belongs to no site, in place of that of its name."""
+        """Store a state that belongs to no site, and replace the previous one of this name."""
         if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-            raise UserError(f"save_server_state('{name}', ...): takes a dictionary of tensors, got {type(state).__name__}")
+            raise UserError(f"save_server_state('{name}', ...): needs a dictionary of tensors, got {type(state).__name__}")
         self.slots.keep(name, own(dict(state)))
 
     def _checked(
         self, kind: str, received: RawReply, expected: Mapping[str, RecordSpec], metrics: Sequence[str] = ()
     ) -> ClientUpdate:
-        """The reply, if it holds what is expected. Raises ReplyError."""
+        """Return the reply if it holds what is expected. Raises ReplyError."""
         if received.content is None:
             raise ReplyError(received.reason)
         site, bounds = received.site, self._transport.bounds(received.site)
@@ -266,28 +283,28 @@ class RoundContext(View):
             raise ReplyError(f"its arrays cannot be read ({error})") from None
         exact: dict[str, State] = {}
         clipped: dict[str, float] = {}
-        for record, one in expected.items():
-            integers = None if one.like is not None else False
-            like = one.start(self.slots, site.name)
-            if not one.whole:
+        for record, spec in expected.items():
+            integers = None if spec.like is not None else False
+            like = spec.start(self.slots, site.name)
+            if not spec.whole:
                 records.setdefault(record, {})
                 like = {name: tensor for name, tensor in like.items() if name in records[record]}
             check_record(record, records.get(record), like, integers)
-            bounds.check(record, records[record], like, change=one.bounded)
-            if one.bounded:
+            bounds.check(record, records[record], like, change=spec.bounded)
+            if spec.bounded:
                 records[record], moved = bounds.clipped(records[record], like)
                 clipped |= {record: moved} if moved else {}
             exact[record] = quantise(records[record], self.bits)
-            one.check(records[record])
+            spec.check(records[record])
         return ClientUpdate(site, records, numbers, exact, clipped)
 
     def _put_all(self, reply: ClientUpdate, expected: Mapping[str, RecordSpec], means: dict[str, ExactSum]) -> None:
-        """Into the slots and means: all of the reply or, with an ExactSumError, nothing."""
+        """Add the whole reply to slots and means. If a sum overflows, raise ExactSumError and add nothing."""
         times = {record: reply.samples if expected[record].mean == SAMPLES else 1 for record in means}
         puts = [
-            SlotUpdate(one.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
-            for record, one in expected.items()
-            if one.slot
+            SlotUpdate(spec.slot, reply.site.name, reply[record], reply.samples, reply.integers[record])
+            for record, spec in expected.items()
+            if spec.slot
         ]
         with contextlib.ExitStack() as undo:
             for record, mean in means.items():
@@ -308,14 +325,14 @@ class RoundContext(View):
         return self.ledger.keys()
 
     def countersigned(self, site: str, content: RecordDict) -> None:
-        """Keep the site's signature of what it sent, if it signs."""
-        words = update_payload(self._transport.run, site, self.site_round, content)
-        signed = verified_signature(content, *words)
+        """Store the site's signature of what it sent, if it signs."""
+        payload = update_payload(self._transport.run, site, self.site_round, content)
+        signed = verified_signature(content, *payload)
         if signed and fingerprint(signed["key"]) == self._keys.get(site):
-            self.signed[site] = {"sha256": str(words[-1]), **signed}
+            self.signed[site] = {"sha256": str(payload[-1]), **signed}
 
     def count_training(self, site: str, numbers: Mapping[str, float]) -> None:
-        """Count a site's training, with its loss, if it tells that, and what it has cost."""
+        """Count a site's training, with its loss and privacy cost if it reports them."""
         if "loss" in numbers:
             self.losses.append(numbers["loss"])
         self.replies += 1

@@ -1,9 +1,9 @@
-"""Which node is which site. A node says so itself; a name that is taken goes to another node only when its holder is gone.
+"""Which node is which site: a node says so itself. A taken name goes to another node only if its holder is gone.
 
-What a site gave is bound to the node that first joined under its name. Where Flower authenticates nodes, the name belongs to
-that node's key from then on, and a key that the operator registered under another name cannot claim it at all. Where it does
-not, another node may train under a name whose holder is gone, but is never sent what the site gave before. In both cases the
-operator may give the name to another node (`fedloom readmit RUN SITE --node ID`).
+A site's contributions belong to the node that joined first under its name. With Flower's authentication, the name then
+belongs to that node's key. A key that the operator registered under another name cannot claim it. Without authentication,
+another node may train under the name of a site whose node is gone, but it never receives the earlier contributions. In both
+cases, the operator can give the name to another node (`fedloom readmit RUN SITE --node ID`).
 """
 
 import time
@@ -20,21 +20,21 @@ from fedloom.server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to a node that says not who it is: doubled each time
-ANSWER_SECONDS = 60.0  # after which a question is taken for lost
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to an unidentified node; doubles each time
+ANSWER_SECONDS = 60.0  # after which a question counts as lost
 MOST_TOLD = 300  # characters of an error
-MOST_NAME = 100  # of a name that a node gives
+MOST_NAME = 100  # characters of a node's name
 MOST_NAMED = 5
-PATIENCE_SECONDS = 1.0  # for a first answer, however short the time to join
-REFUSED = "says so, too, and is refused: node {1} is {2}"
+PATIENCE_SECONDS = 1.0  # for a first answer, even if the time to join is shorter
+REFUSED = "also claims this name and is refused: node {1} is {2}"
 OTHER_NAME = "claims to be {2} and is refused: its key is registered as '{3}'"
-OTHER_KEY = "has another key than {2} joined with and is refused ('fedloom readmit RUN {2} --node {0}' takes the new key)"
-NOT_OWNER = ", though not the one that gave what is kept ('fedloom readmit RUN {2} --node ID' says which one is)"
+OTHER_KEY = "has another key than {2} joined with and is refused ('fedloom readmit RUN {2} --node {0}' accepts the new key)"
+NOT_OWNER = ", but not the node that sent the stored contributions ('fedloom readmit RUN {2} --node ID' chooses one)"
 
 
 @dataclass
 class _Asked:
-    """A node that has not said who it is: how often it failed, when it is asked again, the question that is out, if any."""
+    """A node that has not identified itself: its failures, the time of the next question, and the pending question."""
 
     failures: int = 0
     due: float = 0.0
@@ -42,16 +42,17 @@ class _Asked:
     sent: float = 0.0
 
     def fail(self, now: float) -> None:
-        """Ask again, later each time."""
+        """Count a failure, and wait longer before the next question."""
         self.message, self.due = "", now + min(LONGEST_RETRY_SECONDS, RETRY_SECONDS * 2**self.failures)
         self.failures += 1
 
 
 @dataclass
 class Enrolment:
-    """The nodes of the sites. `bindings`: which node and key each site's contributions belong to.
+    """The nodes of the sites.
 
-    `warnings` are for the user; whoever tells them takes them out.
+    `bindings`: which node and key each site's contributions belong to. `warnings`: for the user; the caller shows and
+    removes them.
     """
 
     grid: Grid
@@ -60,31 +61,32 @@ class Enrolment:
     nodes: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     present: dict[int, Node] = field(default_factory=dict)
-    _claims: dict[str, list[int]] = field(default_factory=dict)  # by name, the nodes that say they are it, oldest first
-    _known: set[int] = field(default_factory=set)  # nodes that have said who they are
+    _claims: dict[str, list[int]] = field(default_factory=dict)  # by name, the nodes that claim it, oldest first
+    _known: set[int] = field(default_factory=set)  # nodes that have identified themselves
     _asked: dict[int, _Asked] = field(default_factory=dict)
-    _told: set[tuple[str, int, int]] = field(default_factory=set)
+    _warned: set[tuple[str, int, int]] = field(default_factory=set)
     _failure: str = ""
-    _others: dict[int, str] = field(default_factory=dict)  # nodes that are there as no site of these, and as what
-    _named: set[str] = field(default_factory=set)  # of those, what the user has heard of
+    _others: dict[int, str] = field(default_factory=dict)  # names of connected nodes that are not a site of this run
+    _named: set[str] = field(default_factory=set)  # the names of those that the user has been warned of
 
     def __post_init__(self) -> None:
         self._by_place = {str(site.index): site.name for site in self.sites}
         self._names = {site.name for site in self.sites}
 
     def simulate(self) -> None:
-        """Take the nodes of a simulation for the sites at their places, unasked: they are made from the configuration."""
-        places = dict(enumerate(sorted(self.grid.get_node_ids())))
-        self.nodes = {site.name: places[site.index] for site in self.sites}
+        """Assign a simulation's nodes to the sites by index, without asking them."""
+        nodes = dict(enumerate(sorted(self.grid.get_node_ids())))
+        self.nodes = {site.name: nodes[site.index] for site in self.sites}
         self._claims = {name: [node] for name, node in self.nodes.items()}
-        self.present = {node: Node(node) for node in places.values()}
+        self.present = {node: Node(node) for node in nodes.values()}
         self._known = set(self.present)
         self.bindings.bind(self.nodes)
 
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
-        """Wait until every site is there but `unneeded` ones, or for `timeout` seconds; `fewest` will do then (0: all).
+        """Wait until every site is connected, except `unneeded` ones, for at most `timeout` seconds.
 
-        Raises UserError naming those that are missing. A site that comes later takes part from then on.
+        After that, `fewest` connected sites are enough (0: all are needed). A site that connects later participates from
+        then on. Raises UserError naming the missing sites.
         """
         begin = time.monotonic()
         while True:
@@ -95,20 +97,20 @@ class Enrolment:
             waited = time.monotonic() - begin
             if waited > timeout and (not self._waiting() or waited > PATIENCE_SECONDS):
                 if fewest and len(self.nodes) >= fewest:
-                    self.warnings.append(f"{len(missing)} sites are not there yet, such as {missing[0]}, and may come later")
+                    self.warnings.append(f"{len(missing)} sites, such as {missing[0]}, may connect later")
                     return self._tell_others()
-                named, told = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
+                named, failure = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
                 others = _row(sorted(self._others.values()))
-                told = f"; there, and no site that takes part: {others}{told}" if others else told
+                failure = f"; connected, but not a site of this run: {others}{failure}" if others else failure
                 raise UserError(
                     f"{len(missing)} of {len(self.sites)} sites did not join within {timeout:g} s: {named} "
-                    f"(start their nodes, or raise federation.join_timeout{told})"
+                    f"(start their nodes, or raise federation.join_timeout{failure})"
                 )
             if not heard:
                 time.sleep(self._pause())
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
-        """Look for nodes that came or went; wait for answers only as long as a site has no node."""
+        """Update the connected nodes. Wait for answers only while a site has no node."""
         begin = time.monotonic()
         while True:
             heard = self.poll()
@@ -119,7 +121,7 @@ class Enrolment:
                 time.sleep(self._pause())
 
     def poll(self) -> bool:
-        """Ask nodes that have not said who they are, and take the answers that are there; whether there were any."""
+        """Ask nodes that have not identified themselves, and process answers. Return whether there were any."""
         self._look()
         now = time.monotonic()
         for asked in self._asked.values():
@@ -130,7 +132,7 @@ class Enrolment:
             questions = [Message(RecordDict({NONCE: nonce()}), node, QUERY, group_id="who") for node in due]
             for node, message in zip(due, self.grid.push_messages(questions), strict=True):
                 self._asked[node].message, self._asked[node].sent = message, now
-                if not message:  # the node is not registered any more
+                if not message:  # the node is no longer registered
                     self._asked[node].fail(now)
         out = {asked.message: node for node, asked in self._asked.items() if asked.message}
         heard = False
@@ -143,15 +145,15 @@ class Enrolment:
         return heard
 
     def claims(self, site: str) -> list[int]:
-        """The nodes that are there and say that they are the site."""
+        """Return the connected nodes that claim to be the site."""
         return self._claims.get(site, [])
 
     def owns(self, site: str) -> bool:
-        """Whether the site's node is the one that its contributions belong to."""
+        """Return whether the site's node is the one that its contributions belong to."""
         return self.nodes.get(site) == self.bindings.bound().get(site)
 
     def _look(self) -> None:
-        """Which nodes are there now. One that was gone is asked again: it may come back as another site."""
+        """Update which nodes are connected. A node that was gone is asked again, as it may return as another site."""
         self.present = nodes_of(self.grid)
         self._known &= self.present.keys()
         self._others = {node: name for node, name in self._others.items() if node in self.present}
@@ -161,7 +163,7 @@ class Enrolment:
             self._asked.setdefault(node, _Asked())
 
     def _waiting(self) -> bool:
-        """Whether a question is out that may well be answered."""
+        """Return whether a question is pending that may still be answered."""
         now = time.monotonic()
         return any(asked.message and now - asked.sent < REFRESH_SECONDS for asked in self._asked.values())
 
@@ -172,7 +174,7 @@ class Enrolment:
         who = None if reply.has_error() else reply.content.config_records.get(WHO)
         if who is not None and who.get("protocol") != PROTOCOL:
             self._asked[node].fail(time.monotonic())
-            self._failure = f"node {node} has another version of fedloom's messages; install the server's version there"
+            self._failure = f"node {node} uses another version of fedloom's messages; install the server's version there"
             return
         if who is None:
             self._asked[node].fail(time.monotonic())
@@ -190,18 +192,18 @@ class Enrolment:
             self._others[node] = plain(name or str(who.get("site", f"partition-id {who.get('partition-id')}")))[:MOST_NAME]
 
     def _tell_others(self) -> None:
-        """A line on nodes that are there and are not asked, once for each name."""
+        """Warn of connected nodes that are not asked, once for each name."""
         if new := sorted({*self._others.values()} - self._named):
             self._named.update(new)
-            self.warnings.append(f"there, but not asked, as no site that takes part in this run: {_row(new)}")
+            self.warnings.append(f"connected, but not asked, because they are not sites of this run: {_row(new)}")
 
     def _assign(self) -> None:
-        """Each name to the node that it is bound to; else its holder keeps it; else to the oldest claim."""
+        """Assign each name: to the node that it is bound to, else to its current holder, else to the oldest claim."""
         bound, keys, new = self.bindings.bound(), self.bindings.keys(), dict[str, int]()
         for name, claims in self._claims.items():
-            here = self._with_key(name, claims, keys.get(name, ""), bound)
+            allowed = self._with_key(name, claims, keys.get(name, ""), bound)
             holder = self.nodes.get(name)
-            if (chosen := next((node for node in (bound.get(name), holder, *here) if node in here), None)) is None:
+            if (chosen := next((node for node in (bound.get(name), holder, *allowed) if node in allowed), None)) is None:
                 continue
             self.nodes[name] = chosen
             if bound.get(name) != chosen and keys.get(name):
@@ -209,9 +211,9 @@ class Enrolment:
             elif name not in bound or (chosen == bound[name] and name not in keys and self._key(chosen)):
                 new[name] = chosen
             elif chosen not in (holder, bound[name]):
-                self._warn(name, chosen, bound[name], "takes the place of node {1}, which is gone, and is not sent what "
-                           "that gave ('fedloom readmit RUN {2} --node {0}' allows it)")  # fmt: skip
-            for other in here:
+                self._warn(name, chosen, bound[name], "takes the place of node {1}, which is gone, but does not receive "
+                           "its contributions ('fedloom readmit RUN {2} --node {0}' allows it)")  # fmt: skip
+            for other in allowed:
                 if other != chosen:
                     owner = chosen == bound.get(name, chosen)
                     self._warn(name, other, chosen, REFUSED if owner else REFUSED + NOT_OWNER)
@@ -222,7 +224,7 @@ class Enrolment:
         return self.present[node].key if node in self.present else ""
 
     def _with_key(self, name: str, claims: Sequence[int], key: str, bound: Mapping[str, int]) -> list[int]:
-        """Those of the claims that may have a name which belongs to a key."""
+        """Return the claims that may have a name that belongs to a key."""
         if not key:
             return list(claims)
         for node in claims:
@@ -231,8 +233,8 @@ class Enrolment:
         return [node for node in claims if self._key(node) == key]
 
     def _warn(self, name: str, node: int, other: int, text: str, more: str = "") -> None:
-        if (name, node, other) not in self._told:
-            self._told.add((name, node, other))
+        if (name, node, other) not in self._warned:
+            self._warned.add((name, node, other))
             self.warnings.append(f"{name}: node {node} {text.format(node, other, name, plain(more))}")
 
 
@@ -241,8 +243,8 @@ def _row(names: Sequence[str]) -> str:
 
 
 def reason_of(reply: Message) -> str:
-    """The text of an error in one line, the exception's kind first unless it is one made for users; or its code."""
+    """Return the text of an error in one line, or its code. The exception's type comes first, unless it is a UserError."""
     lines = [line for line in plain(reply.error.reason or "", lines=True).splitlines() if line.strip()]
-    told = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
-    words = " ".join(" ".join(told).split()).removeprefix("fedloom.conf.errors.UserError: ")
-    return words[:MOST_TOLD] or f"error code {reply.error.code}"
+    shown = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
+    text = " ".join(" ".join(shown).split()).removeprefix("fedloom.conf.errors.UserError: ")
+    return text[:MOST_TOLD] or f"error code {reply.error.code}"

@@ -1,4 +1,4 @@
-"""What a run tells of itself while it goes on. All calls come from the main thread."""
+"""Listeners, to which a run reports its progress. All calls come from the main thread."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,36 +8,36 @@ from fedloom.conf.formatting import count
 
 
 class Listener(Protocol):
-    """Whoever wants to know: a progress bar, a log, a test."""
+    """Receives a run's progress: a progress bar, a log, a test."""
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        """A run (or one of its baselines, named in `run`) begins, or goes on; `note`: the folder that it is kept in."""
+        """A run or one of its baselines (named in `run`) begins or resumes. `note`: its folder."""
 
     def round_started(self, round: int, asked: int) -> None:
-        """`asked` sites get their orders."""
+        """A round begins: `asked` sites receive their orders."""
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
-        """A site answered; if not ok, its reply was dropped for this reason."""
+        """A site answered. If not `ok`, its reply was dropped for this reason."""
 
     def round_done(self, record: dict[str, Any]) -> None:
-        """A round was committed; the record is its line of metrics.jsonl."""
+        """A round was committed. `record`: its line of metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """A line on how things go."""
+        """A line on the progress."""
 
     def message(self, text: str) -> None:
-        """A line worth telling at any rate, such as a warning."""
+        """A line that the user should always see, such as a warning."""
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """The run is complete; the summary is that of summary.json."""
+        """The run is complete. `summary`: the content of summary.json."""
 
 
 class Silent(Listener):
-    """Nobody listens."""
+    """A listener that does nothing."""
 
 
 class Listeners:
-    """Several listeners. All hear of everything; then the first error that one of them raises is raised."""
+    """Several listeners. All receive every call; then the first error of any of them is raised."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = list(listeners)
@@ -75,7 +75,7 @@ class Listeners:
 
 
 class LogListener:
-    """Everything as log lines, for the ServerApp in a real federation."""
+    """Writes everything to the log, for the ServerApp in a real federation."""
 
     def __init__(self) -> None:
         self.log = logging.getLogger("flwr")
@@ -89,7 +89,7 @@ class LogListener:
         self.log.info("round %d of %d: %s asked", round, self.rounds, count(asked, "site"))
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
-        """Dropped replies come as messages, too."""
+        """Do nothing: dropped replies also come as messages."""
 
     def round_done(self, record: dict[str, Any]) -> None:
         accuracy = " ".join(f"{name} {share:.1%}" for name, share in record.get("accuracy", {}).items())

@@ -1,4 +1,4 @@
-"""One round of any strategy: who takes part, the strategy's questions, commit, evaluate."""
+"""One round of any strategy: choose the participants, run the strategy, commit, evaluate."""
 
 import contextlib
 import functools
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class RoundLoop:
-    """The rounds of one run. `run` identifies the run to the sites' stores.
+    """The rounds of one run.
 
     >>> with loop.round(1) as context:  # doctest: +SKIP
     ...     strategy.round(context)
 
-    `on_masks_removed`: called once the masks in common with sites that leave are taken out. `written`: puts a committed
-    round on record. `last`: the number of the last round.
+    `run`: the run's id in the sites' stores. `on_masks_removed`: called once the masks shared with leaving sites are
+    removed. `written`: records a committed round. `last`: the number of the last round.
     """
 
     config: Config
@@ -57,11 +57,11 @@ class RoundLoop:
     def __post_init__(self) -> None:
         self.last = self.state.length(self.config.rounds)
         self.transport = RoundTransport(self.config, self.run, self.channel, self.state, self.listener, self.config.rounds)
-        torch.set_num_threads(self.config.engine.threads)  # the cores are the sites', and torch's idle threads spin
+        torch.set_num_threads(self.config.engine.threads)  # sites need the cores, and torch's idle threads spin
 
     @functools.cached_property
     def sites(self) -> "SiteEvaluation":
-        """What has the sites measure networks on their own images."""
+        """The evaluation of networks at the sites, on their own images."""
         from fedloom.server.rounds.site_evaluation import SiteEvaluation
 
         return SiteEvaluation(
@@ -73,9 +73,9 @@ class RoundLoop:
 
     @contextlib.contextmanager
     def round(self, number: int, recalibration: bool = False) -> Iterator[RoundContext]:
-        """A round, for what happens within: it is committed at the end, and nothing stays of one that fails.
+        """Run a round as a context manager: commit it at the end; if the block raises, drop everything.
 
-        `recalibration`: nobody trains; whoever fits is asked. Raises TooFewRepliesError.
+        `recalibration`: no site trains; all fitting sites are asked. Raises TooFewRepliesError.
         """
         with held():
             self.state.ledger.refuse_moved()
@@ -97,11 +97,11 @@ class RoundLoop:
             record["seconds"] = time.monotonic() - begin
             self.state.ledger.refuse_moved()
             context.record = record
-            self.written(record)  # before anybody else's code hears of it
+            self.written(record)  # before any listener's code runs
             self.listener.round_done(record)
 
     def _begun(self, number: int, recalibration: bool) -> RoundContext:
-        """Look who is there, and begin."""
+        """Update the connected sites, and begin a round."""
         self.channel.traffic.clear()
         self.channel.refresh()
         self._warn()
@@ -118,12 +118,12 @@ class RoundLoop:
         return context
 
     def _participation(self, number: int, recalibration: bool, leaving: Sequence[str]) -> Participation:
-        """Who is asked, of those that enrol: all that stay, where sites leave or nobody trains."""
+        """Return the sites to ask: the schedule's, or all remaining members if sites leave or no site trains."""
         members = self.state.members()
-        found = self.state.schedule.participation(number, members)
+        participation = self.state.schedule.participation(number, members)
         if recalibration or leaving:
-            found = Participation([site for site in members if site.name not in leaving], found.round)
-        return replace(found, sites=self.transport.participants.enrol(found.sites))
+            participation = Participation([site for site in members if site.name not in leaving], participation.round)
+        return replace(participation, sites=self.transport.participants.enrol(participation.sites))
 
     def _commit(self, context: RoundContext, record: dict[str, Any]) -> None:
         masked = {"round": context.site_round, "sites": context.masked, "lifted": context.leaving}
@@ -133,66 +133,67 @@ class RoundLoop:
             self.on_masks_removed()
 
     def _record(self, context: RoundContext) -> dict[str, Any]:
-        """What a round was: for the ledger, and for metrics.jsonl, which adds what is measured after the commit."""
+        """Return the round's record for the ledger and metrics.jsonl, which adds what is measured after the commit."""
         record: dict[str, Any] = {"round": context.number, "replies": context.replies, "dropped": self.transport.dropped}
         if context.recalibrated:
             record["recalibrated"] = True
         if context.clipped:
             record["clipped"] = context.clipped
         if context.losses:
-            record["train_loss"] = sum(sorted(context.losses)) / len(context.losses)  # sorted: whatever the order of arrival
+            record["train_loss"] = sum(sorted(context.losses)) / len(context.losses)  # sorted: in any order of arrival
         record["bytes"] = dict(sorted(self.channel.traffic.items()))
         if context.epsilon:
             record["epsilon"] = dict(sorted(context.epsilon.items()))
         return record
 
     def _received(self, before: int | None) -> dict[str, int]:
-        """What came here since then, where it is not told by site: workers or nodes add up what sites send."""
+        """Return the bytes that arrived since `before`, if partial sums hide how many came from each site."""
         now = self.channel.received if self.config.federation.partial_sums else None
         return {} if now is None or before is None else {RECEIVED: now - before}
 
     def heal(self, number: int) -> None:
-        """Go on without contributions whose nodes are lost: their sites begin again, and all sums are exact.
+        """Remove contributions whose nodes are lost: their sites start again, and all sums stay exact.
 
-        Raises UserError if federation.lost_store says so.
+        Raises UserError if federation.lost_store is 'stop'.
         """
         while names := self.state.lost():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told = f"a node has lost what {', '.join(names[:3])}{more} gave last (federation.node_store)"
+            fault = f"a node lost the last contributions of {', '.join(names[:3])}{more} (federation.node_store)"
             if self.config.federation.lost_store == "stop":
-                raise UserError(f"round {number}: {told}; bring it back, or federation.lost_store=restart begins them anew")
-            self.listener.message(f"round {number}: {told}: they are out of the sum and begin again as new ones")
-            with contextlib.suppress(NodeLostError):  # of another one, meanwhile
+                raise UserError(f"round {number}: {fault}; bring it back, or set federation.lost_store=restart")
+            self.listener.message(f"round {number}: {fault}; these sites leave the sum and start again as new ones")
+            with contextlib.suppress(NodeLostError):  # another node may be lost meanwhile
                 self.state.lose(names)
 
     def _leaving(self, number: int) -> list[str]:
-        """The sites to be forgotten in this round, if all that have masks in common with them are there (FailedError if not,
-        and the round is for that alone).
+        """Return the sites to forget in this round, if all sites that share masks with them are connected.
+
+        Raises FailedError if one is missing and the round serves only to forget.
         """
         leaving = self.state.leaving
-        there = {site.name for site in self.state.members()} & self.channel.nodes.keys()
+        connected = {site.name for site in self.state.members()} & self.channel.nodes.keys()
         needed = partners(rounds_together(self.state.ledger), leaving) if leaving else []
-        if not (missing := [name for name in needed if name not in there]):
+        if not (missing := [name for name in needed if name not in connected]):
             return leaving
-        told = f"{missing[0]} is not there, and it alone can take out its masks in common with {', '.join(leaving)}"
+        fault = f"{missing[0]} is not connected, and only it can remove its masks with {', '.join(leaving)}"
         if number > self.state.length(self.config.rounds):
-            raise FailedError(f"round {number}: {told}; 'fedloom resume' when it is there, or forget it, too")
-        self.listener.message(f"round {number}: {told}: they are forgotten later")
+            raise FailedError(f"round {number}: {fault}; run `fedloom resume` when it is connected, or forget it, too")
+        self.listener.message(f"round {number}: {fault}; the run forgets them later")
         return []
 
     @held()
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record of the round that was committed last, with its validation accuracy if it is due."""
+        """Return the record of the last committed round, with its validation accuracy if it is due."""
         number = record["round"]
         if number % self.config.evaluation.every and number != self.last:
             return record
         models = self._watched()
         first, *others = self.accuracies(list(models.values()), "validation")
-        further = {name: one[UNION] for name, one in zip(list(models)[1:], others, strict=True) if one}
+        further = {name: accuracy[UNION] for name, accuracy in zip(list(models)[1:], others, strict=True) if accuracy}
         return {**record, "accuracy": first, **({"networks": further} if further else {})}
 
     def _watched(self) -> dict[str, Model | None]:
-        """The aggregate (None: the method has none), and where sites' networks differ those of the other architectures."""
+        """Return the aggregate (None if the method has none); with different networks, one for each architecture."""
         if not self.state.display_name:
             return {"": None}
         models = self.state.models()
@@ -201,13 +202,13 @@ class RoundLoop:
         return {name: models[name] for name in names[: None if apart else 1]}
 
     def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
-        """Accuracy by domain of each model, or (None) of the sites' own networks, measured where the configuration says."""
+        """Return each model's accuracy by domain, measured where the configuration says. None: the sites' own networks."""
         if self.config.evaluation.where == "server" and None not in models:
             return [self.evaluator.accuracy(model, split) for model in models if model is not None]
         return self.sites.accuracies(models, split)
 
     def _warn(self) -> None:
-        """Tell what the federation noticed of its nodes."""
+        """Report the warnings about the federation's nodes."""
         warnings = self.channel.enrolment.warnings
         while warnings:
             self.listener.message(warnings.pop(0))

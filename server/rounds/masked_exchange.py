@@ -1,7 +1,8 @@
-"""One attempt at a masked sum: what server and sites say to each other (Bonawitz et al. 2017, Fig. 4), in five exchanges.
+"""One attempt at a masked sum: the five exchanges between server and sites (Bonawitz et al. 2017, Fig. 4).
 
-Public keys; shares of two secrets, each sealed for one site; contributions under masks; signatures of one list of the sites
-that count; shares with which masks come off. Every site commits to its shares, so that a wrong one has a name.
+The exchanges are: public keys; shares of two secrets, each encrypted for one site; masked contributions; signatures of the
+list of sites that count; shares that remove the masks. Every site commits to its shares, so that a wrong share has a
+culprit.
 """
 
 from collections import Counter
@@ -48,15 +49,15 @@ from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import FEWEST_MASKED
 
 DIGEST = 32  # bytes
-MOST_REASON = 300  # characters of why a site failed
+MOST_REASON = 300  # characters of a failure's reason
 
 
 class SummedElsewhereError(FailedError):
-    """Sites refuse: what they have trained is in a sum over other sites that was read. Other batches may do."""
+    """Sites refuse because their contribution is in another sum that was read. Other batches may help."""
 
 
 class WithoutError(FailedError):
-    """The shares of some sites are wrong, or they are silent; without them the round can begin again."""
+    """Some sites' shares are wrong, or they are silent. Without them, the round can begin again."""
 
     def __init__(self, text: str, sites: Collection[str]) -> None:
         super().__init__(text)
@@ -65,26 +66,26 @@ class WithoutError(FailedError):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a site signs with its contribution: digests of what determined its training, and of what it goes on from."""
+    """What a site signs with its contribution: digests of what determined its training, and of the state before it."""
 
     digest: bytes
     history: bytes
     words: bytes  # both signatures
 
     @staticmethod
-    def read(heard: "Heard", name: str, given: State) -> "Trained":
-        """Of a site's record. ReplyError if it has not signed both."""
-        digest, history = (read_bytes(given, part, DIGEST) for part in ("digest", "history"))
-        words = [read_bytes(given, part, SIGNATURE) for part in ("signature", "history_signature")]
+    def read(heard: "Heard", name: str, record: State) -> "Trained":
+        """Read it from a site's record. Raises ReplyError unless both signatures are valid."""
+        digest, history = (read_bytes(record, part, DIGEST) for part in ("digest", "history"))
+        signatures = [read_bytes(record, part, SIGNATURE) for part in ("signature", "history_signature")]
         texts = trained_words(heard.id, digest.hex()), history_words(heard.id, history)
-        if not all(is_signature(heard.keys[name].signing, *one) for one in zip(texts, words, strict=True)):
+        if not all(is_signature(heard.keys[name].signing, *pair) for pair in zip(texts, signatures, strict=True)):
             raise ReplyError("its signature of its training is wrong")
-        return Trained(digest, history, b"".join(words))
+        return Trained(digest, history, b"".join(signatures))
 
 
 @dataclass
 class Heard:
-    """What sites have said in one attempt, by name. `signatures`: of their public keys, for the other sites."""
+    """What sites have sent in one attempt, by name. `signatures`: of their public keys, for the other sites."""
 
     id: str
     keys: dict[str, PublicKeys] = field(default_factory=dict)
@@ -92,24 +93,26 @@ class Heard:
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by sender and receiver
     commitments: dict[str, dict[str, bytes]] = field(default_factory=dict)  # of all shares of a site: own, pair
     samples: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # what else it says of its training
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # its other numbers
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
     trained: dict[str, "Trained"] = field(default_factory=dict)
     signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
-    shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by place
-    helped: set[str] = field(default_factory=set)  # sites that gave such shares
-    refusing: list[str] = field(default_factory=list)  # sites that refuse to have the sum read
-    blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, those that say its shares are wrong
+    shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by index
+    helped: set[str] = field(default_factory=set)  # sites that sent such shares
+    refusing: list[str] = field(default_factory=list)  # sites that refuse to let the sum be read
+    blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, the sites that report its shares as wrong
 
     def kind(self, name: str) -> str:
-        """Which secret of a site is rebuilt: of its own mask if it counts, else of its common masks."""
+        """Return which secret of a site is rebuilt: of its own mask if it counts, else of its shared masks."""
         return "own" if name in self.vectors else "pair"
 
 
 @dataclass
 class MaskedExchange:
-    """The five exchanges of an attempt. `lifts`: what goes to a site beside the method's own records. `check`: raises
-    FailedError if the contributions that came cannot do; nothing is told then.
+    """The five exchanges of an attempt.
+
+    `lifts`: returns what a site receives in addition to the method's records. `check`: raises FailedError if the
+    contributions are not enough; then no secret is revealed.
     """
 
     context: RoundContext
@@ -118,11 +121,11 @@ class MaskedExchange:
     heard: Heard
     lifts: Callable[[Site], Mapping[str, State]]
     check: Callable[[], None]
-    _failed: str = ""  # the first site that did, and why
+    _failed: str = ""  # the first site that failed, and why
     _shapes: dict[tuple[str, str], Mapping[str, Tensor]] = field(default_factory=dict, init=False)
 
     def carry_out(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
-        """Hear all that it takes to read the sum. FailedError if too few answer."""
+        """Run the five exchanges. Raises FailedError if too few sites answer."""
         self._keys(asked)
         self._shares(those(asked, self.heard.keys))
         self._contributions(kind, content, those(asked, self.heard.sealed))
@@ -136,7 +139,7 @@ class MaskedExchange:
         return max(FEWEST_MASKED, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
-        """The names and shapes of what is under a record's masks, as tensors without entries."""
+        """Return the names and shapes of a masked record's tensors, as tensors on the meta device."""
         if (record, site) not in self._shapes:
             start = self.expected[record].start(self.context.slots, site)
             self._shapes[record, site] = {name: torch.empty_like(tensor, device="meta") for name, tensor in start.items()}
@@ -144,12 +147,12 @@ class MaskedExchange:
 
     def _keys(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
-            given = read_bytes(answer.get(SECURE_KEYS, {}), "keys")
-            if not PUBLIC <= len(given) <= PUBLIC + MOST_BYTES:
-                raise ReplyError("its part of secure aggregation cannot be read")
-            keys = PublicKeys.read(given[:PUBLIC])
+            packed = read_bytes(answer.get(SECURE_KEYS, {}), "keys")
+            if not PUBLIC <= len(packed) <= PUBLIC + MOST_BYTES:
+                raise ReplyError("its message for secure aggregation cannot be read")
+            keys = PublicKeys.read(packed[:PUBLIC])
             _check_keys(keys, self.heard.keys.values())
-            self.heard.keys[site.name], self.heard.signatures[site.name] = keys, given[PUBLIC:]
+            self.heard.keys[site.name], self.heard.signatures[site.name] = keys, packed[PUBLIC:]
 
         self._ask(SECURE_KEYS, asked, {}, take)
         self._enough(SECURE_KEYS, asked, self.heard.keys)
@@ -158,37 +161,37 @@ class MaskedExchange:
         def take(site: Site, answer: Mapping[str, State]) -> None:
             others, sealed = self.heard.keys.keys() - {site.name}, answer.get(SECURE_SHARES, {})
             if sealed.keys() != others:
-                raise ReplyError("its shares are not for those that began the round")
+                raise ReplyError("its shares are not for the sites that began the round")
             size = KEY * len(self.heard.keys)
             committed = {kind: read_bytes(answer.get(COMMITMENTS, {}), kind, size) for kind in ("own", "pair")}
             self.heard.sealed[site.name] = {name: read_bytes(sealed, name) for name in sorted(others)}
             self.heard.commitments[site.name] = committed
 
-        signed = {name: one.packed() + self.heard.signatures[name] for name, one in self.heard.keys.items()}
-        sent = {SECURE_KEYS: {name: to_tensor(one) for name, one in signed.items()}}
+        signed = {name: keys.packed() + self.heard.signatures[name] for name, keys in self.heard.keys.items()}
+        sent = {SECURE_KEYS: {name: to_tensor(content) for name, content in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
         self._check_blamed(asked)
         self._enough(SECURE_SHARES, asked, self.heard.sealed)
 
     def _contributions(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
-        place, slots = places(self.heard.keys), self.context.slots
+        index, slots = places(self.heard.keys), self.context.slots
         bases = {name: torch.tensor([slots.base(name)]) for name in self.heard.sealed}
 
         def sent(site: Site) -> Mapping[str, State]:
-            at = place[site.name]
+            at = index[site.name]
             committed = {name: self._commitment(name, "own", at) + self._commitment(name, "pair", at)
                          for name in self.heard.sealed}  # fmt: skip
-            shares = {name: to_tensor(one[site.name] + committed[name])
-                      for name, one in self.heard.sealed.items() if name != site.name}  # fmt: skip
-            given = content(site) if callable(content) else content
-            return {**given, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
+            shares = {name: to_tensor(sealed[site.name] + committed[name])
+                      for name, sealed in self.heard.sealed.items() if name != site.name}  # fmt: skip
+            records = content(site) if callable(content) else content
+            return {**records, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
 
         for received in self.transport.ask(kind, self.context, asked, sent, self.expected):
             site = received.site
             try:
                 states = read(received)
                 self._check_blame(site, content_of(received).config_records.get(BLAMED))
-                bounds = replace(self.transport.bounds(site), counted=0)  # it weighs nothing: each site counts once
+                bounds = replace(self.transport.bounds(site), counted=0)  # no weight: each site counts once
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.context.countersigned(site.name, content_of(received))
                 trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))
@@ -205,39 +208,39 @@ class MaskedExchange:
         self._enough(kind, asked, self.heard.vectors)
 
     def _alike(self, asked: Sequence[Site]) -> None:
-        """Drop the sites whose signed training, or what they go on from, is not that of most (of the same base)."""
+        """Drop sites whose signed training, or starting state, differs from that of most sites with the same base."""
         trained, base = self.heard.trained, self.context.slots.base
-        usual = _usual(one.digest for one in trained.values())
-        histories = {round: _usual(one.history for name, one in trained.items() if base(name) == round)
+        usual = _usual(own.digest for own in trained.values())
+        histories = {round: _usual(own.history for name, own in trained.items() if base(name) == round)
                      for round in map(base, trained)}  # fmt: skip
         for site in those(asked, dict(trained)):
-            one = trained[site.name]
-            if one.digest != usual or one.history != histories[base(site.name)]:
+            own = trained[site.name]
+            if own.digest != usual or own.history != histories[base(site.name)]:
                 for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
                     heard.pop(site.name)
                 self.drop(
                     site,
-                    "it trained by another order, took another number of steps (training.steps makes it the same), or "
-                    "goes on from something else, than most sites",
+                    "its order, its number of steps (training.steps sets the same for all), or the state that it "
+                    "continues from differs from most sites",
                 )
 
     def _check_blame(self, site: Site, record: object) -> None:
-        """Note that a site cannot use another one's shares. ReplyError then: it takes no part."""
+        """Note that a site cannot use another one's shares; then raise ReplyError, as it cannot participate."""
         name = record.get("site") if isinstance(record, Mapping) else None
         if isinstance(name, str) and name in self.heard.keys and name != site.name:
             self.heard.blamed.setdefault(name, set()).add(site.name)
             raise ReplyError(f"it cannot use the shares of {name}")
 
     def _check_blamed(self, asked: Sequence[Site]) -> None:
-        """WithoutError if more sites than can all lie say that one's shares are wrong."""
+        """Raise WithoutError if more sites blame a site's shares than can all lie."""
         blamed = self.heard.blamed
         wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(asked)]
         if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
-            wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # else too few would be left
+            wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # otherwise too few would be left
         if wrong:
             names = ", ".join(sorted(wrong))
             raise WithoutError(
-                f"round {self.context.number}: other sites say that they cannot use the shares of {names}", wrong
+                f"round {self.context.number}: other sites report that they cannot use the shares of {names}", wrong
             )
 
     def _confirm(self, asked: Sequence[Site]) -> None:
@@ -249,13 +252,13 @@ class MaskedExchange:
             self.heard.signed[site.name] = word
 
         counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
-        trained = {name: to_tensor(one.words) for name, one in self.heard.trained.items()}
+        trained = {name: to_tensor(own.words) for name, own in self.heard.trained.items()}
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
         if len(self.heard.signed) < self.threshold and self.heard.refusing:
             raise SummedElsewhereError(
-                f"round {self.context.number}: {self.heard.refusing[0]} has trained nearly what was summed over other "
-                "sites, and the difference of the two sums would tell what some gave; resume when the same sites are there, "
-                "or begin a new run with a smaller training.batch, or with privacy.noise"
+                f"round {self.context.number}: the contribution of {self.heard.refusing[0]} is nearly the same as in a sum "
+                "over other sites. The difference of both sums would reveal single contributions. Resume when the same "
+                "sites are connected, or start a new run with a smaller training.batch, or with privacy.noise"
             )
         self._enough(SECURE_CONFIRM, asked, self.heard.signed)
 
@@ -264,25 +267,25 @@ class MaskedExchange:
 
         def take(site: Site, answer: Mapping[str, State]) -> None:
             shares = answer.get(SECURE_UNMASK, {})
-            given = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.heard.sealed.keys()}
-            for name, share in given.items():
+            dealt = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.heard.sealed.keys()}
+            for name, share in dealt.items():
                 if share_commitment(share) != self._commitment(name, self.heard.kind(name), number[site.name]):
                     raise ReplyError(f"its share of {name}'s secret is not the one that {name} dealt")
             self.heard.helped.add(site.name)
-            for name, share in given.items():
+            for name, share in dealt.items():
                 self.heard.shares.setdefault(name, {})[number[site.name]] = share
 
-        signed = {name: to_tensor(one) for name, one in self.heard.signed.items()}
+        signed = {name: to_tensor(signature) for name, signature in self.heard.signed.items()}
         self._ask(SECURE_UNMASK, asked, {SECURE_UNMASK: signed}, take)
 
-    def _commitment(self, name: str, kind: str, place: int) -> bytes:
-        """The commitment of a site to the share of one of its secrets that the site at a place has."""
-        return self.heard.commitments[name][kind][KEY * (place - 1) : KEY * place]
+    def _commitment(self, name: str, kind: str, index: int) -> bytes:
+        """Return a site's commitment to the share of one of its secrets that the site at this index holds."""
+        return self.heard.commitments[name][kind][KEY * (index - 1) : KEY * index]
 
     def _ask(
         self, kind: str, asked: Sequence[Site], sent: Content, take: Callable[[Site, Mapping[str, State]], None]
     ) -> None:
-        """Have each readable answer taken in; sites whose answer is not are dropped."""
+        """Pass each readable answer to `take`; drop sites with unreadable answers."""
         for received in self.transport.ask(kind, self.context, asked, sent, None):
             try:
                 answer = read(received)
@@ -295,34 +298,34 @@ class MaskedExchange:
                 self.drop(received.site, str(error))
 
     def drop(self, site: Site, reason: str) -> None:
-        """Leave a site's answer out, and tell why."""
+        """Drop a site's answer, and report why."""
         self._failed = self._failed or f" (first failure: {site.name}: {plain(reason)[:MOST_REASON]})"
         self.transport.replied(site, reason)
 
     def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
         if len(answers) < (needed := self.threshold):
-            told = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
+            fault = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
             silent = {site.name for site in asked} - {*answers} - set().union(*self.heard.blamed.values())
-            raise WithoutError(f"round {self.context.number}: {told}{self._failed}", silent)
+            raise WithoutError(f"round {self.context.number}: {fault}{self._failed}", silent)
 
 
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:
-    """The sites among those that are asked that have these names."""
+    """Return the asked sites that have these names."""
     return [site for site in asked if site.name in names]
 
 
 def _usual(digests: Iterable[bytes]) -> bytes:
-    """The one that most have."""
+    """Return the most common digest."""
     counts = Counter(digests)
     return max(counts, key=lambda digest: (counts[digest], digest), default=b"")
 
 
-def _check_keys(given: PublicKeys, others: Iterable[PublicKeys]) -> None:
-    """ReplyError for public keys with which no other site could agree on anything, and for those of another site."""
+def _check_keys(keys: PublicKeys, others: Iterable[PublicKeys]) -> None:
+    """Raise ReplyError for public keys that are unusable for key agreement, or are another site's."""
     try:
-        for public in (given.channel, given.pair):
+        for public in (keys.channel, keys.pair):
             agreed(bytes(SECRET), public)
     except UserError as error:
         raise ReplyError(str(error)) from None
-    if any(given.pair == other.pair or given.channel == other.channel for other in others):
+    if any(keys.pair == other.pair or keys.channel == other.channel for other in others):
         raise ReplyError("its keys are another site's")

@@ -1,4 +1,4 @@
-"""Parts of replies under secure aggregation: bytes for other sites, and vectors that look drawn at random."""
+"""Parts of replies under secure aggregation: encrypted bytes for other sites, and vectors that look random."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,17 +14,18 @@ from fedloom.fusion.state import State
 if TYPE_CHECKING:
     from fedloom.server.rounds.channel import RawReply
 
-MOST_SEALED = 256  # bytes of a share that is sealed
+MOST_SEALED = 256  # bytes of an encrypted share
 
 
 def content_of(received: "RawReply") -> RecordDict:
-    """What a site has answered. ReplyError if it has not."""
+    """Return a site's answer. Raises ReplyError if the site has not answered."""
     if received.content is None:
         raise ReplyError(received.reason)
     return received.content
 
 
 def read(received: "RawReply") -> dict[str, State]:
+    """Return the states of a site's answer. Raises ReplyError if they cannot be read."""
     content = content_of(received)
     try:
         return to_states(content)
@@ -33,34 +34,38 @@ def read(received: "RawReply") -> dict[str, State]:
 
 
 def read_bytes(state: State, name: str, size: int = 0) -> bytes:
-    """The bytes under a name. ReplyError for what is none, or of another size."""
-    one = state.get(name)
+    """Return the bytes under a name. Raises ReplyError if they are missing or have another size."""
+    tensor = state.get(name)
     good = (
-        one is not None
-        and one.dtype == torch.uint8
-        and one.ndim == 1
-        and len(one) in ((size,) if size else range(MOST_SEALED))
+        tensor is not None
+        and tensor.dtype == torch.uint8
+        and tensor.ndim == 1
+        and len(tensor) in ((size,) if size else range(MOST_SEALED))
     )
-    if one is None or not good:
-        raise ReplyError("its part of secure aggregation cannot be read")
-    return bytes(one.numpy())
+    if tensor is None or not good:
+        raise ReplyError("its message for secure aggregation cannot be read")
+    return bytes(tensor.numpy())
 
 
 def to_tensor(content: bytes) -> Tensor:
+    """Return bytes as a uint8 tensor."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def read_vector(state: State | None, record: str, like: Mapping[str, Tensor]) -> Tensor:
-    """A masked record: int64, as long as what is under it. ReplyError for anything else."""
+    """Return a masked record: int64, as long as the tensors of `like` together. Raises ReplyError for anything else."""
     size = sum(tensor.numel() for tensor in like.values())
     vector = (state or {}).get(MASKED)
     if vector is None or len(state or {}) != 1 or vector.dtype != torch.int64 or vector.shape != (size,):
-        raise ReplyError(f"record '{record}' is no masked vector of {size} whole numbers")
+        raise ReplyError(f"record '{record}' must be a masked vector of {size} whole numbers")
     return vector.clone()
 
 
 def shaped(vector: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The inverse of clients.privacy.secure_aggregation.contribution.flat, for the shapes of `like`."""
+    """Divide a vector into tensors with the names and shapes of `like`.
+
+    The inverse of clients.privacy.secure_aggregation.contribution.flat.
+    """
     names = sorted(like)
     parts = vector.split([like[name].numel() for name in names])
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}

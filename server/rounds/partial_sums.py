@@ -1,4 +1,4 @@
-"""Partial sums that workers hand over in the place of replies (clients.protocol.partial_sums), taken in at the server."""
+"""Take in the partial sums that workers send instead of replies (clients.protocol.partial_sums)."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,33 +15,33 @@ from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 
-NODES = 16  # that are asked for their sums at once
+NODES = 16  # nodes that are asked for their sums at once
 
 
 @dataclass
 class Partials:
-    """The partial sums of one question: each is taken in once, for all of its sites, or refused for all of them.
+    """The partial sums of one question. Each is added once for all of its sites, or refused for all of them.
 
-    Those that nodes keep wait until all replies are there: then each node is asked for one sum (`fetched`).
+    Sums that nodes store wait until all replies have arrived. Then each node is asked for one sum (`fetched`).
     """
 
     context: RoundContext
     name: str
     means: dict[str, ExactSum]
     expected: Mapping[str, RecordSpec]
-    _found: dict[frozenset[str], str] = field(default_factory=dict)  # why each was refused; empty: it was not
+    _found: dict[frozenset[str], str] = field(default_factory=dict)  # the reason of each refusal; empty if it was added
     _there: dict[str, dict[frozenset[str], PartialSum]] = field(default_factory=dict)  # by node
     _waiting: dict[str, list[ClientUpdate]] = field(default_factory=dict)
 
     def add(self, partial: PartialSum, reply: ClientUpdate) -> None:
-        """Take in the sum that a site's reply is in, unless it is in already. Raises ReplyError.
+        """Add the partial sum that contains a site's reply, unless it is added already.
 
-        FailedError if it is not the sum of this reply: then nobody knows what it is.
+        Raises ReplyError if the sum is refused; FailedError if the sum does not belong to this reply.
         """
         known = partial.run, partial.round, partial.samples.get(reply.site.name)
         if known != (self.name, self.context.site_round, reply.samples):
             number, site = self.context.number, reply.site.name
-            raise FailedError(f"round {number}: a worker's partial sum is not that of {site}'s reply; nothing of it counts")
+            raise FailedError(f"round {number}: a worker's partial sum does not belong to {site}'s reply")
         if partial.node:
             self._there.setdefault(partial.node, {})[partial.messages] = partial
             self._waiting.setdefault(partial.node, []).append(reply)
@@ -56,11 +56,11 @@ class Partials:
             raise ReplyError(reason)
 
     def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
-        """The replies whose sums nodes keep, now that each node gives one sum: with why they do not count, or nothing."""
+        """Ask each node for one sum; yield its replies, each with the reason why it does not count, or ""."""
         parts = self.context.ledger.blobs.elsewhere
         if parts is None or not self._there:
             return
-        with ThreadPoolExecutor(NODES) as threads:  # they add up at the same time
+        with ThreadPoolExecutor(NODES) as threads:  # nodes add up at the same time
             asked = {node: threads.submit(parts.add_up, list(each.values())) for node, each in sorted(self._there.items())}
         for node, answer in asked.items():
             reason = ""
@@ -72,14 +72,14 @@ class Partials:
 
     def _merge(self, partial: PartialSum) -> None:
         records, added = to_states(RecordDict({**partial.records})), {}
-        for record, one in self.expected.items():
-            like = one.like if one.like is not None else records.get(record, {})
+        for record, spec in self.expected.items():
+            like = spec.like if spec.like is not None else records.get(record, {})
             check_record(record, records.get(record), like, integers=True)
-            if one.mean:
+            if spec.mean:
                 added[record] = self.means[record].copy()
                 added[record].merge(records[record], partial.addends[record])
-        for record, one in self.expected.items():
-            if one.slot:
-                change = self.context.slots.summed(one.slot, records[record])
-                self.context.slots.merge(one.slot, change, partial.samples, self.context.number, partial.blobs)
+        for record, spec in self.expected.items():
+            if spec.slot:
+                change = self.context.slots.summed(spec.slot, records[record])
+                self.context.slots.merge(spec.slot, change, partial.samples, self.context.number, partial.blobs)
         self.means |= added

@@ -1,6 +1,6 @@
-"""Who can take part: how many images each site has and counts by, of which classes, and which sites fit together.
+"""Who can participate: how many images of each site count, its classes, and which sites fit together.
 
-The configuration says so where the server has the data; sites of a real federation say it themselves when they enrol.
+The configuration says so if the server has the data. In a real federation, sites report it when they enrol.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ from fedloom.server.rounds.client_metadata import ClientMetadata
 
 @dataclass
 class Participants:
-    """`enrolling`: asks sites to enrol. `message`: tells the user something."""
+    """The sites that can participate. `enrolling`: asks sites to enrol. `message`: shows the user a message."""
 
     config: Config
     simulated: bool
     enrolling: Callable[[Sequence[Site]], Iterator[RawReply]]
     message: Callable[[str], None]
-    _said: ClientMetadata = field(default_factory=ClientMetadata)
-    _told: set[tuple[str, str]] = field(default_factory=set)  # of which sites the user has heard what
+    _enrolled: ClientMetadata = field(default_factory=ClientMetadata)
+    _shown: set[tuple[str, str]] = field(default_factory=set)  # the messages that the user has seen, by site
 
     @property
     def server_has_data(self) -> bool:
@@ -32,66 +32,69 @@ class Participants:
         return self.simulated or has_data(self.config)
 
     def bounds(self, site: Site) -> Bounds:
-        """How large what the site sends may be. ReplyError if it did not enrol: nobody knows then."""
+        """Return the limits for what the site sends. Raises ReplyError if the site did not enrol."""
         if self.server_has_data:
             return Bounds.of(self.config.federation, self.samples(site))
-        return replace(Bounds.of(self.config.federation, self._said.images(site.name)), counted=self.samples(site))
+        return replace(Bounds.of(self.config.federation, self._enrolled.images(site.name)), counted=self.samples(site))
 
     def samples(self, site: Site) -> int:
-        """How many training images of the site count: by the configuration, or as the site says if the server has no data.
+        """Return how many training images of the site count.
 
-        Then federation.most_samples limits them, or else what the other sites say. ReplyError if it has not said so.
+        If the server has no data, the site reports its number, and federation.most_samples limits it, or else the other
+        sites' numbers do. Raises ReplyError if the site has not reported it.
         """
         if self.server_has_data:
             return site_sizes(self.config)[site.index]
-        said, most = self._said.images(site.name), self.config.federation.most_samples
-        counted = min(said, most) if most else self._said.counted(site.name)
-        if counted < said and (site.name, "size") not in self._told:
-            self._told.add((site.name, "size"))
-            self.message(f"{site.name} says that it has {said} images, many more than the others; {counted} count "
+        reported, most = self._enrolled.images(site.name), self.config.federation.most_samples
+        counted = min(reported, most) if most else self._enrolled.counted(site.name)
+        if counted < reported and (site.name, "size") not in self._shown:
+            self._shown.add((site.name, "size"))
+            self.message(f"{site.name} reports {reported} images, many more than the other sites; {counted} count "
                          "(federation.most_samples sets another limit)")  # fmt: skip
         return counted
 
     def images(self, site: Site) -> int:
-        """The same; 0 if the site did not enrol."""
+        """Return how many training images of the site count; 0 if it did not enrol."""
         try:
             return self.samples(site)
         except ReplyError:
             return 0
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """By site, the names of its classes 0, 1, ...; none if they are numbers. Sites that did not enrol are left out."""
+        """Return, by enrolled site, the names of its classes 0, 1, ...; empty if they are numbers."""
         if self.server_has_data:
             return {site.name: class_things(site.spec) for site in sites}
         self._hear(sites)
         asked = {site.name for site in sites}
-        return {site: names for site, names in self._said.names().items() if site in asked}
+        return {site: names for site, names in self._enrolled.names().items() if site in asked}
 
     def enrolled_names(self, sites: Sequence[Site]) -> list[tuple[str, ...]]:
-        """What sites that enrolled call their classes, of those that fit; nobody is asked."""
-        said, unlike = self._said.class_names(), self._unlike()
-        return [said[site.name] for site in sites if site.name in said and site.name not in unlike]
+        """Return the class names of the fitting sites that have enrolled, without asking any site."""
+        names, unlike = self._enrolled.class_names(), self._unlike()
+        return [names[site.name] for site in sites if site.name in names and site.name not in unlike]
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
-        """Where the server has no data: hear from sites that have not said so how many images they have; those that fit."""
+        """Ask sites that have not enrolled for their data, unless the server has it; return the sites that fit."""
         self._hear(sites)
         return self.fitting(sites)
 
     def fitting(self, sites: Sequence[Site]) -> list[Site]:
-        """The sites that fit. Where all share their outputs, one whose classes bear other names than at most of the sites
-        that enrolled does not: what it learns of a class would be taken for another one.
+        """Return the sites that fit together.
+
+        With shared outputs, a site does not fit if its class names differ from those of most enrolled sites: its classes
+        would be mistaken for others.
         """
         unlike = self._unlike()
         for site in sites:
-            if site.name in unlike and (site.name, "unlike") not in self._told:
+            if site.name in unlike and (site.name, "unlike") not in self._shown:
                 self.message(f"{site.name} is not asked: {unlike[site.name]}, and data.heads=shared")
-                self._told.add((site.name, "unlike"))
+                self._shown.add((site.name, "unlike"))
         return [site for site in sites if site.name not in unlike]
 
     def _unlike(self) -> dict[str, str]:
-        return self._said.unlike() if self.config.data.heads == "shared" else {}
+        return self._enrolled.unlike() if self.config.data.heads == "shared" else {}
 
     def _hear(self, sites: Sequence[Site]) -> None:
-        new = [site for site in sites if not (self.server_has_data or self._said.has(site.name))]
+        new = [site for site in sites if not (self.server_has_data or self._enrolled.has(site.name))]
         for reply in self.enrolling(new) if new else ():
-            self._said.take(reply)
+            self._enrolled.take(reply)

@@ -1,4 +1,4 @@
-"""What a configuration hides of what sites give: what does not go together with it, and what a summary says of it."""
+"""Which contributions a configuration hides, what cannot be combined with that, and what a summary says about it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,14 +11,14 @@ from fedloom.server.ledger.declared import Slot, Sum
 
 
 def check_hidden(config: Config) -> None:
-    """UserError for ways of hiding, packing, adding up and scaling that exclude each other."""
+    """Raise UserError for settings of privacy, packing, partial sums and clipping that exclude each other."""
     federation = config.federation
     if bool(config.privacy.noise) != bool(config.privacy.clip):
-        raise UserError("privacy: takes both privacy.clip and privacy.noise, or neither")
+        raise UserError("privacy: set both privacy.clip and privacy.noise, or neither")
     if federation.secure_aggregation and federation.partial_sums:
-        raise UserError("federation.partial_sums: workers would read what sites give; not with secure_aggregation")
+        raise UserError("federation.partial_sums: workers would read the contributions; switch it or secure_aggregation off")
     if federation.secure_aggregation and federation.packed != NONE:
-        raise UserError("federation.packed: under masks everything travels as integers of 64 bits; leave it at none")
+        raise UserError("federation.packed: secure_aggregation sends everything as 64-bit integers; leave it at none")
     for key in ("partial_sums", "secure_aggregation"):
         if getattr(federation, key) and federation.clip_change:
             raise UserError(f"federation.clip_change: the server scales each reply itself; leave federation.{key} off "
@@ -26,24 +26,24 @@ def check_hidden(config: Config) -> None:
 
 
 def masked(config: Config, slots: Mapping[str, Slot]) -> dict[str, Slot]:
-    """The slots as secure aggregation keeps them. UserError for one that cannot be summed without being read."""
-    if odd := next((name for name, slot in slots.items() if not isinstance(slot, Sum) or slot.weighted), ""):
-        kind = "counts by samples" if isinstance(slots[odd], Sum) else "is not summed"
-        raise UserError(f"federation.secure_aggregation: slot '{odd}' of strategy '{config.strategy.get('name')}' {kind}; "
-                        "take one that gathers unweighted sums alone, such as sum_aggregation")  # fmt: skip
+    """Return the slots as secure aggregation stores them. Raises UserError for a slot that must be read to be summed."""
+    if unfit := next((name for name, slot in slots.items() if not isinstance(slot, Sum) or slot.weighted), ""):
+        kind = "counts by samples" if isinstance(slots[unfit], Sum) else "is not summed"
+        raise UserError(f"federation.secure_aggregation: slot '{unfit}' of strategy '{config.strategy.get('name')}' {kind}; "
+                        "choose one that gathers only unweighted sums, such as sum_aggregation")  # fmt: skip
     return {name: replace(slot, masked=True) for name, slot in slots.items() if isinstance(slot, Sum)}
 
 
 def refuse_hidden(config: Config) -> None:
-    """UserError if sites hide what they give: of a strategy that reads every site's own reply."""
+    """Raise UserError if sites hide their contributions, for a strategy that reads every site's reply."""
     for section, key in (("federation", "secure_aggregation"), ("privacy", "noise")):
         if getattr(getattr(config, section), key):
-            raise UserError(f"{section}.{key}: strategy '{config.strategy['name']}' reads every site's own reply; take "
-                            "one that gathers sums alone, such as sum_aggregation")  # fmt: skip
+            raise UserError(f"{section}.{key}: strategy '{config.strategy['name']}' reads every site's reply; choose "
+                            "one that gathers only sums, such as sum_aggregation")  # fmt: skip
 
 
 def hidden(config: Config) -> dict[str, Any]:
-    """How sites' contributions are hidden, for the summary; empty if they are not."""
+    """Return how contributions are hidden, for the summary; empty if they are not."""
     masks = {"secure_aggregation": True} if config.federation.secure_aggregation else {}
     noise = {key: getattr(config.privacy, key) for key in ("clip", "noise", "delta")} if config.privacy.noise else {}
     return {**masks, **noise}

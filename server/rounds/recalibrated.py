@@ -1,4 +1,4 @@
-"""What is kept of a recalibration. It lasts until the next round, or until a site goes or comes."""
+"""The stored result of a recalibration. It lasts until the next round, or until a site is forgotten or readmitted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,30 +10,30 @@ from fedloom.conf.sites import Site
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import Models, View
 
-KEPT = "recalibrated."  # before the network's name: what is kept of it
+KEPT = "recalibrated."  # prefix of the network's name, for its stored parts
 
 
 def holders(view: View, sites: Sequence[Site], architecture: Architecture) -> list[Site]:
-    """Those of the sites whose network has this architecture."""
+    """Return the sites whose network has this architecture."""
     return [site for site in sites if view.architecture(site) == architecture]
 
 
 def aggregates(view: View, models: Models) -> list[str]:
-    """The names of the networks that belong to no site."""
+    """Return the names of the networks that belong to no site."""
     sites = {site.name for site in view.setup.sites}
     return [name for name in models if name not in sites]
 
 
 def recalibrated(view: View, models: Models) -> Models:
-    """The models, with what is kept of their recalibration, if the view is of all sites."""
-    kept = {name[len(KEPT) :]: parts for name, parts in view.slots.keeps().items() if name.startswith(KEPT) and parts}
-    if not kept or not view.whole:
+    """Return the models with their recalibrated parts, if the view includes all sites."""
+    stored = {name[len(KEPT) :]: parts for name, parts in view.slots.keeps().items() if name.startswith(KEPT) and parts}
+    if not stored or not view.whole:
         return models
-    return Models({name: (lambda name=name: _with(models[name], kept.get(name, {}))) for name in models})
+    return Models({name: (lambda name=name: _with(models[name], stored.get(name, {}))) for name in models})
 
 
 def end(context: RoundContext) -> None:
-    """What was recalibrated is so no more."""
+    """Remove the results of the last recalibration."""
     for name, parts in context.slots.keeps().items():
         if name.startswith(KEPT) and parts:
             context.save_server_state(name, {})

@@ -1,12 +1,12 @@
-"""Aggregates set right by what sites tell of them: BatchNorm's statistics, and the head in closed form.
+"""Recalibrate aggregates with statistics from the sites: BatchNorm's statistics, and the head in closed form.
 
-When a site has been subtracted, the head was still made for the network that held it. The remaining sites answer sums over
-their images (clients.evaluation.statistics), which are added up in exact integers; of these follow BatchNorm's running
-statistics and a new head (fusion.discriminant). It is kept beside the sums, which stay as they are, for the aggregate as it
-is now: the next round, and whoever is forgotten or readmitted, ends it.
+After a site is subtracted, the head still fits the network that contained it. The remaining sites send sums over their
+images (clients.evaluation.statistics), which are added up in exact integers. From these follow BatchNorm's running
+statistics and a new head (fusion.discriminant). They are stored next to the sums, which stay unchanged. They are valid for
+the current aggregate, until the next round or until a site is forgotten or readmitted.
 
-Each network is asked of the sites that have its architecture. Where the inputs of several heads correspond
-(`heads_share_basis`), the sums are added up over them, so that every head knows of all sites' images.
+The sites with a network's architecture are asked about it. If the inputs of several heads correspond (`heads_share_basis`),
+the sums of all of them are added up, so that every head uses all sites' images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,77 +42,83 @@ HEAD = "head.weight", "head.bias"
 
 
 @dataclass(frozen=True)
-class Told:
-    """What follows from the sites' answers. `parts`: by network, tensors in the place of its own (HEAD's are float64);
-    `replies`: how many sites answered; `left`: networks that stay as they are, and why."""
+class Statistics:
+    """The result of the sites' answers.
+
+    `parts`: by network, tensors that replace its own (HEAD's are float64). `replies`: how many sites answered. `left`:
+    networks that stay unchanged, and why.
+    """
 
     parts: Mapping[str, State]
     replies: int
     left: Mapping[str, str]
 
 
-def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Told:
-    """Ask the participants about every aggregate, and keep what follows. Raises as `ask`."""
+def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Statistics:
+    """Ask the participants about every aggregate, and store the result. Raises as `ask`."""
     answers = ask(context, models, heads_share_basis)
     for name, parts in answers.parts.items():
         context.save_server_state(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
     return answers
 
 
-def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Told:
-    """Ask the participants about every aggregate. heads_share_basis: inputs of heads of one shape correspond; never: as in
-    `discriminant`. UserError for networks that it cannot be done with, FailedError if nobody answers."""
-    parts, sums, left, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
+def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Statistics:
+    """Ask the participants about every aggregate, and return the new parts.
+
+    `heads_share_basis`: whether inputs of heads of the same shape correspond; `never`: as in `discriminant`. Raises
+    UserError for networks that cannot be recalibrated, FailedError if no site answers.
+    """
+    parts, sums, skipped, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
     for name in aggregates(context, models):
         model = models[name]
         try:
-            parts[name], sums[name] = _told(context, model, answered)
+            parts[name], sums[name] = _of_sites(context, model, answered)
         except FailedError as error:
-            left[name] = str(error)
+            skipped[name] = str(error)
     if not sums:
-        raise FailedError("; ".join(f"{name}: {why}" for name, why in left.items()))
+        raise FailedError("; ".join(f"{name}: {why}" for name, why in skipped.items()))
     for name, own in sums.items():
-        alike = [one for one in sums.values() if one is own or (heads_share_basis and _shapes(one) == _shapes(own))]
-        found = _together(alike).mean()
-        weight, bias = discriminant(found[COUNT], found[SUM], found[SQUARE], never)
+        added = [total for total in sums.values() if total is own or (heads_share_basis and _shapes(total) == _shapes(own))]
+        mean = _together(added).mean()
+        weight, bias = discriminant(mean[COUNT], mean[SUM], mean[SQUARE], never)
         parts[name] |= dict(zip(HEAD, (weight, bias), strict=True))
-    return Told(parts, len(answered), left)
+    return Statistics(parts, len(answered), skipped)
 
 
 def check(view: View, models: Models) -> None:
-    """UserError, naming the network, if there is no aggregate of which sites can tell."""
-    found = aggregates(view, models)
-    if not found:
-        raise UserError("recalibration: its method has no aggregate; ask without --recalibrate")
-    for name in found:
+    """Raise UserError, naming the network, unless sites can recalibrate an aggregate."""
+    names = aggregates(view, models)
+    if not names:
+        raise UserError("recalibration: the method has no aggregate; leave --recalibrate out")
+    for name in names:
         model = models[name]
         if model.domains is not None:
-            told = f"'{name}' is read on {', '.join(model.domains)} alone"
-            raise UserError(f"recalibration: takes networks for all domains, and {told}; ask without --recalibrate")
+            limit = f"'{name}' is only for {', '.join(model.domains)}"
+            raise UserError(f"recalibration: needs networks for all domains, and {limit}; leave --recalibrate out")
         try:
             check_head(name, model.architecture)
         except UserError as error:
-            raise UserError(f"recalibration: {error}; ask without --recalibrate") from None
-    if not any(holders(view, view.sites, models[name].architecture) for name in found):
-        raise UserError(f"recalibration: no site is left that has the network of {found[0]}; ask without --recalibrate")
+            raise UserError(f"recalibration: {error}; leave --recalibrate out") from None
+    if not any(holders(view, view.sites, models[name].architecture) for name in names):
+        raise UserError(f"recalibration: no remaining site has the network of {names[0]}; leave --recalibrate out")
 
 
 def check_head(name: str, architecture: Architecture) -> None:
-    """UserError, naming the network, if its head cannot be replaced by a discriminant."""
+    """Raise UserError, naming the network, if a discriminant cannot replace its head."""
     if linear_head(architecture.build()) is None:
         raise UserError(f"the head of '{name}' is not one linear layer with a bias")
 
 
-def _told(context: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
-    """BatchNorm's statistics and the sum of the class statistics, of the sites that have the network."""
+def _of_sites(context: RoundContext, model: Model, answered: set[str]) -> tuple[State, ExactSum]:
+    """Return BatchNorm's statistics, and the sum of the class statistics, from the sites that have the network."""
     network = model.architecture.build()
     head, parts, sites = linear_head(network), State(), holders(context, context.participants, model.architecture)
     if head is None:
-        raise UserError(f"recalibration: network '{model.architecture.options['name']}' has no linear head with a bias")
+        raise UserError(f"recalibration: the network '{model.architecture.options['name']}' has no linear head with a bias")
     if norms := running_norms(network):
         sizes = {size: len(norm.get_buffer("running_mean")) for size, norm in norms.items()}
         like = {key + norm: torch.zeros(size) for norm, size in sizes.items() for key in (MEAN_OF, SQUARE_OF)}
-        parts = _statistics(_asked(context, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
+        parts = _running_statistics(_asked(context, MOMENTS, model.state, like, sites, answered).mean(), list(norms))
     like = {COUNT: torch.zeros(head.out_features), SUM: torch.zeros(head.out_features, head.in_features),
             SQUARE: torch.zeros(head.in_features, head.in_features)}  # fmt: skip
     return parts, _asked(context, CLASS_STATISTICS, {**model.state, **parts}, like, sites, answered)
@@ -126,10 +132,13 @@ def _asked(
     sites: Sequence[Site],
     answered: set[str],
 ) -> ExactSum:
-    """The sum of the sites' answers, weighted by their images; those that answer are noted. FailedError if none does."""
+    """Return the sum of the sites' answers, weighted by their images, and add the sites to `answered`.
+
+    Raises FailedError if no site answers.
+    """
     total, expected = ExactSum(context.bits), {kind: RecordSpec(like, bounded=False, check=CHECKS[kind])}
     if not sites:
-        raise FailedError("no site that has this network takes part")
+        raise FailedError("no participating site has this network")
     for reply in context.ask(kind, {MODEL: state}, expected, sites, metrics=["samples"]):
         try:
             total.add(reply.integers[kind], reply.samples)
@@ -137,29 +146,29 @@ def _asked(
             raise FailedError(f"the sites' statistics cannot be added up ({error})") from None
         answered.add(reply.site.name)
     if not total.addends:
-        raise FailedError("no site that has images has answered")
+        raise FailedError("no site with images has answered")
     return total
 
 
 def _together(sums: Sequence[ExactSum]) -> ExactSum:
     total = sums[0].copy()
     try:
-        for one in sums[1:]:
-            total.merge(one.totals, one.addends)
+        for other in sums[1:]:
+            total.merge(other.totals, other.addends)
     except ExactSumError as error:
         raise FailedError(f"recalibration: the sites' statistics cannot be added up ({error})") from None
     return total
 
 
-def _shapes(one: ExactSum) -> list[torch.Size]:
-    return [tensor.shape for tensor in one.totals.values()]
+def _shapes(total: ExactSum) -> list[torch.Size]:
+    return [tensor.shape for tensor in total.totals.values()]
 
 
-def _statistics(found: State, norms: list[str]) -> State:
-    """BatchNorms' running statistics."""
+def _running_statistics(means: State, norms: list[str]) -> State:
+    """Return the BatchNorm layers' running statistics."""
     parts: State = {}
     for norm in norms:
-        mean, square = found[MEAN_OF + norm].double(), found[SQUARE_OF + norm].double()
+        mean, square = means[MEAN_OF + norm].double(), means[SQUARE_OF + norm].double()
         parts[f"{norm}.running_mean"] = mean.float()
         parts[f"{norm}.running_var"] = (square - mean.square()).clamp(min=0.0).float()
     return parts

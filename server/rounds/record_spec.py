@@ -1,4 +1,4 @@
-"""What a method expects of a site's reply, and a reply that holds it."""
+"""What a method expects of a site's reply, and a reply that meets it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +12,17 @@ from fedloom.server.ledger.slots import Slots
 
 @dataclass(frozen=True)
 class RecordSpec:
-    """What a record of a reply must be. `like`: names, shapes and kinds of number; None: of what the site put into `slot`.
+    """What one record of a reply must be, and where `RoundContext.gather` puts it.
 
-    Where `RoundContext.gather` puts it: into a `slot`, or into a mean over the replies in which it counts ONCE or as often
-    as the site has SAMPLES. `bounded`: `like` is what the site began from, and how far the record is from it is limited
-    (federation.largest_change); else `like` is a shape alone. `whole`: it has all tensors of `like`. `check`: raises
-    ReplyError for a record that cannot be true; it sees finite numbers only. `first`: where `like` is None, by the name of a
-    site that has put nothing into `slot` yet, what it starts from.
+    Args:
+        like: tensors with the expected names, shapes and types; None: what the site put into `slot`.
+        slot: the slot that the record goes into.
+        mean: whether the record enters a mean over the replies: ONCE, or as often as the site has SAMPLES.
+        bounded: `like` is what the site started from, and federation.largest_change limits the distance from it. Otherwise
+            `like` is only a shape.
+        whole: whether the record must have all tensors of `like`.
+        check: raises ReplyError for an impossible record; called with finite numbers only.
+        first: if `like` is None, returns what a site starts from that has put nothing into `slot` yet, by its name.
     """
 
     like: Mapping[str, Tensor] | None = None
@@ -30,7 +34,7 @@ class RecordSpec:
     first: Callable[[str], State] | None = None
 
     def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
-        """What the site's record is like, as floats: `like`, what it put last, or what it starts from."""
+        """Return what the site's record is compared with, as floats: `like`, what it put last, or what it starts from."""
         if self.like is not None:
             return self.like
         if self.first is not None and not slots.has(self.slot, site):
@@ -40,13 +44,13 @@ class RecordSpec:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """A reply that holds what was expected: states by record name, numbers by name."""
+    """A checked reply: states by record name, numbers by name."""
 
     site: Site
     records: Mapping[str, State]
     metrics: Mapping[str, float] = field(default_factory=dict)
     integers: Mapping[str, State] = field(default_factory=dict)  # the records in units of 2**-bits
-    clipped: Mapping[str, float] = field(default_factory=dict)  # of records that were scaled back, how far they had moved
+    clipped: Mapping[str, float] = field(default_factory=dict)  # the size of changes that were scaled back, by record
 
     def __getitem__(self, record: str) -> State:
         return self.records[record]

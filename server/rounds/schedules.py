@@ -1,4 +1,4 @@
-"""Schedules: which sites take part in which round."""
+"""Schedules: which sites participate in which round."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,48 +14,48 @@ FEWEST_MASKED = 2  # sites among which masks cancel
 
 @dataclass(frozen=True)
 class Participation:
-    """Who is asked in a round, and the round that it is to them (their learning rate follows it)."""
+    """The sites that a round asks, and the number that the round has for them (their learning rate depends on it)."""
 
     sites: list[Site]
     round: int
 
 
 class Schedule(ABC):
-    """Who takes part when."""
+    """Chooses the participants of each round."""
 
     def length(self, rounds: int) -> int:
-        """How many rounds there are if each site trains for `rounds`."""
+        """Return how many rounds the run has if each site trains for `rounds`."""
         return rounds
 
     def site_round(self, round: int) -> int:
-        """The round that a round of the run (from 1) is to the sites that take part in it."""
+        """Return the number that a round of the run (from 1) has for its participants."""
         return round
 
     @abstractmethod
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
-        """Of the members of the run, those that take part in a round (from 1)."""
+        """Return the members that participate in a round (from 1)."""
 
 
 @dataclass(frozen=True)
 class Sampling(Schedule):
-    """All members, or a random sample of them in each round: federation.fraction."""
+    """All members, or a random sample of them in each round (federation.fraction)."""
 
     config: Config
 
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
-        """The sample of this round, drawn by (seed, round)."""
+        """Return the sample of this round, drawn by (seed, round)."""
         number = sample_size(self.config, len(members))
         if number >= len(members):
             return Participation(list(members), round)
         draw = generator(self.config.seed, "sampling", str(round))
         return Participation(
-            [members[int(place)] for place in sorted(draw.choice(len(members), size=number, replace=False))], round
+            [members[int(index)] for index in sorted(draw.choice(len(members), size=number, replace=False))], round
         )
 
 
 @dataclass(frozen=True)
 class OneByOne(Schedule):
-    """All rounds of one site, then all of the next, in this order."""
+    """All rounds of the first site, then all of the next, in this order."""
 
     order: Sequence[Site]
     each: int
@@ -71,33 +71,33 @@ class OneByOne(Schedule):
 
 
 def sample_size(config: Config, members: int) -> int:
-    """How many of so many members are asked in each round: federation.fraction of them, one at least; under masks two."""
+    """Return how many of so many members a round asks: federation.fraction, at least one; with secure aggregation, two."""
     fewest = min(members, FEWEST_MASKED) if config.federation.secure_aggregation else 1
     return max(fewest, 1, round_half_up(config.federation.fraction * members))
 
 
 def check_asked(config: Config) -> None:
-    """UserError if a round asks fewer sites than masks take, or than federation.min_replies."""
+    """Raise UserError if a round asks fewer sites than secure aggregation or federation.min_replies needs."""
     federation, sites = config.federation, len(config.roster)
     if federation.secure_aggregation and sites < FEWEST_MASKED:
-        raise UserError("federation.secure_aggregation: a sum of one site is what it gave; take more sites")
+        raise UserError("federation.secure_aggregation: the sum of one site is its contribution; use more sites")
     if federation.secure_aggregation and round_half_up(federation.fraction * sites) < FEWEST_MASKED:
-        raise UserError(f"federation.fraction: got {federation.fraction:g}, which asks one of {sites} sites a round; masks "
-                        f"take {FEWEST_MASKED}; set it to {FEWEST_MASKED / sites:.2g} or more")  # fmt: skip
+        raise UserError(f"federation.fraction: got {federation.fraction:g}, so a round asks one of {sites} sites; secure "
+                        f"aggregation needs {FEWEST_MASKED}; set it to {FEWEST_MASKED / sites:.2g} or more")  # fmt: skip
     asked = sample_size(config, sites)
     if federation.min_replies > asked:
-        raise UserError(f"federation.min_replies: got {federation.min_replies}, only {asked} sites are asked a round")
+        raise UserError(f"federation.min_replies: got {federation.min_replies}, but a round asks only {asked} sites")
 
 
 def looked_at(config: Config, names: Sequence[str]) -> list[str]:
-    """Of these sites, in their order, those that are looked at one by one: evaluation.sites of them, drawn by the seed."""
+    """Return the sites that are evaluated one by one, in their order: evaluation.sites of them, drawn by the seed."""
     most = config.evaluation.sites
     if not 0 <= most < len(names):
         return list(names)
     draw = generator(config.seed, "looked at").choice(len(names), size=most, replace=False)
-    return [names[int(place)] for place in sorted(draw)]
+    return [names[int(index)] for index in sorted(draw)]
 
 
 def round_half_up(number: float) -> int:
-    """The nearest integer, halves up."""
+    """Return the nearest integer; halves are rounded up."""
     return int(number + 0.5)

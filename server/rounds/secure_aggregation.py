@@ -1,13 +1,12 @@
-"""Secure aggregation at the server: exact sums over sites none of whose contributions it can read, and that can forget.
+"""Secure aggregation at the server: exact sums of contributions that it cannot read, and that sites can leave again.
 
-Bonawitz et al. 2017, Fig. 4, over the integers modulo 2**64. Of each site the server keeps what it sent: its contribution
-under the masks that it has in common with others, one term for each round and each other site that both counted in. One of
-two sites adds their mask and the other subtracts it, so the kept contributions sum up to S, the exact sum of what is under
-the masks, bit for bit.
+It follows Bonawitz et al. 2017, Fig. 4, over the integers modulo 2**64. For each site, the server stores what it sent: its
+contribution with pairwise masks, one for each round and each other site that counted in it. One site of a pair adds their
+mask and the other subtracts it. Therefore, the stored contributions sum up to S, the exact sum without masks, bit for bit.
 
-To forget site k, all others take their masks with k out of what is kept of them, within the masked sum of an ordinary
-round; what is kept of k is replaced by nothing. S has lost exactly the contribution of k, and k was not asked: it may be
-gone, and cannot lie. The server learns what k gave up to the sum of the others' updates of that round.
+To forget site k, all others remove their masks with k from their stored contributions, within the masked sum of an ordinary
+round. The stored contribution of k is replaced by zeros. S then lacks exactly the contribution of k. Site k is not asked: it
+may be gone, and cannot lie. The server learns the contribution of k plus the sum of the other sites' updates in that round.
 """
 
 import math
@@ -41,7 +40,7 @@ from fedloom.server.rounds.masked_replies import shaped
 from fedloom.server.rounds.masks import partners, rounds_together
 from fedloom.server.rounds.record_spec import RecordSpec
 
-MOST_DRAWS = 3  # of a round's batches
+MOST_DRAWS = 3  # draws of a round's batches
 
 
 @dataclass
@@ -53,19 +52,19 @@ class SecureAggregation:
     expected: Mapping[str, RecordSpec]
 
     def __post_init__(self) -> None:
-        if odd := next((record for record, one in self.expected.items() if one.mean == SAMPLES), ""):
-            raise UserError(f"federation.secure_aggregation: record '{odd}' counts by samples, and sums under masks count "
+        if weighted := next((record for record, spec in self.expected.items() if spec.mean == SAMPLES), ""):
+            raise UserError(f"federation.secure_aggregation: record '{weighted}' counts by samples, but masked sums count "
                             "each site once; set strategy.weighting=equal")  # fmt: skip
         self._rebuilt: dict[str, bytes] = {}
         self.together = rounds_together(self.context.ledger) if self.context.leaving else {}
         self.heard = Heard("")
 
     def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
-        """Ask; put every sum where it goes; the means over the replies, by record name. FailedError if too few answer.
+        """Ask the sites, put every sum where it belongs, and return the means over the replies, by record name.
 
-        A round begins again without sites whose shares are wrong or that are silent, and with other batches where sites
-        refuse to have what they trained summed over other sites than before. If sites leave, the last resort is that nobody
-        trains.
+        The round begins again without sites whose shares are wrong or missing. It begins again with other batches if sites
+        refuse to have the same training summed over other sites. If sites leave, the last resort is a round without
+        training. Raises FailedError if too few sites answer.
         """
         draws, needed = 0, threshold_of(self.context.config.federation.secure_threshold, len(asked))
         while True:
@@ -76,7 +75,7 @@ class SecureAggregation:
                 break
             except WithoutError as error:
                 asked = [site for site in asked if site.name not in error.sites]
-                if len(asked) < needed or not error.sites:  # else liars could leave out one honest site after the other
+                if len(asked) < needed or not error.sites:  # otherwise liars could exclude one honest site after another
                     raise
                 self.transport.message(f"{error}: the round begins again without {', '.join(error.sites)}")
             except SummedElsewhereError:
@@ -100,59 +99,59 @@ class SecureAggregation:
             self.context.attempt = ""
 
     def _check_partners(self) -> None:
-        """FailedError if a site is missing that has masks in common with sites that leave."""
+        """Raise FailedError if a site is missing that shares masks with leaving sites."""
         if missing := [name for name in partners(self.together, self.context.leaving) if name not in self.heard.vectors]:
             number = self.context.number
-            raise FailedError(f"round {number}: {missing[0]} did not answer, and it alone can take out its masks "
-                              f"in common with {', '.join(self.context.leaving)}; resume when it is there, or forget it, too"
-                              )  # fmt: skip
+            raise FailedError(f"round {number}: {missing[0]} did not answer, and only it can remove its masks with "
+                              f"{', '.join(self.context.leaving)}; resume when it is connected, or forget it")  # fmt: skip
 
-    # What comes of it
+    # The sums
 
     def _bare(self, name: str, vectors: Mapping[str, Tensor]) -> None:
-        """Take a site's own mask off, and those that it has in common with sites that dropped out, in place."""
-        keys, words = self.heard.keys, (self.transport.run, str(self.context.site_round), self.heard.id)
+        """Remove a site's own mask, and the masks that it shares with sites that dropped out, in place."""
+        keys, context = self.heard.keys, (self.transport.run, str(self.context.site_round), self.heard.id)
         own = self._secret(name, "its own mask", lambda secret: commitment(secret) == keys[name].own)
         off = [(-1, own)]
-        for gone in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
-            is_pair = partial(_is_pair, keys[gone].pair)
-            pair = self._secret(gone, "what it had in common with others", is_pair)
-            off.append((-sign(name, gone), agreed(pair, keys[name].pair, *words)))
+        for absent in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
+            is_pair = partial(_is_pair, keys[absent].pair)
+            pair = self._secret(absent, "the masks that it shares with others", is_pair)
+            off.append((-sign(name, absent), agreed(pair, keys[name].pair, *context)))
         for record, vector in vectors.items():
             for times, key in off:
                 vector.add_(mask(key, record, len(vector)), alpha=times)
 
-    def _secret(self, name: str, what: str, right: Callable[[bytes], bool]) -> bytes:
-        """A site's secret, from shares of it, each of which is one that it dealt. WithoutError if they are too few,
-        or if what it dealt makes no secret.
+    def _secret(self, name: str, purpose: str, right: Callable[[bytes], bool]) -> bytes:
+        """Rebuild a site's secret from shares that it dealt.
+
+        Raises WithoutError if they are too few, or do not make its secret.
         """
         if name in self._rebuilt:
             return self._rebuilt[name]
         shares, needed = self.heard.shares.get(name, {}), self._talk.threshold
         if len(shares) < needed:
-            told = f"{name}: {len(shares)} right shares for {what} came, and {needed} are needed"
-            raise WithoutError(f"round {self.context.number}: {told}", self.heard.signed.keys() - self.heard.helped)
-        secret = rebuilt({place: shares[place] for place in sorted(shares)[:needed]})
+            fault = f"{name}: {len(shares)} valid shares for {purpose} arrived, but {needed} are needed"
+            raise WithoutError(f"round {self.context.number}: {fault}", self.heard.signed.keys() - self.heard.helped)
+        secret = rebuilt({index: shares[index] for index in sorted(shares)[:needed]})
         if not right(secret):
             raise WithoutError(f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name])
         return self._rebuilt.setdefault(name, secret)
 
     def _means(self) -> dict[str, State]:
-        found = {}
-        for record, one in self.expected.items():
-            if one.mean:
+        means = {}
+        for record, spec in self.expected.items():
+            if spec.mean:
                 total = ExactSum(self.context.bits, modular=True)
                 for name, vectors in self.heard.vectors.items():
                     total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=1)
-                found[record] = total.mean()
-        return found
+                means[record] = total.mean()
+        return means
 
     def _put(self) -> None:
-        slots, summed = self.context.slots, [(record, one.slot) for record, one in self.expected.items() if one.slot]
+        slots, summed = self.context.slots, [(record, spec.slot) for record, spec in self.expected.items() if spec.slot]
         for record, slot in summed:
             for name, vectors in self.heard.vectors.items():
                 now = shaped(vectors[record], self._talk.like(record, name))
-                if slots.base(name):  # else what is kept is its first contribution, which is not masked
+                if slots.base(name):  # otherwise the stored one is its first contribution, which is not masked
                     before = slots.contribution(slot, name)
                     now = {key: tensor + before[key] for key, tensor in now.items()}
                 slots.put([SlotUpdate(slot, name, now, self.heard.samples[name], now)], self.context.number)
@@ -162,20 +161,20 @@ class SecureAggregation:
                     slots.put([SlotUpdate(slot, name, nothing, 0, nothing)], self.context.number)
 
     def _sound(self, means: Mapping[str, State]) -> None:
-        """FailedError if a mean has entries that no honest sites give: one of them sent what is no masked contribution."""
+        """Raise FailedError if a mean has entries that honest sites cannot cause."""
         federation = self.context.config.federation
-        most = 2 * (federation.largest_weight or math.inf)  # sites cut how far they move from what they were sent
-        totals = {one.slot: self.context.slots.total(one.slot).mean() for one in self.expected.values() if one.slot}
+        most = 2 * (federation.largest_weight or math.inf)  # sites limit how far they move from what they receive
+        totals = {spec.slot: self.context.slots.total(spec.slot).mean() for spec in self.expected.values() if spec.slot}
         for record, state in {**means, **totals}.items():
             for name, tensor in state.items():
                 if tensor.numel() and not float(tensor.abs().max()) <= most:
                     where = f"round {self.context.number}: the mean of '{record}', tensor '{name}'"
                     raise FailedError(f"{where}, is beyond twice federation.largest_weight ({most:.5g}): a site sent "
-                                      "something else than a contribution. Nothing of the round counts; under masks nobody "
-                                      "can tell which site it was")  # fmt: skip
+                                      "something other than a contribution. Nothing of the round counts. The masks hide "
+                                      "which site it was")  # fmt: skip
 
     def _count(self, asked: Sequence[Site]) -> None:
-        """Note who took part."""
+        """Count the sites that participated."""
         for name, numbers in self.heard.numbers.items():
             self.context.count_training(name, numbers)
         self.context.masked = sorted(self.heard.vectors)
@@ -185,9 +184,10 @@ class SecureAggregation:
     # Sites that leave
 
     def _lifts(self, site: Site) -> dict[str, State]:
-        """Of the sites that leave, the rounds whose masks this one has in common with them."""
-        rounds = {gone: self.together.get(frozenset((gone, site.name)), []) for gone in self.context.leaving}
-        return {LIFT: {gone: torch.tensor(one) for gone, one in rounds.items() if one}} if any(rounds.values()) else {}
+        """Return the rounds whose masks this site shares with leaving sites."""
+        rounds = {leaving: self.together.get(frozenset((leaving, site.name)), []) for leaving in self.context.leaving}
+        shared = {leaving: torch.tensor(numbers) for leaving, numbers in rounds.items() if numbers}
+        return {LIFT: shared} if shared else {}
 
 
 def _is_pair(public: bytes, seed: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""A strategy at work on the slots of one run: begun or gone on with, asked for its models, and told to forget."""
+"""A strategy with the slots of one run: it starts or resumes, returns its models, and forgets sites."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,20 +27,20 @@ from fedloom.server.strategies import ResidualInfluence, slots_of, strategy_of
 
 
 class NullTransport:
-    """Of a run in which nobody can be asked: before the first round, and when sites are forgotten."""
+    """The transport outside of rounds, where no site can be asked: before the first round, and when sites are forgotten."""
 
     run, length = "", 0
 
     def ask(
         self, kind: str, context: RoundContext, sites: Sequence[Site], content: Any, expected: Any
     ) -> Iterator[RawReply]:
-        raise UserError(f"'{kind}': sites can be asked in a round only")
+        raise UserError(f"'{kind}': sites can only be asked in a round")
 
     def masked(self, context: RoundContext, expected: Any) -> Gathering:
-        raise UserError("sites can be asked in a round only")
+        raise UserError("sites can only be asked in a round")
 
     def partials(self, context: RoundContext, means: Any, expected: Any) -> Adding:
-        raise UserError("sites can be asked in a round only")
+        raise UserError("sites can only be asked in a round")
 
     def images(self, site: Site) -> int:
         return 0
@@ -59,7 +59,7 @@ class NullTransport:
 
 
 class ServerState:
-    """The server's state of one run: begun, or as its last committed round left it."""
+    """The server's state of one run: new, or as its last committed round left it."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.experiment, self.config = setup, setup.experiment, setup.config
@@ -73,138 +73,143 @@ class ServerState:
         self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
         self.membership = Membership(self.slots, self._settle)
-        self.leaving: list[str] = []  # sites to be forgotten in the next round, in which others take out their masks
+        self.leaving: list[str] = []  # sites to forget in the next round, in which others remove shared masks
         if self.ledger.last_round() is None:
             self.strategy.begin(self.round_context())
             self.slots.commit(0, {})
 
     def _check_slots(self, declared: Mapping[str, Slot]) -> None:
-        """UserError if the ledger was made with other slots: its sums would be read as what they are not."""
+        """Raise UserError if the ledger was created with other slots, since its sums would be misread."""
         created = next(self.ledger.events("created")).body
         now = {"sums": declared_sums(declared), "slots": list(declared)}
         if any(key in created and created[key] != now[key] for key in now):
             raise UserError(f"strategy '{self.config.strategy['name']}': declares other slots than when this run was made "
-                            f"({', '.join(declared) or 'none'}); go on with the code that it was made with")  # fmt: skip
+                            f"({', '.join(declared) or 'none'}); resume with the code that made it")  # fmt: skip
 
     def members(self) -> list[Site]:
-        """The sites that take part: all but those that are forgotten."""
+        """Return the sites that participate: all except the forgotten ones."""
         return self.slots.members
 
     def view(self) -> View:
-        """The slots as they are."""
+        """Return a view of the current slots."""
         return View(self.setup, self.slots)
 
     def round_context(
         self, number: int = 0, participation: Participation | None = None, transport: Transport | None = None
     ) -> RoundContext:
-        """What a round has at hand; by default one in which nobody can be asked."""
+        """Return the context of a round; by default one in which no site can be asked."""
         participation = participation or Participation([], number)
         return RoundContext(self.setup, self.slots, participation, number, transport or NullTransport())
 
     # Rounds
 
     def length(self, rounds: int) -> int:
-        """How many rounds the method takes if each site trains for `rounds`."""
+        """Return how many rounds the method takes if each site trains for `rounds`."""
         return self.schedule.length(rounds)
 
     def commit(self, number: int, record: dict[str, Any]) -> None:
-        """Make a round's replies valid, in one step with the round's record."""
+        """Commit a round's replies, in one transaction with the round's record."""
         self.slots.commit(number, record)
 
     def abandon(self) -> None:
-        """Forget the replies since the last commit."""
+        """Drop the replies since the last commit."""
         self.slots.abandon()
 
     def restart(self, site: Site) -> State | None:
-        """What a site that lost its own state can begin with (float32); None if the server keeps nothing of that kind."""
+        """Return what a site that lost its own state can start with (float32); None if nothing is suitable."""
         if self.config.federation.secure_aggregation:
             return None
         view = self.view()
-        kept = [slot for slot, one in self.slots.declared.items() if one.resumable and self.slots.has(slot, site.name)]
-        return {name: tensor for slot in kept for name, tensor in view.contribution(slot, site.name).items()} or None
+        declared = self.slots.declared
+        resumable = [slot for slot in declared if declared[slot].resumable and self.slots.has(slot, site.name)]
+        return {name: tensor for slot in resumable for name, tensor in view.contribution(slot, site.name).items()} or None
 
     # Models
 
     def models(self, view: View | None = None) -> Models:
-        """The networks of a view of the slots, by name."""
+        """Return the networks of a view of the slots, by name."""
         view = view or self.view()
         return recalibrated(view, self.strategy.models(view))
 
     @property
     def display_name(self) -> str:
-        """What tables call the aggregate; empty if the method has none."""
+        """The aggregate's name in tables; empty if the method has no aggregate."""
         first = next(iter(self.models()), "")
         return "" if first in {site.name for site in self.setup.sites} else first
 
     def aggregate(self, view: View | None = None) -> Model:
-        """The aggregated network. UserError if the method has none."""
+        """Return the aggregated network. Raises UserError if the method has none."""
         if not self.display_name:
             raise UserError(
-                f"strategy '{self.config.strategy['name']}': its networks are the sites' own; it has no aggregate"
+                f"strategy '{self.config.strategy['name']}': has no aggregate, because each site has its own network"
             )
         return self.models(view)[self.display_name]
 
     def without(self, names: Sequence[str]) -> Model | None:
-        """The aggregated network without these sites; None if the method has no such network."""
+        """Return the aggregated network without these sites; None if the method has no such network."""
         if not self.slots.totals or not self.display_name or len(self.members()) <= len(names):
             return None
-        if self.config.federation.secure_aggregation:  # a sum without one site is had by forgetting it alone
+        if self.config.federation.secure_aggregation:  # only forgetting a site gives the sum without it
             return None
         return self.aggregate(self.view().without(names))
 
     # Forgetting
 
     def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
-        """UserError if these sites cannot be taken out, or (`rollback`) it cannot go back to before they took part."""
+        """Check that these sites can be removed and, with `rollback`, that the run can go back to before they participated.
+
+        Raises UserError if not.
+        """
         self.membership.check_forgetting(names, rollback)
 
     def check_recalibration(self, names: Sequence[str]) -> None:
-        """UserError if the aggregate without these sites cannot be recalibrated."""
-        from fedloom.server.rounds.recalibration import check  # closed forms: only where they are asked for
+        """Raise UserError if the aggregate without these sites cannot be recalibrated."""
+        from fedloom.server.rounds.recalibration import check  # imported only when it is needed
 
         if hidden(self.config):
-            raise UserError("recalibration: reads what each site tells of its images, and this run hides that "
-                            "(federation.secure_aggregation, privacy.noise); ask without --recalibrate")  # fmt: skip
+            raise UserError("recalibration: reads statistics of each site's images, which this run hides "
+                            "(federation.secure_aggregation, privacy.noise); leave --recalibrate out")  # fmt: skip
         view = self.view().without(names)
         check(view, self.strategy.models(view))
 
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        """Take sites out, and commit it; `body` goes into the event, which answers `request`. UserError if it cannot."""
+        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError."""
         self.membership.forget(names, body, request)
 
     def attach(self, parts: RemoteBlobStore | None) -> None:
-        """From here on, find in these parts what nodes of a cluster keep in the ledger's place (None: nothing)."""
+        """From here on, read contributions that nodes of a cluster store from these parts (None: the server has all)."""
         self.ledger.blobs = replace(self.ledger.blobs, elsewhere=parts)
 
     def bring_home(self) -> int:
-        """Fetch all contributions that nodes keep, which may then let go of them; how many. Raises NodeLostError."""
+        """Fetch all contributions from the nodes, and return how many there were. Raises NodeLostError."""
         return self.ledger.blobs.bring_home(self.ledger.referred())
 
     def lost(self) -> list[str]:
-        """The sites whose contributions were with nodes that are not there any more."""
+        """Return the sites whose contributions were on nodes that are gone."""
         return self.membership.lost()
 
     def lose(self, names: Sequence[str]) -> None:
-        """Let sites whose contributions are lost take part from their first ones on, as if they had just joined."""
+        """Restart sites whose contributions are lost from their first contributions, as if they had just joined."""
         self.membership.lose(names, {"lost": "their nodes are gone (federation.node_store)"})
         self.readmit(names)
 
     def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        """Go back to the round before the first of these sites took part, as `forget`. UserError if it cannot."""
+        """Go back to the round before the first of these sites participated; arguments as in `forget`."""
         self.membership.roll_back(names, body, request)
 
     def readmit(self, names: Sequence[str]) -> None:
-        """Let forgotten sites take part again, from their first contributions on. UserError if they are not forgotten."""
+        """Readmit forgotten sites, starting from their first contributions. Raises UserError if they are not forgotten."""
         self.membership.readmit(names, lambda name: self.strategy.initial_contribution(self.view(), name))
 
     def residue(self, names: Sequence[str] = ()) -> list[ResidualInfluence]:
-        """Where these forgotten sites (none named: any that will be) may leave traces that subtraction does not reach."""
-        found = list(self.strategy.residue(self.view(), names))
-        if not all(isinstance(one, ResidualInfluence) for one in found):
-            raise UserError(
-                f"strategy '{self.config.strategy['name']}': residue() gives ResidualInfluence(location, reason) each"
-            )
-        return found
+        """Return where these forgotten sites may have left traces that subtraction does not remove.
+
+        Without names: where any site that is forgotten may leave them.
+        """
+        traces = list(self.strategy.residue(self.view(), names))
+        if not all(isinstance(trace, ResidualInfluence) for trace in traces):
+            raise UserError(f"strategy '{self.config.strategy['name']}': residue() must return ResidualInfluence objects")
+        return traces
 
     def _settle(self) -> None:
         run = self.round_context(self.view().round)
@@ -214,26 +219,26 @@ class ServerState:
     # Evidence
 
     def digest(self) -> dict[str, str]:
-        """Digests of the exact states, by name."""
+        """Return digests of the exact states, by name."""
         return self.slots.digest()
 
     def checks(self, visit: Callable[[Site], None] = lambda site: None) -> tuple[dict[str, bool], View | None]:
-        """Facts about this very run that are computed, not assumed; and a view whose sums were added up in another order.
+        """Check this run's sums; return the results by name, and a view whose sums were added up in another order.
 
-        Every contribution is read once, site by site; `visit` may look at the site's then.
+        Every contribution is read once, site by site. `visit` is called with each site after that.
         """
         sums = {slot: _Sums(self.slots, slot) for slot in self.slots.totals}
         for site in steps("measuring sites and checking sums", self.members()):
-            for one in sums.values():
-                one.read(site.name)
+            for added in sums.values():
+                added.read(site.name)
             visit(site)
-        found = {_named(slot, what): holds for slot, one in sums.items() for what, holds in one.checks().items()}
-        view = self.view().with_totals({slot: one.other_order() for slot, one in sums.items()}) if sums else None
-        return found, view
+        results = {_named(slot, check): holds for slot, added in sums.items() for check, holds in added.checks().items()}
+        view = self.view().with_totals({slot: added.other_order() for slot, added in sums.items()}) if sums else None
+        return results, view
 
 
 class _Sums:
-    """A slot's contributions, added up again as they are read: those at even and those at odd places apart."""
+    """A slot's contributions, added up again as they are read, in two halves: even and odd positions."""
 
     def __init__(self, slots: Slots, slot: str) -> None:
         self.slots, self.slot = slots, slot
@@ -242,7 +247,7 @@ class _Sums:
         self.place = 0
 
     def read(self, site: str) -> None:
-        """Add a site's contribution, if it has one; the last one is kept apart."""
+        """Add a site's contribution, if it has one. The last one is held back."""
         if not self.slots.has(self.slot, site):
             return
         self._add_last()
@@ -252,17 +257,17 @@ class _Sums:
         )
 
     def other_order(self) -> ExactSum:
-        """The sum of all: odd places, then even ones, then the last."""
+        """Return the sum of all: odd positions, then even ones, then the last contribution."""
         total = _merged(self.halves[::-1])
         if self.last:
             total.add(*self.last)
         return total
 
     def checks(self) -> Mapping[str, bool]:
-        """What holds of the slot's sum."""
-        if self.last is None:  # nobody has put anything: then nothing is summed
+        """Return which checks of the slot's sum hold."""
+        if self.last is None:  # no site has put anything, so nothing is summed
             return {"sum_of_contributions": False} if self.slots.total(self.slot).addends else {}
-        whole, others = digest(self.slots.total(self.slot).totals), _merged(self.halves)
+        expected, others = digest(self.slots.total(self.slot).totals), _merged(self.halves)
         ahead = others.copy()
         ahead.add(*self.last)
         rest = self.slots.total(self.slot).copy()
@@ -270,10 +275,10 @@ class _Sums:
         again = rest.copy()
         again.add(*self.last)
         return {
-            "sum_of_contributions": digest(ahead.totals) == whole,
-            "commutative": digest(self.other_order().totals) == whole,
+            "sum_of_contributions": digest(ahead.totals) == expected,
+            "commutative": digest(self.other_order().totals) == expected,
             "subtraction_exact": not others.totals or digest(rest.totals) == digest(others.totals),
-            "add_back_exact": digest(again.totals) == whole,
+            "add_back_exact": digest(again.totals) == expected,
         }
 
     def _add_last(self) -> None:
@@ -283,12 +288,12 @@ class _Sums:
 
 
 def _merged(halves: Sequence[ExactSum]) -> ExactSum:
-    """The sum of two sums."""
+    """Return the sum of two sums."""
     total = halves[0].copy()
     if halves[1].totals:
         total.merge(halves[1].totals, halves[1].addends)
     return total
 
 
-def _named(slot: str, what: str) -> str:
-    return what if slot == "sum" else f"{slot}: {what}"
+def _named(slot: str, check: str) -> str:
+    return check if slot == "sum" else f"{slot}: {check}"

@@ -1,4 +1,4 @@
-"""Federated evaluation: sites measure networks on their own images, and the server needs none of them."""
+"""Federated evaluation: sites measure networks on their own images, so the server needs none."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from fedloom.server.rounds.transport import RoundTransport
 
 @dataclass
 class SiteEvaluation:
-    """Measures models at the sites of a run, as server.evaluation.evaluator.Evaluator does at the server.
+    """Measures models at a run's sites, as server.evaluation.evaluator.Evaluator does at the server.
 
-    `beside`: by record name, what the method sends with the question for sites' own networks.
+    `beside`: returns what the method sends with a question about the sites' own networks, by record name.
     """
 
     transport: RoundTransport
@@ -29,64 +29,64 @@ class SiteEvaluation:
     beside: Callable[[], Mapping[str, State]] = dict
 
     def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
-        """Of each model the fraction of right answers for each domain, and `union`: of all sites' images together.
+        """Return each model's share of right answers by domain, and `union`: over all sites' images.
 
-        None: of each site's own network.
+        A model of None stands for each site's own network.
         """
         return [self.shares(scores) for scores in self.scores(models, split)]
 
     def scores(self, models: Sequence[Model | None], split: str) -> list[dict[str, Score]]:
-        """Of each model by site how it does on the site's own images; None: of each site's own network.
+        """Return, for each model, the scores at each site on the site's own images. None stands for each site's own network.
 
-        All that are sent travel in one question; the sites' own networks are asked for in another. A site is sent the models
-        of its own architecture; what it does not answer, or what cannot be, does not count.
+        One question asks about all models that are sent, another about the sites' own networks. A site receives only models
+        of its own architecture. Missing and impossible answers do not count.
         """
-        found: list[dict[str, Score]] = [{} for _ in models]
+        results: list[dict[str, Score]] = [{} for _ in models]
         for own in (False, True):
-            if places := [place for place, model in enumerate(models) if (model is None) == own]:
-                self._ask(models, places, split, found, self.beside() if own else {})
-        return found
+            if indices := [index for index, model in enumerate(models) if (model is None) == own]:
+                self._ask(models, indices, split, results, self.beside() if own else {})
+        return results
 
     def _ask(
-        self, models: Sequence[Model | None], places: Sequence[int], split: str, found: list[dict[str, Score]],
+        self, models: Sequence[Model | None], indices: Sequence[int], split: str, results: list[dict[str, Score]],
         beside: Mapping[str, State],
     ) -> None:  # fmt: skip
-        """One question about the models at these places, whose answers go into `found`."""
-        sent = {site.name: [place for place in places if self._reads(site, models[place])] for site in self.sites()}
+        """Ask one question about the models at these indices, and put the answers into `found`."""
+        sent = {site.name: [index for index in indices if self._reads(site, models[index])] for site in self.sites()}
         asked = [site for site in self.sites() if sent[site.name]]
 
         def content(site: Site) -> dict[str, State]:
-            chosen = ((place, models[place]) for place in sent[site.name])
-            return {**beside, **{measured_record(place): model.state for place, model in chosen if model is not None}}
+            chosen = ((index, models[index]) for index in sent[site.name])
+            return {**beside, **{measured_record(index): model.state for index, model in chosen if model is not None}}
 
         number = max(1, self.round())
         for reply in self.transport.question(Asking(EVALUATE, number, number, split), asked, content):
-            for place in sent[reply.site.name]:
-                name = RIGHT if models[place] is None else right_of(measured_record(place))
+            for index in sent[reply.site.name]:
+                name = RIGHT if models[index] is None else right_of(measured_record(index))
                 if reply.content is None:
                     continue
                 with contextlib.suppress(ReplyError):
-                    found[place][reply.site.name] = check_score(reply.content, name)
+                    results[index][reply.site.name] = check_score(reply.content, name)
 
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
-        """The fraction of right answers for each domain, and of all together; nothing where there are no images.
+        """Return the share of right answers by domain, and over all images; empty without images.
 
-        A site of a real federation that says many more images than the others counts less (client_metadata.capped).
+        In a real federation, a site that reports many more images than the others counts less (client_metadata.capped).
         """
         tally: dict[str, tuple[float, float]] = {}
-        said = {name: one.images for name, one in scores.items() if one.images}
-        counted = said if self.transport.channel.simulated else capped(said)
+        reported = {name: score.images for name, score in scores.items() if score.images}
+        counted = reported if self.transport.channel.simulated else capped(reported)
         for site in self.sites():
             if site.name in counted:
-                one, share = scores[site.name], counted[site.name] / scores[site.name].images
+                score, share = scores[site.name], counted[site.name] / scores[site.name].images
                 right, images = tally.get(label(site.spec), (0, 0))
-                tally[label(site.spec)] = right + share * one.right, images + counted[site.name]
+                tally[label(site.spec)] = right + share * score.right, images + counted[site.name]
         shares = {domain: right / images for domain, (right, images) in sorted(tally.items())}
         both = [sum(column) for column in zip(*tally.values(), strict=True)]
         return {**shares, UNION: both[0] / both[1]} if shares else {}
 
     def _reads(self, site: Site, model: Model | None) -> bool:
-        """Whether the site's network is of the model's architecture, and its domain one that the model is read on."""
+        """Return whether the site has the model's architecture, and its domain is one of the model's."""
         if model is None:
             return True
         same = architecture_of(self.transport.config, site) == model.architecture

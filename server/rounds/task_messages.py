@@ -1,4 +1,4 @@
-"""One question to many sites, as it travels: an order for each, with the records that go with it."""
+"""One question to many sites as messages: an order for each site, with its records."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +17,15 @@ from fedloom.server.rounds.context import Content
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.server_state import ServerState
 
-START = "start"  # what a site that enters a sum starts from: file, or place in an order
+START = "start"  # marks what a site that enters a sum starts from: a file, or a record of its order
 
 
 @dataclass(frozen=True)
 class _Before:
-    """Where a worker finds what is in the sum of a site (a path; with sums by node a digest, and the node that holds it, or
-    the `record` that travels with the order), and how many times it is in it.
+    """Where a worker reads what a sum contains of a site, and how often it counts.
+
+    `where`: a path or, with sums by node, a digest; `holder` is then the node that stores it, or `record` travels with the
+    order.
     """
 
     where: str = ""
@@ -34,9 +36,9 @@ class _Before:
 
 @dataclass(frozen=True)
 class Asking:
-    """One question. `number`: of the round; `site_round`: the same to the sites. `split`: of images to measure on.
+    """One question. `number`: of the round; `site_round`: its number for the sites. `split`: the images to measure on.
 
-    `trained`: sites that have trained in this very round: their own state is that after it. `attempt`: at secure
+    `trained`: sites that have trained in this round, so that their own state is the one after it. `attempt`: of secure
     aggregation. `again`: which draw of the round's batches.
     """
 
@@ -50,7 +52,7 @@ class Asking:
 
 
 class Sender(Protocol):
-    """Of which run an order is (server.rounds.transport.RoundTransport)."""
+    """The run that an order belongs to (server.rounds.transport.RoundTransport)."""
 
     config: Config
     run: str
@@ -60,13 +62,13 @@ class Sender(Protocol):
     state: ServerState
 
     def needs_configuration(self, site: Site) -> bool:
-        """Whether the configuration goes with the site's order."""
+        """Return whether the site's order must include the configuration."""
         ...
 
 
 @dataclass
 class TaskMessages:
-    """One question to many sites: records that they share are one object, which engines ship once."""
+    """The messages of one question. Records that sites share are one object, which engines ship once."""
 
     sender: Sender
     asking: Asking
@@ -75,24 +77,24 @@ class TaskMessages:
     _arrays: dict[int, tuple[State, ArrayRecord]] = field(default_factory=dict)  # by the state's identity
     _files: dict[int, tuple[State, Path]] = field(default_factory=dict)
     _common: dict[str, ArrayRecord] | None = None
-    _first: tuple[str, ArrayRecord | None] = ("", None)  # the contribution that was sent last, and its digest
+    _first: tuple[str, ArrayRecord | None] = ("", None)  # the digest and record of the contribution that was sent last
 
     def __post_init__(self) -> None:
         config, slots = self.sender.config, self.sender.state.slots
         summed = (config.federation.partial_sums or bool(self.asking.attempt)) and bool(self.expected)
-        told = summed or bool(config.privacy.noise)
-        self.slot = next((record for record, one in self.expected.items() if one.slot), "") if told else ""
-        weighted = {record for record, one in self.expected.items() if one.slot and slots.weighted(one.slot)}
-        counted = {record: SAMPLES if record in weighted else one.mean or ONCE for record, one in self.expected.items()}
+        reported = summed or bool(config.privacy.noise)
+        self.slot = next((record for record, spec in self.expected.items() if spec.slot), "") if reported else ""
+        weighted = {record for record, spec in self.expected.items() if spec.slot and slots.weighted(spec.slot)}
+        counted = {record: SAMPLES if record in weighted else spec.mean or ONCE for record, spec in self.expected.items()}
         self.sums = counted if summed else {}
         self.staging = str(slots.contributions.staging.resolve()) if summed and not self.asking.attempt else ""
         self.members = len(slots.members)
-        likes = {record: one.like for record, one in self.expected.items() if one.like is not None}
+        likes = {record: spec.like for record, spec in self.expected.items() if spec.like is not None}
         self.apart = bool(self.staging) and slots.ledger.blobs.elsewhere is not None
         self.likes = {EXPECTED: expected_record(likes)} if summed and not self.asking.attempt else {}
 
     def order(self, site: Site, lost: bool) -> RecordDict:
-        """The site's order with all that goes with it; `lost`: it has no state of its own any more."""
+        """Return the site's order with all its records; `lost`: the site has lost its own state."""
         sender, asking = self.sender, self.asking
         own = sender.state.restart(site) if lost else None
         before = self._before(site) if self.slot and self.staging else _Before()
@@ -113,7 +115,7 @@ class TaskMessages:
         return RecordDict(records)
 
     def _before(self, site: Site) -> "_Before":
-        """What a worker is to find of the site in the sum; of one that enters it, what it starts from."""
+        """Return where a worker reads what the sum contains of the site, or what the site starts from."""
         slots, blobs = self.sender.state.slots, self.sender.state.ledger.blobs
         expected, file = self.expected[self.slot], slots.contributions.file(site.name)
         if file is None:
@@ -125,7 +127,7 @@ class TaskMessages:
         return _Before(file.stem, holder, weight, None if holder else self._sent_last(file.stem))
 
     def _entering(self, start: State) -> "_Before":
-        """The same of a site that starts from this state, which is not in the sum; a state is written, or sent, once."""
+        """Return the same for a site that starts from this state; a shared state is written or sent once."""
         if self.apart:
             return _Before(START, record=self._shared(start))
         if id(start) not in self._files:
@@ -136,7 +138,7 @@ class TaskMessages:
         return _Before(str(self._files[id(start)][1].resolve()))
 
     def _sent_last(self, digest: str) -> ArrayRecord:
-        """A contribution that the server has: one record for all sites that gave the same, as all do at first."""
+        """Return a contribution that the server stores, as one record for consecutive sites with the same one."""
         known, record = self._first
         if record is None or known != digest:
             record = to_arrays(self.sender.state.ledger.blobs.get(digest))
@@ -144,7 +146,7 @@ class TaskMessages:
         return record
 
     def _base(self, site: Site) -> int:
-        """The round after which the site's own state is valid."""
+        """Return the round after which the site's own state is valid, as the sites number it."""
         if self.asking.kind != TRAIN and site.name in self.asking.trained:
             return self.asking.site_round
         base = self.sender.state.slots.base(site.name)
@@ -158,7 +160,7 @@ class TaskMessages:
         return {name: self._shared(state) for name, state in self.content(site).items()}
 
     def _shared(self, state: State) -> ArrayRecord:
-        """The record of a state; the same one if it has been sent before."""
+        """Return the record of a state; the same object if it was sent before."""
         if id(state) not in self._arrays:
             self._arrays[id(state)] = state, to_arrays(state)
         return self._arrays[id(state)][1]

@@ -1,7 +1,7 @@
-"""Between a round and its sites: orders out, replies in; what sites lack is sent to them, and they are asked again.
+"""Between a round and its sites: send orders, receive replies, and ask again with what a site lacks.
 
-Plain replies come one by one; with federation.partial_sums workers add them up, with federation.secure_aggregation nobody
-reads more than their sum.
+Plain replies arrive one by one. With federation.partial_sums, workers add them up. With federation.secure_aggregation, the
+server reads only their sum.
 """
 
 from collections import deque
@@ -28,20 +28,21 @@ from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.task_messages import Asking, TaskMessages
 
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
-MOST_REASON = 300  # characters of why a reply is dropped
-MOST_LINES = 10  # on dropped replies of a round; all are in its record
+MOST_REASON = 300  # characters of the reason for a dropped reply
+MOST_LINES = 10  # messages on dropped replies of a round; its record has all
 
 
 class TooFewRepliesError(FailedError):
-    """A round ended with fewer good replies than federation.min_replies; nothing of it was committed."""
+    """A round had fewer good replies than federation.min_replies; nothing of it was committed."""
 
 
 @dataclass
 class RoundTransport:
-    """What travels to the sites of one run. `run` identifies the run to their stores; `length`: its rounds, to the sites.
+    """The transport between a run and its sites.
 
-    `back`: the round to which the run has gone back: no site's store is there any more. `dropped`: sites of this round, and
-    why their replies do not count.
+    `run`: the run's id in the sites' stores. `length`: how many rounds the run has for the sites. `back`: the round that the
+    run has gone back to, after which all sites have lost their stores. `dropped`: the sites of this round whose replies do
+    not count, and why.
     """
 
     config: Config
@@ -70,40 +71,33 @@ class RoundTransport:
         self, kind: str, context: RoundContext, sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
-        """All sites' replies, as they come. `expected`: records that may be added up on the way."""
         asking = Asking(kind, context.number, context.site_round, "", context.trained, context.attempt, context.again)
         return self.question(asking, sites, content, expected)
 
     def masked(self, context: RoundContext, expected: Mapping[str, RecordSpec]) -> Gathering:
-        """One question whose replies are added up without being read."""
-        from fedloom.server.rounds.secure_aggregation import SecureAggregation  # cryptography: only where it is asked for
+        from fedloom.server.rounds.secure_aggregation import SecureAggregation  # imported only here: slow
 
         return SecureAggregation(context, self, expected)
 
     def partials(self, context: RoundContext, means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
-        """The sums that workers hand over in the place of replies."""
         from fedloom.server.rounds.partial_sums import Partials
 
         return Partials(context, self.run, means, expected)
 
     def bounds(self, site: Site) -> Bounds:
-        """How large what the site sends may be."""
         return self.participants.bounds(site)
 
     def images(self, site: Site) -> int:
-        """How many training images the site has; 0 if it did not enrol."""
         return self.participants.images(site)
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """By site, the names of its classes; those that did not enrol are left out."""
         return self.participants.class_names(sites)
 
     def message(self, text: str) -> None:
-        """Tell the user something."""
         self.listener.message(text)
 
     def replied(self, site: Site, reason: str) -> None:
-        """Tell of a reply, and keep why it is dropped."""
+        """Report a reply and, if it is dropped, store the reason."""
         reason = plain(reason)[:MOST_REASON]
         if reason:
             self.dropped[site.name] = reason
@@ -114,7 +108,7 @@ class RoundTransport:
             self.message(f"round {self.state.view().round + 1}: {site.name} dropped: {reason}")
 
     def enough(self, kind: str, context: RoundContext, replies: int) -> None:
-        """Raises TooFewRepliesError if too few sites have trained."""
+        """Raise TooFewRepliesError if too few sites have trained."""
         fewest = min(self.config.federation.min_replies, max(1, len(context.participants))) if kind == TRAIN else 1
         if replies >= fewest:
             return
@@ -124,17 +118,17 @@ class RoundTransport:
             f" (first failure: {': '.join(filter(None, first))})"
         )
 
-    # How it travels
+    # Messages
 
     def question(
         self, asking: Asking, sites: Sequence[Site], content: Content, expected: Mapping[str, RecordSpec] | None = None
     ) -> Iterator[RawReply]:
-        """All sites' replies; those that lost their own state, or lack the configuration, are asked again with it."""
+        """Yield all sites' replies. Sites that lack the configuration or their own state are asked again with it."""
         messages, waiting = TaskMessages(self, asking, content, expected or {}), deque((site, False) for site in sites)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
 
         def settled(reply: RawReply) -> RawReply | None:
-            """The reply; None if its site is asked again."""
+            """Return the reply; None if its site is asked again."""
             if reply.content is not None and UNKNOWN not in reply.content.config_records:
                 self._has.add(reply.site.name)
             lack, sent = _lack(reply), tried.setdefault(reply.site.name, set())
@@ -156,38 +150,38 @@ class RoundTransport:
         return filter(None, chain.from_iterable(turns()))
 
     def needs_configuration(self, site: Site) -> bool:
-        """Whether the configuration goes with the site's order. In a simulation always: engines carry it once per worker."""
+        """Return whether the site's order must include the configuration: in simulations always."""
         return self.channel.simulated or site.name not in self._has
 
     def _refused(self, site: Site, number: int, lack: str) -> str:
-        """Why a site that lacks something is not asked again; empty: it is. The user hears of a lost state."""
+        """Return why a site that lacks something is not asked again; empty if it is. Report a lost state to the user."""
         if lack == CONFIGURATION:
             self._has.discard(site.name)
             return ""
         base = self.state.slots.base(site.name)
         if base and self.config.federation.secure_aggregation:
-            return "its own state is lost, and under masks nobody else has it; forget it, then readmit it"
-        told = f"{site.name}: its own state is lost: that after round {base}"
+            return "its own state is lost, and the server only has it masked; forget the site, then readmit it"
+        fault = f"{site.name} has lost its own state after round {base}"
         begins = "its contribution" if self.state.restart(site) is not None else "the beginning"
         if base < 1:
-            return "it says that its own state is lost, and needs none"
+            return "it reports a lost state, but has none yet"
         if self.config.federation.lost_store == "stop" and base > self.back:
-            raise UserError(f"round {number}: {told}; federation.lost_store=restart begins at {begins}")
+            raise UserError(f"round {number}: {fault}; set federation.lost_store=restart to start again from {begins}")
         if not self.channel.enrolment.owns(site.name):
             return f"its own state is lost; {self._stranger(site.name)}"
-        self.message(f"round {number}: {told}; it begins again at {begins}")
+        self.message(f"round {number}: {fault}; it starts again from {begins}")
         return ""
 
     def _stranger(self, site: str) -> str:
-        """Why a node that took a site's place is not sent what the site gave, and how to mend it."""
+        """Return why a node that took a site's place does not receive its contributions, and how to allow it."""
         enrolment, run = self.channel.enrolment, f"{self.config.run.root}/{self.config.run.name}"
         node, owner = enrolment.nodes.get(site), enrolment.bindings.bound().get(site)
         claims = ", ".join(map(str, enrolment.claims(site)))
-        return (f"node {node} is not sent what node {owner} gave ('fedloom readmit {run} {site} --node ID' says which one "
-                f"is the site now, of those that claim it: {claims})")  # fmt: skip
+        return (f"node {node} does not receive the contributions of node {owner} ('fedloom readmit {run} {site} --node ID' "
+                f"chooses the site's node; these claim it: {claims})")  # fmt: skip
 
 
 def _lack(reply: RawReply) -> str:
-    """What the site says that it lacks; empty if nothing."""
+    """Return what the site says that it lacks; empty if nothing."""
     records = reply.content.config_records if reply.content is not None else {}
     return CONFIGURATION if UNKNOWN in records else STATE if LOST in records else ""

@@ -1,4 +1,4 @@
-"""What a method sees of its slots: as they are, without some sites, or of some sites alone."""
+"""What a method sees of its slots: all of them, without some sites, or for some sites only."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from fedloom.server.ledger.slots import Slots
 
 
 class Models(Mapping[str, Model]):
-    """Models by name, each made when it is asked for. The first is the aggregate, if no site has its name."""
+    """Models by name, each made on access. The first one is the aggregate, unless it has a site's name."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Model]]) -> None:
         self._makers = dict(makers)
@@ -37,9 +37,9 @@ class Models(Mapping[str, Model]):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run starts from: the configuration, resolved, all sites, the run's ledger (None: a new one in `folder`).
+    """What a run starts from: the resolved configuration, all sites, and the ledger (None: a new one in `folder`).
 
-    `evaluator` measures combinations on validation images; None: a new one where one is needed.
+    `evaluator`: measures models on validation images; None: a new one when needed.
     """
 
     experiment: Experiment
@@ -54,14 +54,14 @@ class Setup:
         return self.experiment.config
 
     def measuring(self) -> Evaluator:
-        """The evaluator."""
+        """Return the evaluator."""
         return self.evaluator or Evaluator(self.config)
 
 
 class View:
-    """The slots of a run, read only. In a round they hold what has been put and kept so far.
+    """A read-only view of a run's slots. In a round, it includes what the round has put and stored so far.
 
-    `names`: the sites that count (None: all that take part). `totals`: sums that are used in the place of the kept ones.
+    `names`: the sites that count; None: all members. `totals`: sums that replace the stored ones.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether all sites that take part count."""
+        """Whether all members count."""
         return self._names is None or len(self.sites) == len(self.slots.members)
 
     @property
     def evaluator(self) -> Evaluator:
-        """What measures models on the server's validation images."""
+        """The evaluator, which measures models on the server's validation images."""
         return self.setup.measuring()
 
     @property
@@ -92,7 +92,7 @@ class View:
 
     @property
     def bits(self) -> int:
-        """Sums count in units of 2**-bits."""
+        """The exponent of the unit: sums count in units of 2**-bits."""
         return self.slots.bits
 
     @property
@@ -102,91 +102,91 @@ class View:
         return last.round if last else 0
 
     def without(self, names: Sequence[str]) -> "View":
-        """The same as if these sites had never put anything. UserError for a name that is unknown or repeated."""
+        """Return the view as if these sites had never put anything. Raises UserError for an unknown or repeated name."""
         check_members(self.slots.members, names)
-        gone = set(names)
-        return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in gone])
+        removed = set(names)
+        return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in removed])
 
     def subset(self, names: Sequence[str]) -> "View":
-        """The same of these sites alone. UserError as for `without`."""
+        """Return the view of these sites only. Raises UserError as `without`."""
         check_members(self.slots.members, names)
         return View(self.setup, self.slots, list(names))
 
     def with_totals(self, totals: Mapping[str, ExactSum]) -> "View":
-        """The same with sums that were added up otherwise."""
+        """Return the view with these sums instead of the stored ones."""
         return View(self.setup, self.slots, None if self._names is None else list(self._names), totals)
 
     def total(self, slot: str) -> ExactSum:
-        """The exact sum of a slot over the sites that count; not to be changed."""
+        """Return the exact sum of a slot over the sites that count; do not change it."""
         if slot in self._totals:
             return self._totals[slot]
         if self.whole:
             return self.slots.total(slot)
-        here = [site.name for site in self.sites]
+        names = [site.name for site in self.sites]
         others = [site.name for site in self.slots.members if self._names is not None and site.name not in self._names]
-        fewer = len(others) < len(here)  # whichever way reads fewer of them
-        return self.slots.sum_without(slot, others) if fewer else self.slots.sum_of(slot, here)
+        fewer = len(others) < len(names)  # reads the smaller group of sites
+        return self.slots.sum_without(slot, others) if fewer else self.slots.sum_of(slot, names)
 
     def sum(self, slot: str) -> State:
-        """The sum of a slot, float32."""
+        """Return the sum of a slot, float32."""
         return self.total(slot).total()
 
     def mean(self, slot: str) -> State:
-        """The mean of a slot, float32. Raises ExactSumError if nothing was put."""
+        """Return the mean of a slot, float32. Raises ExactSumError if no site has put anything."""
         return self.total(slot).mean()
 
     def has(self, slot: str, site: str) -> bool:
-        """Whether a site has put something into a slot."""
+        """Return whether a site has put something into a slot."""
         return self.slots.has(slot, site)
 
     def last_put(self, site: str) -> int:
-        """The round in which a site put something last; 0 if it has put nothing."""
-        one = self.slots.contributions.here(site)
-        return one.round if one else 0
+        """Return the round in which a site last put something; 0 if it has put nothing."""
+        contribution = self.slots.contributions.here(site)
+        return contribution.round if contribution else 0
 
     def integers(self, slot: str, site: str) -> State:
-        """What a site put into a slot last, int64 in units of 2**-bits. KeyError if it has put nothing."""
+        """Return what a site last put into a slot, as int64 in units of 2**-bits. Raises KeyError if it has put nothing."""
         if not self.has(slot, site):
-            raise KeyError(f"slot '{slot}': {site} has put nothing into it yet; ask has('{slot}', '{site}') before")
+            raise KeyError(f"slot '{slot}': {site} has put nothing into it yet; check has('{slot}', '{site}') first")
         return self.slots.contribution(slot, site)
 
     def contribution(self, slot: str, site: str) -> State:
-        """The same, float32."""
+        """Return what a site last put into a slot, float32. Raises KeyError if it has put nothing."""
         return dequantise(self.integers(slot, site), self.bits)
 
     def last_samples(self, site: str) -> int:
-        """How many images a site trained on when it put something last; 0 if it has put nothing."""
-        one = self.slots.contributions.here(site)
-        return one.samples if one else 0
+        """Return how many images a site trained on when it last put something; 0 if it has put nothing."""
+        contribution = self.slots.contributions.here(site)
+        return contribution.samples if contribution else 0
 
     def server_state(self, name: str) -> State:
-        """What is kept under this name, to do with as one likes. KeyError if nothing is."""
+        """Return a copy of the server's state of this name. Raises KeyError if it does not exist."""
         return own(self.slots.keeps()[name])
 
     def rounds_with(self, names: Sequence[str]) -> int:
-        """Over how many rounds sites that are forgotten may have left something; none named: how many rounds there are."""
+        """Return over how many rounds forgotten sites may have left traces. Without names: the number of rounds."""
         return rounds_with(self.ledger, names)
 
     def architecture(self, site: Site | None = None) -> Architecture:
-        """A site's architecture, or (None) that of the configuration."""
+        """Return a site's architecture, or (None) the configuration's."""
         return self.experiment.architecture(site)
 
     def initial(self, who: str = SHARED, site: Site | None = None) -> State:
-        """The state that the seed draws under this name, of a site's architecture or the configuration's."""
+        """Return the initial state that the seed draws for `who`, of a site's architecture or the configuration's."""
         return own(_theta(self.experiment)) if who == SHARED and site is None else initial_state(self.config, who, site)
 
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Note an event in the ledger, if this is its server."""
+        """Add an event to the ledger, if this is its server."""
         if self.ledger.server:
             self.ledger.note(kind, dict(body))
 
 
 def own(state: State) -> State:
-    """A copy to be worked on in place."""
+    """Return a copy of a state, which may be changed in place."""
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
 @functools.lru_cache(maxsize=4)
 def _theta(experiment: Experiment) -> State:
-    """theta_0, drawn once."""
+    """Return theta_0, drawn once."""
     return initial_state(experiment.config)

@@ -1,1 +1,1 @@
-"""One run: the experiment from start to summary, its training, and the measurements at the end."""
+"""One run: the experiment from start to summary, its training, and the final measurements."""

@@ -1,4 +1,4 @@
-"""One experiment from start to summary: the main method, its baselines on the same data, and the measurements at the end."""
+"""One experiment from start to summary: the main method, its baselines on the same data, and the final measurements."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from fedloom.server.unlearning.client_erasure import outstanding
 
 @held()
 def check(config: Config) -> None:
-    """Refuse what cannot work before anything is started: data, sites, method. Raises UserError."""
+    """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
     _check_method(config)
     check_hidden(config)
     if has_data(config):
@@ -57,49 +57,54 @@ def check(config: Config) -> None:
     if has_data(config):
         check_sizes(experiment)
     if config.network:
-        NETWORKS.build(config.network, "network")  # no site may have it
+        NETWORKS.build(config.network, "network")  # checked even if no site has it
     STRATEGIES.build(config.strategy, "strategy").check(experiment)
     slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
-        raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+        raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
-        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, statistics={BATCH} takes at least {FEWEST}")
+        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {FEWEST}")
     check_asked(config)
 
 
 def _check_start(architecture: Architecture, bits: int) -> None:
-    """UserError for a network of the user's own that starts with what the exact sums cannot hold."""
+    """Raise UserError if a user's network starts with values that the exact sums cannot hold."""
     network = architecture.build()
     if isinstance(network, SelfStarting):
         try:
             check_range(network.state_dict(), bits)
         except ExactSumError as error:
-            told = f"network: '{architecture.options['name']}': {error}, and cannot be summed"
-            raise UserError(f"{told}; register it with persistent=False if it is a constant, or scale it") from None
+            fault = f"network: '{architecture.options['name']}': {error}, so it cannot be summed"
+            raise UserError(f"{fault}; register it with persistent=False if it is constant, or scale it") from None
 
 
 def _check_method(config: Config) -> None:
-    """UserError for what cannot be summed, and for sums where nobody can add up."""
+    """Raise UserError for unknown names, and for partial sums without workers that can add them up."""
     check_named(config)
     if config.federation.partial_sums and config.engine.name == "flower":
-        raise UserError("federation.partial_sums: needs workers of this run's own (engine.name=ray); leave it off")
+        raise UserError("federation.partial_sums: needs the run's own workers (engine.name=ray); leave it off")
     if config.federation.node_store and not (config.federation.partial_sums and config.engine.name == "ray"):
-        raise UserError("federation.node_store: nodes keep what their workers add up: takes federation.partial_sums=true "
+        raise UserError("federation.node_store: nodes store what their workers add up; set federation.partial_sums=true "
                         "and engine.name=ray")  # fmt: skip
 
 
 def with_mode(config: Config, mode: str) -> Config:
-    """The configuration of a baseline: the same experiment with another mode of the objective."""
+    """Return the configuration of a baseline: the same experiment with another objective.mode."""
     own = {"initialisation": "own"} if mode == "independent" else {}
     return dataclasses.replace(config, objective={**config.objective, "mode": mode, **own}, baselines=[])
 
 
 def run_experiment(grid: Grid, config: Config, listener: Listener, began: float | None = None) -> dict[str, Any]:
-    """Run an experiment over the grid, into the folder run.root/run.name; returns what summary.json holds.
+    """Run an experiment over the grid, in the folder run.root/run.name, and return the content of summary.json.
 
-    An interruption (KeyboardInterrupt, SystemExit) or an error leaves a summary of status "interrupted" or "failed"
-    beside all that was committed; with run.resume it goes on from there. `began`: when (time.monotonic) what counts as its
-    time began; now, if not given.
+    After an interruption (KeyboardInterrupt, SystemExit) or an error, the committed rounds and a summary with status
+    "interrupted" or "failed" remain. With run.resume, the run continues from there.
+
+    Args:
+        grid: Flower's grid, or an engine's.
+        config: the configuration.
+        listener: receives the progress.
+        began: the time.monotonic() from which seconds are counted; None: now.
     """
     refuse_existing(config)
     check(config)
@@ -107,15 +112,15 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
 
 
 def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> dict[str, Any]:
-    """The same of a configuration that is checked."""
+    """Run an experiment whose configuration is checked; arguments as in `run_experiment`."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
     return work(grid, config, folder, listener, began)
 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
-    """All that is not committed yet of an experiment whose folder is there."""
-    with ordinary():  # checks may have imported what sets something else
+    """Run everything that is not committed yet, in a folder that exists."""
+    with ordinary():  # checks may have imported code that changes torch's defaults
         return _worked(grid, config, folder, listener, began)
 
 
@@ -130,13 +135,13 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             advice = method.state.strategy.warnings(method.experiment)
-            odd = remarks(config) if has_data(config) else []
-            for line in [*odd, *method.experiment.training.schedule.advice(config.rounds), *advice]:
+            notes = remarks(config) if has_data(config) else []
+            for line in [*notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
-            while "accuracy" not in summary or method.unlearning().under_way():  # requests may come while it is measured
+            while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
                 method.train(channel, hearing)
-                listener.note("measuring on the test images")
+                listener.note("measuring on test images")
                 began = time.monotonic()
                 summary |= method.measure()
                 if has_data(config):
@@ -144,9 +149,9 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
-                    rows, there = _run_baseline(with_mode(config, mode), method, channel, listener)
+                    rows, entries = _run_baseline(with_mode(config, mode), method, channel, listener)
                     summary["accuracy"] |= rows
-                    for key, more in there.items():
+                    for key, more in entries.items():
                         summary[key] = {**summary.get(key, {}), **more}
             summary["status"] = "finished"
         except Exception as error:
@@ -157,25 +162,25 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 if method is not None and "accuracy" not in summary:
                     with contextlib.suppress(Exception):  # the first error counts
                         method.leave()
-                summary |= {**head(config, ledger), **spent.told()}
+                summary |= {**head(config, ledger), **spent.entries()}
                 for request in ledger.waiting(applied=True):
-                    listener.message(f"request '{request.id}' ({', '.join(request.sites)}) waits; "
-                                     f"'fedloom resume {folder.path}' carries it out")  # fmt: skip
+                    listener.message(f"Request '{request.id}' ({', '.join(request.sites)}) waits. "
+                                     f"Run `fedloom resume {folder.path}` to process it.")  # fmt: skip
                 folder.write_summary(summary)
                 ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
     return summary
 
 
-def check_sums(path: Path, found: Mapping[str, Any]) -> None:
-    """FailedError if one of the checks of what was measured does not hold."""
-    if failed := [name for name, holds in found["checks"].items() if not holds]:
-        raise FailedError(f"{path}: does not hold: {', '.join(failed)}; do not rely on its sums "
-                          f"('fedloom ledger {path} --check' says more)")  # fmt: skip
+def check_sums(path: Path, results: Mapping[str, Any]) -> None:
+    """Raise FailedError if a check of the measured run fails."""
+    if failed := [name for name, holds in results["checks"].items() if not holds]:
+        raise FailedError(f"{path}: failed checks: {', '.join(failed)}; do not rely on its sums. "
+                          f"Run `fedloom ledger {path} --check` for details")  # fmt: skip
 
 
 def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
-    """Whether the run is finished, nothing waits, and neither ledger nor files have changed since."""
+    """Return whether the run is finished, no request waits, and neither ledger nor files have changed since."""
     last = deque(ledger.events(), maxlen=1)[0]
     if ledger.waiting(applied=True) or outstanding(ledger):
         return False
@@ -183,7 +188,7 @@ def _untouched(ledger: Ledger, folder: RunFolder) -> bool:
 
 
 def finished(config: Config) -> dict[str, Any]:
-    """The summary of the run that is to go on, where it is finished and there is nothing to do; empty otherwise."""
+    """Return the summary of the run to resume, if it is finished and nothing is left to do; otherwise an empty one."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     if not (config.run.resume and begun(folder.path / LEDGER) and folder.summary().get("status") == FINISHED):
         return {}
@@ -192,40 +197,44 @@ def finished(config: Config) -> dict[str, Any]:
 
 
 Rows = dict[str, dict[str, float]]
-BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # what a summary says of every method
+BY_METHOD = ("at_sites", "per_site", "recombination", "layer_selection")  # entries of a summary that baselines add to
 
 
 def _run_baseline(
     config: Config, main: TrainingRun, channel: ClientChannel, listener: Listener
 ) -> tuple[Rows, dict[str, Any]]:
-    """Run a baseline into a folder of its own; the accuracy of its aggregate under the name of its mode, and of further
-    networks that are no site's (without an aggregate: the mean of the sites' own); and what of it stands BY_METHOD."""
+    """Run a baseline in its own folder; return its accuracies, and its entries for BY_METHOD.
+
+    The accuracies are those of its shared networks, under the name of its mode; without shared networks, the mean over the
+    sites' own.
+    """
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
         method.train(channel, listener)
-        found = method.measure()
-        check_sums(method.folder.path, found)
-        found["per_site"] = {f"{mode}: {role}" if role == OWN else mode: one for role, one in found["per_site"].items()}
-        method.folder.write_summary({**head(config, method.ledger), **found})
+        results = method.measure()
+        check_sums(method.folder.path, results)
+        per_site = results["per_site"].items()
+        results["per_site"] = {f"{mode}: {role}" if role == OWN else mode: scores for role, scores in per_site}
+        method.folder.write_summary({**head(config, method.ledger), **results})
         method.ledger.note("finished", {"files": method.folder.results()})
     sites = {site.name for site in config.roster}
-    there = {key: found[key] for key in BY_METHOD if key in found}
-    shared = [name for name in found["accuracy"] if name not in sites]
+    entries = {key: results[key] for key in BY_METHOD if key in results}
+    shared = [name for name in results["accuracy"] if name not in sites]
     if shared:
-        rows = {f"{mode}: {name}" if place else mode: found["accuracy"][name] for place, name in enumerate(shared)}
-        return rows, there
-    return {mode: _mean(list(found["accuracy"].values()))}, there
+        rows = {f"{mode}: {name}" if index else mode: results["accuracy"][name] for index, name in enumerate(shared)}
+        return rows, entries
+    return {mode: _mean(list(results["accuracy"].values()))}, entries
 
 
 def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each over those that have it: a network may be read on some domains only."""
-    given = {key: [one[key] for one in accuracies if key in one] for each in accuracies for key in each}
-    return {key: sum(shares) / len(shares) for key, shares in given.items()}
+    """Return means by domain, each over the networks that have it: a network may be for some domains only."""
+    values = {key: [accuracy[key] for accuracy in accuracies if key in accuracy] for each in accuracies for key in each}
+    return {key: sum(shares) / len(shares) for key, shares in values.items()}
 
 
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
-    """What a summary says before anything is measured; without the sites that the ledger has as forgotten."""
-    gone = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
+    """Return a summary's entries that need no measurement, without the sites that the ledger has as forgotten."""
+    forgotten_sites = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
     last = ledger.last_round() if ledger else None
     return {
         "experiment": config.experiment,
@@ -233,8 +242,8 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "seed": config.seed,
         "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,
-        "sites": [row for row in site_rows(config) if row["name"] not in gone],
-        **({"unlearned": sorted(gone)} if gone else {}),
+        "sites": [row for row in site_rows(config) if row["name"] not in forgotten_sites],
+        **({"unlearned": sorted(forgotten_sites)} if forgotten_sites else {}),
         **({"privacy": ways} if (ways := hidden(config)) else {}),
         **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),
     }

@@ -1,4 +1,4 @@
-"""What a method's networks come to at the end of a run: on every domain, and at single sites on their own test images."""
+"""Measure a method's networks at the end of a run: on every domain, and at single sites on their own test images."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,25 +20,25 @@ from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder, is_file_name
 
-QUESTION_BYTES = 64 * 2**20  # of networks that sites are sent in one question, about
-OWN = "own"  # in results by site: the sites' own networks, each at its site
-MOST_COUNTED = 1000  # sites whose images are counted by class
+QUESTION_BYTES = 64 * 2**20  # approximate limit of the networks in one question to sites
+OWN = "own"  # key of results by site: the sites' own networks, each at its site
+MOST_COUNTED = 1000  # sites whose images are counted by class, at most
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of a network: `shares`, accuracy by domain and on the union; `sites`, how it does on each site's own test images."""
+class NetworkScores:
+    """A network's scores: `shares`, accuracy by domain and on the union; `sites`, on each site's test images."""
 
     shares: dict[str, float]
     sites: dict[str, Score]
 
 
-Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[Found]]
+Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[NetworkScores]]
 
 
 @dataclass
 class _Waiting:
-    """A network to be measured: where its accuracy goes under which name, who uses it, and as what."""
+    """A network to measure: the table and name for its accuracy, the sites that use it, and its role."""
 
     into: dict[str, dict[str, float]]
     name: str
@@ -48,10 +48,10 @@ class _Waiting:
 
 
 class Measured:
-    """What is found of a method's networks as they are looked at one by one; each is written into the run's folder.
+    """Measures a method's networks one by one, and writes each into the run's folder.
 
-    Where sites measure them, several travel in one question. `scores`: how models do at their users (TrainingRun.scores).
-    `sites`: those that are looked at one by one.
+    If sites measure, one question has several networks. `scores`: returns models' scores at their users
+    (TrainingRun.scores). `sites`: the sites that are evaluated one by one.
     """
 
     def __init__(self, state: ServerState, folder: RunFolder, evaluator: Evaluator, scores: Scoring) -> None:
@@ -63,13 +63,13 @@ class Measured:
         self.facts: dict[str, Any] = {}
         self.at: dict[str, dict[str, Score]] = {}
         view = state.view()
-        there = set(looked_at(self.config, trained(view)))
-        self.sites = [site for site in view.sites if site.name in there]
+        chosen = set(looked_at(self.config, trained(view)))
+        self.sites = [site for site in view.sites if site.name in chosen]
         self._waiting: list[_Waiting] = []
-        self._served: set[Architecture] = set()  # architectures whose first shared network was looked at
+        self._served: set[Architecture] = set()  # architectures whose first shared network has been measured
 
     def network(self, name: str) -> None:
-        """Look at a network by its display name."""
+        """Write and measure the network of this display name."""
         model = self.evaluator.settled(self.models[name])
         self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         own = [site for site in self.sites if site.name == name]
@@ -77,7 +77,7 @@ class Measured:
         self.facts |= model.facts
 
     def site(self, site: Site) -> None:
-        """Look at a site's own network, and at the aggregate without it, if it is one of those to be looked at."""
+        """Measure a site's own network, and the aggregate without it, if the site is one of `sites`."""
         if site not in self.sites:
             return
         if site.name in self.models:
@@ -88,26 +88,27 @@ class Measured:
     def measure(
         self, into: dict[str, dict[str, float]], name: str, model: Model | None, users: Sequence[Site] = (), role: str = OWN
     ) -> None:
-        """Have a model's accuracy put into a table under a name, at once or with others (`settle`)."""
+        """Measure a model, now or together with others (`settle`), and put its accuracy into a table under a name."""
         self._waiting.append(_Waiting(into, name, model, users, role))
-        size = sum(tensor.nbytes for one in self._waiting if one.model is not None for tensor in one.model.state.values())
+        models = [each.model for each in self._waiting if each.model is not None]
+        size = sum(tensor.nbytes for model in models for tensor in model.state.values())
         if self.config.evaluation.where == "server" or size > QUESTION_BYTES:
             self.settle()
 
     def settle(self) -> None:
-        """Measure what waits."""
+        """Measure the waiting models."""
         waiting, self._waiting = self._waiting, []
-        found = self._scores([one.model for one in waiting], [one.users for one in waiting]) if waiting else []
-        for one, here in zip(waiting, found, strict=True):
-            one.into[one.name] = here.shares
-            self.at.setdefault(one.role, {}).update({name: each for name, each in here.sites.items() if each.images})
+        results = self._scores([each.model for each in waiting], [each.users for each in waiting]) if waiting else []
+        for network, result in zip(waiting, results, strict=True):
+            network.into[network.name] = result.shares
+            self.at.setdefault(network.role, {}).update({name: each for name, each in result.sites.items() if each.images})
 
     def per_site(self) -> dict[str, Any]:
-        """By role of the networks (aggregate, own) what was found at the sites, as a summary holds it."""
-        return {role: told(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
+        """Return the scores at the sites, by role of the networks (aggregate, own), for the summary."""
+        return {role: spread(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
 
     def _users(self, architecture: Architecture) -> list[Site]:
-        """Who would use a network that is no site's: the sites of its architecture, if it is the first such one."""
+        """Return the sites that would use a shared network: those of its architecture, for the first such network only."""
         if architecture in self._served:
             return []
         self._served.add(architecture)
@@ -115,65 +116,71 @@ class Measured:
 
 
 def trained(view: View) -> list[str]:
-    """The members that have trained, as the ledger says; where it says of none, all members."""
-    there: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
+    """Return the members that have trained, according to the ledger; if it names none, all members."""
+    active: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
     for row in view.ledger.rounds():
         record = row.record or {}
         if row.round and not record.get("recalibrated"):
-            there |= set(record.get("bytes") or {}) - set(record.get("dropped") or {})
+            active |= set(record.get("bytes") or {}) - set(record.get("dropped") or {})
     names = [site.name for site in view.sites]
-    return [name for name in names if name in there] or names
+    return [name for name in names if name in active] or names
 
 
-def told(scores: Mapping[str, Score]) -> dict[str, Any]:
-    """Scores at sites: each, how they spread over the sites (every site counts the same), and by class over all images."""
-    shares = {name: one.right / one.images for name, one in scores.items()}
+def spread(scores: Mapping[str, Score]) -> dict[str, Any]:
+    """Return scores at sites for the summary: each score, their spread over sites, and totals by class.
+
+    Every site has the same weight in the spread.
+    """
+    shares = {name: score.right / score.images for name, score in scores.items()}
     worst, best = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     values, classes = np.array(list(shares.values())), dict[int, tuple[int, int]]()
-    for one in scores.values():
-        for name, (right, images) in one.classes.items():
+    for score in scores.values():
+        for name, (right, images) in score.classes.items():
             before = classes.get(name, (0, 0))
             classes[name] = before[0] + right, before[1] + images
     return {
         "mean": float(values.mean()),
         "deviation": float(values.std()),
-        "deciles": [float(one) for one in np.quantile(values, np.arange(1, 10) / 10)],
+        "deciles": [float(decile) for decile in np.quantile(values, np.arange(1, 10) / 10)],
         "worst": {"site": worst, "accuracy": shares[worst]},
         "best": {"site": best, "accuracy": shares[best]},
         "classes": {str(name): list(classes[name]) for name in sorted(classes)},
-        "sites": {name: {"accuracy": shares[name], "right": one.right, "images": one.images,
-                         "classes": {str(place): list(both) for place, both in one.classes.items()}}
-                  for name, one in scores.items()},
+        "sites": {name: {"accuracy": shares[name], "right": score.right, "images": score.images,
+                         "classes": {str(number): list(both) for number, both in score.classes.items()}}
+                  for name, score in scores.items()},
     }  # fmt: skip
 
 
 @held()
 def counted(config: Config, sites: Sequence[Site]) -> dict[str, dict[str, int]]:
-    """By site its training images by class; of very many sites, of an even share of them."""
+    """Return, by site, its training images by class. Of very many sites, every n-th is counted."""
     chosen = sites[:: -(-len(sites) // MOST_COUNTED)] if sites else []
     return {site.name: {str(name): count for name, count in class_counts(config, site).items()} for site in chosen}
 
 
 def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str]:
-    """By class number its name, where all are of one mind. `said`: by site or domain the names of its classes, in the order
-    of their numbers; none where they are numbers alone: those have the same classes if outputs are shared, else others."""
-    given = {tuple(names) for names in said}
-    if config.data.heads != "shared" and () in given:
+    """Return, by class number, its name, if all agree.
+
+    `said`: by site or domain, the names of its classes in the order of their numbers; empty if they are only numbers. Sites
+    with numbers have the same classes if outputs are shared, otherwise different ones.
+    """
+    listed = {tuple(names) for names in said}
+    if config.data.heads != "shared" and () in listed:
         return {}
-    places = range(max(map(len, given), default=0))
-    found = {place: {plain(names[place])[:MOST_NAME] for names in given if place < len(names)} for place in places}
-    return {str(place): names.pop() for place, names in found.items() if len(names) == 1}
+    numbers = range(max(map(len, listed), default=0))
+    names_of = {number: {plain(names[number])[:MOST_NAME] for names in listed if number < len(names)} for number in numbers}
+    return {str(number): names.pop() for number, names in names_of.items() if len(names) == 1}
 
 
 def check_models(config: Config, models: Any) -> Models:
-    """What a strategy gives as its models. UserError unless all are named as files can be: they are written (RunFolder)."""
-    told = f"strategy '{config.strategy['name']}': its models()"
+    """Return a strategy's models. Raises UserError unless all have valid file names, as they are written."""
+    subject = f"strategy '{config.strategy['name']}': models()"
     if not isinstance(models, Models):
-        raise UserError(f"{told} must give a fedloom.server.strategies.Models, gave a {type(models).__name__}")
+        raise UserError(f"{subject} must return a fedloom.server.strategies.Models, not a {type(models).__name__}")
     sites = {site.name for site in config.roster}
-    for place, name in enumerate(models):
+    for index, name in enumerate(models):
         if name not in sites and not is_file_name(name):
-            raise UserError(f"{told} names a network {name!a}, which no file can be named; choose another name")
-        if place and name == AGGREGATE:
-            raise UserError(f"{told} names a network '{name}', as the first one's file is; choose another name")
+            raise UserError(f"{subject} names a network {name!a}, which is not a valid file name; choose another name")
+        if index and name == AGGREGATE:
+            raise UserError(f"{subject} names a network '{name}', the file name of the first one; choose another name")
     return models

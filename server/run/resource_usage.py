@@ -1,4 +1,4 @@
-"""What a run takes of the machine, over all its sessions: seconds, and the memory of the server's process."""
+"""The resources of a run, over all its sessions: seconds, and peak memory of the server's process."""
 
 import time
 from collections.abc import Mapping
@@ -9,27 +9,27 @@ from fedloom.server.rounds.listener import Listener
 
 
 class Spent(Listener):
-    """Of a session that began at `began` (time.monotonic), behind those that a summary tells of. Hears when it starts."""
+    """Counts the resources of a session since `began` (time.monotonic), and adds those of an earlier summary."""
 
     def __init__(self, began: float, before: Mapping[str, Any]) -> None:
         resources = before.get("resources")
         self.began, self._before = began, resources if isinstance(resources, Mapping) else {}
         self._begun = False
-        forget_peak()  # of a run before it in this process
+        forget_peak()  # the peak of an earlier run in this process
         self._seconds, self._start_up = _number(before.get("seconds")), _number(self._before.get("start_up"))
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
-        """The rounds begin: what came before was the start-up."""
+        """Count the time until the rounds begin as the start-up."""
         if not self._begun:
             self._begun, self._start_up = True, self._start_up + time.monotonic() - self.began
 
-    def told(self) -> dict[str, Any]:
-        """For the summary: seconds; of these the start-up's; bytes of memory that a session's process held at most."""
+    def entries(self) -> dict[str, Any]:
+        """Return the entries for the summary: seconds, start-up seconds, and peak memory in bytes."""
         peak = max(peak_memory(), int(_number(self._before.get("peak_memory"))))
         seconds = self._seconds + time.monotonic() - self.began
         return {"seconds": seconds, "resources": {"start_up": self._start_up, "peak_memory": peak}}
 
 
-def _number(given: Any) -> float:
-    """Zero for what an edited summary says instead."""
-    return float(given) if isinstance(given, int | float) and 0 <= given < float("inf") else 0.0
+def _number(value: Any) -> float:
+    """Return the number, or zero if an edited summary has something else."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0

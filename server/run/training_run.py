@@ -1,4 +1,4 @@
-"""One method of an experiment at work in a folder: its rounds, requests between them, the measurements at the end."""
+"""One method of an experiment in its folder: its rounds, requests between them, and the measurements at the end."""
 
 import dataclasses
 import hashlib
@@ -28,19 +28,19 @@ from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.final_evaluation import Found, Measured, check_models, common_names
+from fedloom.server.run.final_evaluation import Measured, NetworkScores, check_models, common_names
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.strategies import slots_of
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.requests import Unlearning
 
-ATTEMPTS = 3  # at a round in which nodes of the cluster are lost
+ATTEMPTS = 3  # further attempts at a round in which nodes of the cluster are lost
 
 
 @dataclass
 class TrainingRun:
-    """A method with its ledger, whose server this is: new, or as the last committed round left it."""
+    """A method with its ledger, as the ledger's server: new, or as the last committed round left it."""
 
     config: Config
     folder: RunFolder
@@ -48,9 +48,9 @@ class TrainingRun:
     evaluator: Evaluator
     experiment: Experiment = field(init=False)
     state: ServerState = field(init=False)
-    loop: RoundLoop | None = None  # once it has trained
-    erasure: Erasure | None = None  # where nodes can be told to delete what they keep
-    request_id: str = ""  # the request of whose outcome the caller tells
+    loop: RoundLoop | None = None  # from `begin` on
+    erasure: Erasure | None = None  # in a real federation: asks nodes to delete their stores
+    request_id: str = ""  # the request whose outcome the caller reports
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
@@ -59,30 +59,30 @@ class TrainingRun:
         check_models(self.config, self.state.models())
 
     def sites(self) -> list[Site]:
-        """The sites that its ledger knows, forgotten ones included."""
+        """Return the sites in its ledger, including forgotten ones."""
         known = self.ledger.sites()
         return [site for site in self.config.roster if site.name in known]
 
     def unlearning(self) -> Unlearning:
-        """Requests to it."""
+        """Return what fulfils requests to this run."""
         return Unlearning(self.config, self.folder.path, self.ledger, self.state, self.evaluator,
                           self.erasure)  # fmt: skip
 
     @held()
     def begin(self, channel: ClientChannel, listener: Listener) -> RoundLoop:
-        """Have the federation's sites at hand: from here on they can be asked, also to measure."""
+        """Create the round loop over this channel. From now on, sites can be asked, for example to measure."""
         self.loop = RoundLoop(self.config, self.ledger.run().run, channel, self.state, self.evaluator, listener)
         return self.loop
 
     @property
     def measured_by_sites(self) -> bool:
-        """Whether some of the accuracies can be told by the sites alone."""
+        """Whether only the sites can measure some of the accuracies."""
         return self.config.evaluation.where != "server" or self.state.strategy.personal
 
     def train(self, channel: ClientChannel, listener: Listener, rounds: int | None = None) -> None:
-        """All rounds that are not committed yet (`rounds`: until there are so many), and those that requests ask for.
+        """Train all rounds that are not committed yet (`rounds`: up to this one), and process requests between rounds.
 
-        Requests that came in are taken up between rounds: they may go back to an earlier one, or want further ones.
+        A request may go back to an earlier round, or add rounds.
         """
         loop = self.begin(channel, listener)
         if not channel.simulated:
@@ -117,7 +117,7 @@ class TrainingRun:
                 one_round(loop, last + 1)
 
     def _bring_home(self, loop: RoundLoop) -> None:
-        """Fetch all contributions that nodes keep: the run has ended, and they may go."""
+        """Fetch all contributions from nodes at the end of the run, so that the nodes may go."""
         begin, before, brought = time.monotonic(), loop.channel.received or 0, None
         while brought is None:
             try:
@@ -130,7 +130,9 @@ class TrainingRun:
 
     @held()
     def joined(self, grid: Grid) -> ClientChannel:
-        """The federation of its members, when all are there that are not to be forgotten. UserError names the missing."""
+        """Return the channel, once all members have joined that no request removes. Raises UserError naming missing
+        sites.
+        """
         members, window = self.state.members(), self.config.federation.window
         if getattr(grid, "simulated", False):
             channel = ClientChannel(grid, members, window)
@@ -142,30 +144,30 @@ class TrainingRun:
         return channel
 
     def retrained(self, request: Request, channel: ClientChannel, listener: Listener) -> Model:
-        """A network trained from the start without a request's sites, in retrained/<request>, for as many rounds."""
-        listener.message(f"request '{request.id}': a network is trained without {', '.join(request.sites)}, to compare with")
+        """Return a network trained from the start without a request's sites, in retrained/<request>."""
+        listener.message(f"Request '{request.id}': a network is trained without {', '.join(request.sites)}, for comparison.")
         with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
             other.train(channel, listener, self.unlearning().last_round())
             return other.state.aggregate()
 
     @contextmanager
     def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["TrainingRun"]:
-        """A further method with the same sites (but for some), in a folder of the run's: new, or as far as it came."""
+        """Yield a new or resumed method with the same sites, except `without`, in a subfolder of the run."""
         folder = RunFolder(self.folder.path / name)
         folder.open(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
-        there = [site.name for site in self.state.members() if site.name not in without]
+        members = [site.name for site in self.state.members() if site.name not in without]
         run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
-        with open_ledger(config, folder, run, there) as ledger:
+        with open_ledger(config, folder, run, members) as ledger:
             yield TrainingRun(config, folder, ledger, self.evaluator)
 
     def _announce(self, loop: RoundLoop) -> None:
-        """Tell what is trained now: other sites than before, or up to another round."""
+        """Report what is trained now: the sites, and the last round."""
         named = f" ({self.state.display_name})" if self.state.display_name else ""
         run, sites = f"{self.config.run.name}{named}", len(self.state.members())
         loop.listener.started(run, sites, loop.last, str(self.folder.path))
 
     def _resumed(self, loop: RoundLoop) -> None:
-        """Begin after the last committed round, to which a crash or a rollback has led."""
+        """Prepare to continue after the last committed round, after a crash or a rollback."""
         self.state.abandon()
         self.ledger.prune()
         self.folder.sweep()
@@ -178,10 +180,10 @@ class TrainingRun:
             return
         self.ledger.note("resumed", {"round": last.round})
         self.complete_metrics(loop.measured)
-        loop.listener.note(f"going on after round {last.round}")
+        loop.listener.note(f"continuing after round {last.round}")
 
     def leave(self) -> None:
-        """Put what was committed on record, where a run ends before it is measured: its rounds, and the shared networks."""
+        """Write metrics and shared networks of the committed rounds, when a run ends before it is measured."""
         self.state.abandon()
         self.complete_metrics()
         models, sites = self.state.models(), {site.name for site in self.state.members()}
@@ -192,69 +194,70 @@ class TrainingRun:
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
-        """Give metrics.jsonl a line for each committed round and no other; `measured`: what the last one's lacks if torn."""
+        """Write one line in metrics.jsonl for each committed round. `measured`: completes the last record if missing."""
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
         records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
         if rows and rows[-1].round not in known:
             records[rows[-1].round] = measured(records[rows[-1].round])
         self.folder.write_metrics(records.values())
 
-    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[Found]:
-        """Of each model, or (None) of the sites' own, test accuracy by domain, and at its users on their own test images.
+    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:
+        """Return each model's test accuracy by domain, and its scores on its users' test images. None: sites' own networks.
 
-        Empty where no site is there to measure it.
+        The result is empty if no connected site can measure it.
         """
         if self.config.evaluation.where == "server" and None not in models:
-            return [Found(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
+            return [NetworkScores(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
                     for model, sites in zip(models, users, strict=True) if model is not None]  # fmt: skip
         if self.loop is None:
-            return [Found({}, {}) for _ in models]
-        measuring, found = self.loop.sites, self.loop.sites.scores(models, "test")
-        return [Found(measuring.shares(scores), {site.name: scores[site.name] for site in sites if site.name in scores})
-                for scores, sites in zip(found, users, strict=True)]  # fmt: skip
+            return [NetworkScores({}, {}) for _ in models]
+        measuring, by_model = self.loop.sites, self.loop.sites.scores(models, "test")
+        of_users = [{site.name: scores[site.name] for site in sites if site.name in scores}
+                    for scores, sites in zip(by_model, users, strict=True)]  # fmt: skip
+        return [NetworkScores(measuring.shares(scores), own) for scores, own in zip(by_model, of_users, strict=True)]
 
     @held()
     def measure(self) -> dict[str, Any]:
-        """Test accuracy of all the method's networks, and of the aggregate without each site; all networks are written.
+        """Measure and write all the method's networks, and the aggregate without each site; return entries for the summary.
 
         Every contribution is read once, and checked against the sums.
         """
-        state, found = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
+        state, measured = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
         members = {site.name for site in state.members()}
-        for name in found.models:
+        for name in measured.models:
             if name not in members:
-                found.network(name)
-        checks, again = state.checks(found.site)
+                measured.network(name)
+        checks, again = state.checks(measured.site)
         backwards: dict[str, dict[str, float]] = {}
-        if again is not None and found.aggregate:
-            found.measure(backwards, "", state.aggregate(again))
-        if not found.models or state.strategy.personal:
-            found.measure(found.accuracy, PERSONAL, None, found.sites)
-        found.settle()
+        if again is not None and measured.aggregate:
+            measured.measure(backwards, "", state.aggregate(again))
+        if not measured.models or state.strategy.personal:
+            measured.measure(measured.accuracy, PERSONAL, None, measured.sites)
+        measured.settle()
         return {
-            "aggregate": found.aggregate,
-            "accuracy": {name: shares for name, shares in found.accuracy.items() if shares},
+            "aggregate": measured.aggregate,
+            "accuracy": {name: shares for name, shares in measured.accuracy.items() if shares},
             "reversed": backwards.get("", {}),
-            "forgotten": found.forgotten,
-            "per_site": found.per_site(),
+            "forgotten": measured.forgotten,
+            "per_site": measured.per_site(),
             "digest": state.digest(),
             "checks": checks,
-            "traces": {one.location: one.reason for one in state.residue()},
+            "traces": {trace.location: trace.reason for trace in state.residue()},
             **self._of_different_networks(),
             **state.strategy.summary_entries(state.view()),
-            **found.facts,
+            **measured.facts,
             **({"class_names": names} if (names := self._class_names()) else {}),
         }
 
     def _class_names(self) -> dict[str, str]:
-        """What the classes of the members are called, by number; of sites that bring their own data as they enrolled."""
+        """Return the members' class names by number. Sites with their own data report them when they enrol."""
         members = self.state.members()
         if has_data(self.config):
             return common_names(self.config, map(class_names, {variant(site.spec): site.spec for site in members}.values()))
         return common_names(self.config, self.loop.transport.participants.enrolled_names(members) if self.loop else ())
 
     def _of_different_networks(self) -> dict[str, Any]:
-        """Where sites have networks of their own architecture and the server has the images: what that gives and costs."""
+        """Return accuracies at the sites and costs, if sites have different architectures and the server has the images."""
         sites = self.state.members()
         if self.config.evaluation.where != "server" or not different_networks(self.config, sites):
             return {}
@@ -263,40 +266,46 @@ class TrainingRun:
 
 
 def one_round(loop: RoundLoop, number: int) -> dict[str, Any]:
-    """A round of the strategy, committed; its record. Raises TooFewRepliesError, and then nothing is committed."""
+    """Run a round of the strategy, commit it, and return its record.
+
+    Raises TooFewRepliesError if too few sites reply; nothing is committed then.
+    """
     for attempt in range(ATTEMPTS + 1):
         try:
             with loop.round(number) as context:
                 loop.state.strategy.round(context)
             return context.record
-        except NodeLostError as error:  # with a contribution that it took to ask; without it, nothing has happened
+        except NodeLostError as error:  # a node was lost with a contribution that the round needs; nothing is committed
             if attempt == ATTEMPTS:
                 raise
-            loop.listener.message(f"round {number}: {error}; it begins again")
+            loop.listener.message(f"round {number}: {error}; the round begins again")
     raise AssertionError
 
 
 def all_rounds(loop: RoundLoop) -> Iterator[dict[str, Any]]:
-    """All rounds, one after the other; yields each one's record (a line of metrics.jsonl)."""
+    """Run all rounds, one after the other, and yield each round's record (a line of metrics.jsonl)."""
     for number in range(1, loop.last + 1):
         yield one_round(loop, number)
 
 
 def recalibration_round(loop: RoundLoop, number: int) -> dict[str, Any]:
-    """A round in which sites do not train but tell of the aggregates (server.rounds.recalibration). FailedError."""
-    from fedloom.server.rounds.recalibration import recalibrate  # closed forms: only where they are asked for
+    """Run a round in which sites do not train but send statistics of the aggregates (server.rounds.recalibration).
+
+    Raises FailedError.
+    """
+    from fedloom.server.rounds.recalibration import recalibrate  # imported only when it is needed
 
     with loop.round(number, recalibration=True) as context:
         state = loop.state
-        told = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
-        context.replies, context.recalibrated = told.replies, True
-    for name, why in told.left.items():
-        loop.listener.message(f"round {number}: {name} stays as it is: {why}")
+        result = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
+        context.replies, context.recalibrated = result.replies, True
+    for name, why in result.left.items():
+        loop.listener.message(f"round {number}: {name} stays unchanged: {why}")
     return context.record
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
-    """The ledger of a run: the one that is there, or a new one. Raises LedgerError if another server is at work on it."""
+    """Return the ledger of a run, an existing or a new one. Raises LedgerError if another server is working on it."""
     if begun(folder.path / LEDGER):
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]

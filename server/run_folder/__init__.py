@@ -1,1 +1,1 @@
-"""The folder of a run: what is in it, and how it is read."""
+"""The folder of a run: its content, and how it is read and written."""

@@ -1,4 +1,4 @@
-"""The folder of a run: what is written where, so that others can read it."""
+"""The folder of a run: write its files, in a form that other programs can read."""
 
 import dataclasses
 import hashlib
@@ -22,25 +22,25 @@ from fedloom.server.run_folder.listing import holds, read_config, read_metrics, 
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
-AGGREGATE, LONGEST = "aggregate", 100  # a network's file, and bytes of the name of any
+AGGREGATE, LONGEST = "aggregate", 100  # the aggregate's file name; the most bytes of a file name
 
 
 def stored(config: Config) -> str:
-    """The text of config.yaml: the configuration, but for the order to overwrite or to resume."""
+    """Return the text of config.yaml: the configuration without run.overwrite and run.resume."""
     return to_yaml(dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False, resume=False)))
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """runs/<name>/ with config.yaml, metrics.jsonl, summary.json, the ledger, states/ and, later, plots/ and report.html."""
+    """The folder runs/<name>/: configuration, metrics, summary, ledger, states/, plots/ and report."""
 
     path: Path
 
     def open(self, config: Config) -> None:
-        """Make it, or leave it as it is if config.run.resume says so and it is there.
+        """Create the folder. If config.run.resume is set and it exists, leave it unchanged.
 
-        Raises UserError if a run of that name exists (unless run.overwrite), is another one than the one to resume, or
-        nothing can be written there.
+        Raises UserError if a run of that name exists (unless run.overwrite), is not the one to resume, or the folder cannot
+        be written.
         """
         refuse_existing(config, self.path)
         if config.run.resume and self.path.exists():
@@ -50,27 +50,27 @@ class RunFolder:
             write_bytes(new / CONFIG, stored(config).encode())
             (new / METRICS).touch()
             if self.path.exists():
-                os.close(acquire(self.path))  # nobody is at work on it
+                os.close(acquire(self.path))  # raises if a server works on it
                 self.path.rename(old)
             new.rename(self.path)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
-            if config.run.resume and holds(self.path, config):  # another process has just made it
+            if config.run.resume and holds(self.path, config):  # another process has just created it
                 return
-            raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); choose another run.root") from None
+            raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); set another run.root") from None
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
     def check(self, config: str) -> None:
-        """UserError unless config.yaml is this text, with which the run was begun."""
+        """Raise UserError unless config.yaml is this text, with which the run began."""
         here, there = (text.splitlines() for text in (self.config(), config))
-        odd = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
-        if odd is not None:
-            now, then = (f"'{line.strip()}'" if line is not None else "nothing" for line in odd)
-            raise UserError(f"{self.path / CONFIG}: was changed after the run began: {now}, was {then}; undo that")
+        changed = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
+        if changed is not None:
+            now, then = (f"'{line.strip()}'" if line is not None else "nothing" for line in changed)
+            raise UserError(f"{self.path / CONFIG}: was changed after the run began: {now}, was {then}; undo the change")
 
     def config(self) -> str:
-        """The text of config.yaml; empty without one."""
+        """Return the text of config.yaml; empty if it is missing."""
         path = self.path / CONFIG
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
@@ -80,22 +80,22 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def metrics(self) -> dict[int, dict[str, Any]]:
-        """The records in metrics.jsonl by round; a line that a crash tore is left out."""
+        """Return the records in metrics.jsonl by round, without a line that a crash tore."""
         return read_metrics(self.path)
 
     def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write metrics.jsonl anew."""
+        """Replace metrics.jsonl."""
         write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
 
     def sweep(self) -> None:
-        """Remove temporary files that a crash left, and nothing else."""
-        for place in (self.path, self.path / STATES):
-            for path in place.glob(".*-*"):
+        """Remove the temporary files that a crash left."""
+        for folder in (self.path, self.path / STATES):
+            for path in folder.glob(".*-*"):
                 if is_left(path.name) and path.is_file():
                     path.unlink()
 
     def results(self) -> dict[str, str]:
-        """The sha256 of the files that say what came out, by their path in the folder."""
+        """Return the sha256 of the result files, by their path in the folder."""
         names = [CONFIG, METRICS, SUMMARY, *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors"))]
         files = {name: self.path / name for name in sorted(names)}
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
@@ -105,20 +105,20 @@ class RunFolder:
         write_bytes(self.path / SUMMARY, json.dumps(summary, indent=2).encode())
 
     def summary(self) -> dict[str, Any]:
-        """What write_summary wrote; empty if there is nothing that can be read."""
+        """Return the content of summary.json; empty if it cannot be read."""
         return read_summary(self.path)
 
     def write_network(self, name: str, model: Model, **metadata: str) -> None:
-        """Write a network's final state to states/<name>.safetensors; the name is one of a file (`is_file_name`).
+        """Write a network's final state to states/<name>.safetensors. The name must be valid (`is_file_name`).
 
-        Nobody but the user may read what is not the aggregate: it may be one site's.
+        Only the user can read the file, unless it is the aggregate: it may be one site's network.
         """
         write = write_state if name == AGGREGATE else write_private_state
         write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a file in a folder can have this name: printable, short, no path and not hidden."""
+    """Return whether a file can have this name: printable, short, not hidden, not a path."""
     if not isinstance(name, str) or not name.isprintable() or set(name) & {"/", "\\"}:
         return False
     return not name.startswith(".") and 0 < len(name.encode()) <= LONGEST

@@ -1,4 +1,4 @@
-"""What a run's folder holds: what fedloom writes into it, and what it does not, which is never deleted with it."""
+"""The content of a run's folder: the files that fedloom writes, and other files, which it never deletes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,37 +6,41 @@ from pathlib import Path
 from typing import Any
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
-LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the lock is held by the run's server
+LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run's server holds the lock
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
 PLOTS, REPORT = "plots", "report.html"
 FINISHED = "finished"  # the status of a summary
-TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the trackers that ship; others': their own name
+TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the built-in trackers; other trackers use their own name
 
 WRITTEN = frozenset(
     {CONFIG, METRICS, SUMMARY, LEDGER, SEAL, LOCK, BASELINES, RETRAINED, CERTIFICATES, STATES, SITES, STAGING, BLOBS}
     | {PLOTS, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
 )
-SUFFIXES = {STATES: (".safetensors",), PLOTS: (".png",), CERTIFICATES: (".json", ".html", ".sig")}  # of the files in them
+SUFFIXES = {
+    STATES: (".safetensors",),
+    PLOTS: (".png",),
+    CERTIFICATES: (".json", ".html", ".sig"),
+}  # of files in these folders
 DESKTOPS = (".DS_Store", "Thumbs.db", "desktop.ini")
 _LEFT = re.compile(r"\..+-[0-9a-f]{32}")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)(-[0-9a-f]{32}|\.new)")  # of an interrupted write
 
 
 def strange_in(path: Path, tree: Mapping[str, Any]) -> list[str]:
-    """The entries of a run's folder that fedloom does not write; `tree`: its config.yaml, which names trackers of others."""
+    """Return the entries of a run's folder that fedloom does not write. `tree`: config.yaml, which names trackers."""
     own = WRITTEN | set(_trackers(tree))
-    found = [one.name for one in path.iterdir() if one.name not in own and not _passing(one.name)]
-    return sorted([*found, *_strange_inside(path)])
+    strange = [entry.name for entry in path.iterdir() if entry.name not in own and not _passing(entry.name)]
+    return sorted([*strange, *_strange_inside(path)])
 
 
 def _strange_inside(path: Path) -> Iterator[str]:
-    """Of folders in which people keep things of their own beside a run's."""
+    """Yield such entries of the subfolders in which users may save their own files."""
     for folder, suffixes in SUFFIXES.items():
-        for one in (path / folder).iterdir() if (path / folder).is_dir() else ():
-            passing = is_left(one.name) or one.name in DESKTOPS or one.is_symlink()
-            if not passing and (one.is_dir() or one.suffix not in suffixes):
-                yield f"{folder}/{one.name}"
+        for entry in (path / folder).iterdir() if (path / folder).is_dir() else ():
+            passing = is_left(entry.name) or entry.name in DESKTOPS or entry.is_symlink()
+            if not passing and (entry.is_dir() or entry.suffix not in suffixes):
+                yield f"{folder}/{entry.name}"
     for folder in (BASELINES, RETRAINED):
         for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
             inside = strange_in(run, {}) if run.is_dir() else []
@@ -44,24 +48,24 @@ def _strange_inside(path: Path) -> Iterator[str]:
 
 
 def is_left(name: str) -> bool:
-    """Whether a file of that name is what an interrupted write left (clients.storage.states.write_bytes)."""
+    """Return whether a file of that name was left by an interrupted write (clients.storage.states.write_bytes)."""
     return bool(_LEFT.fullmatch(name))
 
 
 def is_begun(path: Path) -> bool:
-    """Whether the folder has some of what every run has beside its configuration."""
+    """Return whether the folder has a file of a run other than its configuration."""
     return any((path / name).is_file() for name in (LEDGER, METRICS, SUMMARY))
 
 
 def holds_only_config(path: Path) -> bool:
-    """Whether nothing but a configuration, and what an interrupted write left, is there."""
-    return all(one.name == CONFIG or _passing(one.name) for one in path.iterdir())
+    """Return whether the folder has only a configuration, and files of interrupted writes."""
+    return all(entry.name == CONFIG or _passing(entry.name) for entry in path.iterdir())
 
 
 def _passing(name: str) -> bool:
-    """Whether the name is of an interrupted write, or of what a desktop leaves wherever somebody looks."""
-    found = _TEMPORARY.fullmatch(name)
-    return name in DESKTOPS or bool(found and found["name"] in WRITTEN)
+    """Return whether the name is of an interrupted write, or of a desktop's hidden file."""
+    match = _TEMPORARY.fullmatch(name)
+    return name in DESKTOPS or bool(match and match["name"] in WRITTEN)
 
 
 def _trackers(tree: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Folders of runs as they lie on the disk: what is one, how it stands. Read without torch: to list many is quick."""
+"""Folders of runs on disk: which folders are runs, and their status. It does not import torch, so long lists are fast."""
 
 import contextlib
 import dataclasses
@@ -31,19 +31,19 @@ from fedloom.server.run_folder.layout import (
 
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
-MOST_STRANGE = 5  # names that an error tells
-MOST_DEPTH = 4  # of folders within each other in which runs are looked for
+MOST_STRANGE = 5  # names in an error message
+MOST_DEPTH = 4  # levels of folders that are searched for runs
 RUNNING, STOPPED = "running", "stopped"
-ENDED = (FINISHED, "failed", "interrupted")  # as a summary says it
+ENDED = (FINISHED, "failed", "interrupted")  # the status in a summary
 
 
 def is_run(path: Path) -> bool:
-    """Whether the folder is one of a run, by the keys of its config.yaml."""
+    """Return whether the folder is a run's, by the keys of its config.yaml."""
     return bool(_tree(path))
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    """What a run's config.yaml holds; empty where there is none of a run."""
+    """Return the content of a run's config.yaml; empty if the folder is not a run."""
     try:
         tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
@@ -52,79 +52,82 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
-    """UserError unless all that is in the folder is a run's. `to`: be what; `alone`: a configuration by itself is enough."""
+    """Raise UserError unless everything in the folder belongs to a run.
+
+    `to`: what will be done, for the message. `alone`: a configuration alone is enough.
+    """
     if not (tree := _tree(path)):
-        raise UserError(f"{path} is no run of fedloom (by its {CONFIG}): it will not be {to}")
+        raise UserError(f"{path} is not a run of fedloom (by its {CONFIG}); it will not be {to}")
     if strange := strange_in(path, tree):
         more = f" and {len(strange) - MOST_STRANGE} more" if len(strange) > MOST_STRANGE else ""
-        told = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
-        raise UserError(f"{path} holds what fedloom does not write ({told}): it will not be {to}; move that away first")
+        names = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
+        raise UserError(f"{path} has files that fedloom did not write ({names}); it will not be {to}. Move them away first")
     if not is_begun(path) and not (alone and holds_only_config(path)):
-        raise UserError(f"{path} is no run of fedloom (without {LEDGER}, {METRICS}, {SUMMARY}): it will not be {to}")
+        raise UserError(f"{path} is not a run of fedloom (without {LEDGER}, {METRICS}, {SUMMARY}); it will not be {to}")
 
 
 def runs_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[Path]:
-    """The folder itself if it is a run's, else all runs' folders in it, by name; baselines are parts of their run."""
+    """Yield the folder itself if it is a run, else all runs in it, by name. Baselines belong to their run."""
     if is_run(path):
         yield path
     elif depth:
-        with contextlib.suppress(OSError):  # it cannot be read, or has just gone
+        with contextlib.suppress(OSError):  # unreadable, or just removed
             for inner in sorted(path.iterdir()):
                 if inner.is_dir() and not inner.name.startswith("."):
                     yield from runs_in(inner, depth - 1)
 
 
 def refuse_existing(config: Config, path: Path | None = None) -> None:
-    """UserError if a run of that name exists, unless it is the one to resume, or run.overwrite says that it may go."""
+    """Raise UserError if a run of that name exists, unless it is the one to resume, or run.overwrite is set."""
     path = path or Path(config.run.root) / config.run.name
     if not path.exists():
         pass
     elif config.run.resume:
         _same_run(config, path)
     elif not config.run.overwrite:
-        raise UserError(f"the run '{config.run.name}' exists ({path}): pass --overwrite, or another run.name=")
+        raise UserError(f"the run '{config.run.name}' exists ({path}): add --overwrite, or set another run.name=")
     else:
         refuse_deleting(path, to="overwritten", alone=True)
 
 
 def read_config(path: Path) -> Config:
-    """The configuration of the run in a folder, its place being where the folder is now. Raises UserError if it is none."""
+    """Return the configuration of the run in a folder, with its current location. Raises UserError if it is not a run."""
     if not is_run(path):
-        raise UserError(f"{path}: is no run of fedloom (no readable {CONFIG} in it); name the folder of a run")
+        raise UserError(f"{path}: is not a run of fedloom (no readable {CONFIG} in it); `fedloom runs` lists runs")
     try:
         text = (path / CONFIG).read_text(encoding="utf-8")
         config = from_mapping(read_yaml(text, lambda node: keep_texts(Config, node)))
     except UserError as error:
         raise UserError(f"{path / CONFIG}: {error}") from None
-    if path.name != (whole := path.resolve()).name:  # a link, or '.'
-        path = whole
+    if path.name != (resolved := path.resolve()).name:  # a link, or '.'
+        path = resolved
     where = dataclasses.replace(config.run, name=path.name, root=str(path.parent))
     return dataclasses.replace(config, run=where)
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """The records in a run's metrics.jsonl by round; a line that a crash tore is left out."""
-    found, file = {}, path / METRICS
+    """Return the records in a run's metrics.jsonl by round, without a line that a crash tore."""
+    records, file = {}, path / METRICS
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
         try:
             record = json.loads(line)
-            found[int(record["round"])] = record
+            records[int(record["round"])] = record
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    return found
+    return records
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What a run's summary.json holds; empty if there is nothing that can be read."""
+    """Return the content of a run's summary.json; empty if it cannot be read."""
     try:
-        found = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+        summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def busy(path: Path) -> bool:
-    """Whether a server is at work on the run in a folder. Changes nothing, and needs no permission to."""
+    """Return whether a server works on the run in a folder. It changes nothing, and needs no write permission."""
     try:
         handle = os.open(path / LOCK, os.O_RDONLY)
     except OSError:
@@ -141,15 +144,15 @@ def busy(path: Path) -> bool:
 
 
 def status(path: Path) -> str:
-    """How a run stands: running, finished, failed, interrupted, or stopped: by what left it no time to say so."""
+    """Return a run's status: running, finished, failed, interrupted, or stopped (it ended without writing a status)."""
     if busy(path):
         return RUNNING
-    told = read_summary(path).get("status")
-    return told if told in ENDED else STOPPED
+    stated = read_summary(path).get("status")
+    return stated if stated in ENDED else STOPPED
 
 
 def waiting(path: Path) -> list[str]:
-    """The ids of the requests of a run that are not certified yet, oldest first; none where the ledger cannot be read."""
+    """Return the ids of a run's requests that are not certified yet, oldest first; empty if the ledger cannot be read."""
     try:
         uri = f"{(path / LEDGER).absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as ledger:
@@ -160,17 +163,17 @@ def waiting(path: Path) -> list[str]:
 
 
 def holds(path: Path, config: Config) -> bool:
-    """Whether the folder has a run of this configuration, wherever it was made and whatever keys came since."""
+    """Return whether the folder has a run of this configuration, regardless of its location and of newer keys."""
     return is_run(path) and _same(read_config(path), config)
 
 
 def _same_run(config: Config, path: Path) -> None:
-    """UserError unless the folder holds a run of this configuration."""
+    """Raise UserError unless the folder has a run of this configuration."""
     if not _same(read_config(path), config):
-        raise UserError(f"{path}: was run with another configuration ({CONFIG}); only that one can be resumed")
+        raise UserError(f"{path}: was run with another configuration ({CONFIG}); it can only be resumed with that one")
 
 
 def _same(one: Config, other: Config) -> bool:
-    """Whether both describe the same run, wherever it is kept and whatever tracks it."""
+    """Return whether both describe the same run, regardless of its location and trackers."""
     here, there = (dataclasses.replace(config, run=RunConfig(), tracking=[]) for config in (one, other))
     return here == there

@@ -1,4 +1,4 @@
-"""What a run's folder says came out, checked as it is read: such files are edited, damaged, or another program's."""
+"""Check the results in a run's folder as they are read: files may be edited, damaged, or another program's."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,44 +8,44 @@ from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.layout import METRICS, SUMMARY
 from fedloom.server.run_folder.listing import read_metrics, read_summary
 
-LARGEST = 1e300  # of a number; NaN is one, too
-RECEIVED = "received"  # of a round's record: bytes of arrays that came to the server, where sums did in the place of replies
+LARGEST = 1e300  # limit of a number; NaN passes, too
+RECEIVED = "received"  # key of a round's record: bytes that reached the server, if sums arrived instead of replies
 Check = Callable[[Any], bool]
 
 
-def _number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and not abs(given) >= LARGEST
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) >= LARGEST
 
 
-def _whole(given: Any) -> bool:
-    return isinstance(given, int) and _number(given) and given >= 0
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and _number(value) and value >= 0
 
 
-def _text(given: Any) -> bool:
-    return isinstance(given, str)
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _table_of(inner: Check) -> Check:
-    return lambda given: isinstance(given, Mapping) and all(map(inner, given.values()))
+    return lambda value: isinstance(value, Mapping) and all(map(inner, value.values()))
 
 
 def _list_of(inner: Check) -> Check:
-    return lambda given: isinstance(given, list) and all(map(inner, given))
+    return lambda value: isinstance(value, list) and all(map(inner, value))
 
 
 def _or_none(inner: Check) -> Check:
-    return lambda given: given is None or inner(given)
+    return lambda value: value is None or inner(value)
 
 
-def _pair(given: Any) -> bool:
-    return isinstance(given, list) and len(given) == 2 and all(map(_whole, given))
+def _pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_whole, value))
 
 
-def _site(given: Any) -> bool:
-    return isinstance(given, Mapping) and _text(given.get("name")) and _text(given.get("domain"))
+def _site(value: Any) -> bool:
+    return isinstance(value, Mapping) and _text(value.get("name")) and _text(value.get("domain"))
 
 
-KEYS = Mapping[str, tuple[str, Check]]  # what a key is, and whether it is that
+KEYS = Mapping[str, tuple[str, Check]]  # by key, the expected type and its check
 OF_SUMMARY: KEYS = {
     "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
     "aggregate": ("text", _text),
@@ -67,33 +67,33 @@ OF_RECORD: KEYS = {
 
 
 def checked_summary(path: Path) -> dict[str, Any]:
-    """What a run's summary.json holds; empty if there is nothing that can be read. UserError for a key of another type."""
-    found = read_summary(path)
-    _check(found, OF_SUMMARY, f"{path}: {SUMMARY}")
-    return found
+    """Return the content of a run's summary.json; empty if it cannot be read. Raises UserError for a key of another type."""
+    summary = read_summary(path)
+    _check(summary, OF_SUMMARY, f"{path}: {SUMMARY}")
+    return summary
 
 
 def sound_summary(path: Path) -> dict[str, Any]:
-    """The same, without keys of another type."""
-    return {key: one for key, one in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](one)}
+    """Return the content of summary.json without keys of another type."""
+    return {key: value for key, value in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](value)}
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """The records in a run's metrics.jsonl by round, without lines that are torn. UserError for a key of another type."""
-    found = read_metrics(path)
-    for round, record in found.items():
+    """Return the records in metrics.jsonl by round, without torn lines. Raises UserError for a key of another type."""
+    records = read_metrics(path)
+    for round, record in records.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
-    return found
+    return records
 
 
 def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of arrays that a round's record tells of: to all sites, and what came to the server."""
+    """Return the bytes of arrays in a round's record: sent to all sites, and received by the server."""
     each = (record.get("bytes") or {}).values()
-    sent, received = (sum(one[place] for one in each) for place in (0, 1))
+    sent, received = (sum(pair[index] for pair in each) for index in (0, 1))
     return sent, record.get(RECEIVED, received)
 
 
-def _check(found: Mapping[str, Any], keys: KEYS, where: str) -> None:
-    for key, (what, holds) in keys.items():
-        if key in found and not holds(found[key]):
-            raise UserError(f"{where}: {key} is no {what}")
+def _check(content: Mapping[str, Any], keys: KEYS, where: str) -> None:
+    for key, (kind, holds) in keys.items():
+        if key in content and not holds(content[key]):
+            raise UserError(f"{where}: {key} must be a {kind}")

@@ -1,4 +1,4 @@
-"""The server's halves of methods: one file per method, found by name. All that a new one needs can be imported from here."""
+"""The server's half of each method, one file per method, looked up by name. A new strategy imports all it needs here."""
 
 from fedloom.clients.networks import Model
 from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN

@@ -1,4 +1,4 @@
-"""The architectures of a run: sites of one architecture are a group, whose networks can be averaged as they are."""
+"""The architectures of a run. Sites with one architecture are a group, whose networks can be averaged directly."""
 
 import functools
 import re
@@ -13,12 +13,12 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.sites import Site
 from fedloom.fusion.graph.channels import Wiring, wire
 
-MOST_EXPERIMENTS = 16  # whose groups are held
+MOST_EXPERIMENTS = 16  # cached experiments
 
 
 @dataclass(frozen=True)
 class Group:
-    """The sites of one architecture, by their names. `name`: of the architecture, in slots and tables."""
+    """The sites with one architecture. `name` is the architecture's name in slots and tables, `sites` holds site names."""
 
     name: str
     architecture: Architecture
@@ -28,7 +28,7 @@ class Group:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def groups_of(experiment: Experiment) -> tuple[Group, ...]:
-    """The architectures of a run, in the order in which the roster names them."""
+    """Return the architectures of a run, in the roster's order."""
     sites: dict[Architecture, list[Site]] = {}
     for site in experiment.sites:
         sites.setdefault(experiment.architecture(site), []).append(site)
@@ -39,14 +39,15 @@ def groups_of(experiment: Experiment) -> tuple[Group, ...]:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def group_by_site(experiment: Experiment) -> dict[str, Group]:
-    """The group of each site, by its name."""
+    """Return the group of each site, by the site's name."""
     return {site: group for group in groups_of(experiment) for site in group.sites}
 
 
 def reference_of(experiment: Experiment, name: str = "") -> Group:
-    """The group of that name, or (empty) the one whose network has most layers, of these most parameters.
+    """Return the group `name`. Without a name, return the group with most layers, and among these most parameters.
 
-    UserError for a name that no architecture has.
+    Raises:
+        UserError: No architecture has this name.
     """
     groups = {group.name: group for group in groups_of(experiment)}
     if name and name not in groups:
@@ -55,14 +56,18 @@ def reference_of(experiment: Experiment, name: str = "") -> Group:
 
 
 def size_of(architecture: Architecture) -> tuple[int, int]:
-    """Layers (or residual blocks) and parameters."""
+    """Return the numbers of layers (or residual blocks) and of parameters."""
     wiring = wiring_of(architecture)
     return len(wiring.units), sum(weight.numel() for weight in wiring.graph.parameters())
 
 
 @functools.lru_cache(maxsize=64)
 def wiring_of(architecture: Architecture) -> Wiring:
-    """The channel graph of a network of this architecture. UserError, naming it, for one that cannot be traced."""
+    """Return the channel graph of a network with this architecture.
+
+    Raises:
+        UserError: The network cannot be traced. The message names it.
+    """
     network = architecture.build().eval()
     initialise(network, torch.Generator().manual_seed(0))
     try:
@@ -72,17 +77,23 @@ def wiring_of(architecture: Architecture) -> Wiring:
 
 
 def _names(architectures: Sequence[Architecture]) -> list[str]:
-    """Short names: the network's, and where several have it the options by which they differ."""
-    found = []
-    for one in architectures:
-        name = str(one.options["name"])
+    """Return short names: the network's name and, where several share it, the options in which they differ."""
+    names = []
+    for architecture in architectures:
+        name = str(architecture.options["name"])
         same = [other.options for other in architectures if other.options["name"] == name]
-        differs = [value for key, value in sorted(one.options.items()) if any(other.get(key) != value for other in same)]
-        words = [name.rpartition(":")[2], *map(str, differs), *([str(one.classes)] if _alike(one, architectures) else [])]
-        found.append(re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(words)).strip("-")[:60])
-    earlier = [found[:place].count(name) for place, name in enumerate(found)]
-    return [name if found.count(name) == 1 else f"{name}-{before + 1}" for name, before in zip(found, earlier, strict=True)]
+        differs = [
+            value for key, value in sorted(architecture.options.items()) if any(other.get(key) != value for other in same)
+        ]
+        words = [
+            name.rpartition(":")[2],
+            *map(str, differs),
+            *([str(architecture.classes)] if _share_network(architecture, architectures) else []),
+        ]
+        names.append(re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(words)).strip("-")[:60])
+    earlier = [names[:index].count(name) for index, name in enumerate(names)]
+    return [name if names.count(name) == 1 else f"{name}-{before + 1}" for name, before in zip(names, earlier, strict=True)]
 
 
-def _alike(one: Architecture, others: Sequence[Architecture]) -> bool:
-    return sum(other.network == one.network for other in others) > 1
+def _share_network(architecture: Architecture, others: Sequence[Architecture]) -> bool:
+    return sum(other.network == architecture.network for other in others) > 1

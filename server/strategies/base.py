@@ -1,8 +1,8 @@
-"""The interface of a strategy, the server's half of a method, and the registry of strategies.
+"""The interface of a strategy (the server's half of a method), and the registry of strategies.
 
-A method's round reads like the algorithm in its paper. All that is durable is in named slots (server.ledger.declared), and
-what can be measured is a function of them: forgetting, readmitting, rolling back, digests, checks, partial sums,
-compositions and certificates are therefore not a method's business.
+A method's round reads like the algorithm in its paper. All durable data is in named slots (server.ledger.declared), and the
+networks are functions of the slots. So the framework, not the method, does the rest: forgetting, readmission, rollback,
+digests, checks, partial sums, compositions and certificates.
 """
 
 import re
@@ -25,13 +25,13 @@ from fedloom.server.rounds.schedules import Sampling, Schedule
 from fedloom.server.rounds.view import Models, View
 
 NO_SUMS = {"median": "FedMedian", "coordinate_median": "FedMedian", "trimmed_mean": "FedTrimmedAvg", "krum": "Krum",
-           "bulyan": "Bulyan"}  # robust aggregations, by their usual names, and Flower's  # fmt: skip
-PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # names of slots
+           "bulyan": "Bulyan"}  # usual name of a robust aggregation: Flower's class  # fmt: skip
+PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # what a slot's name must match
 
 
 @dataclass(frozen=True)
 class ResidualInfluence:
-    """Where forgotten sites may have left traces that subtraction does not reach, and why."""
+    """A place where forgotten sites may have left traces that subtraction does not remove, and the reason."""
 
     location: str
     reason: str
@@ -39,81 +39,132 @@ class ResidualInfluence:
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A method at the server; its fields are its options. `begin`, `round` and `models` are what a new one has to have.
+    """A method at the server. Its dataclass fields are its options.
 
-    `default_objective`: the name of the sites' half, taken where a configuration names none (server.strategies.defaults).
-    `personal`: sites have networks of their own beside the aggregate, which are measured, too.
+    A subclass must define `begin`, `round` and `models`. The other methods have defaults.
+
+    `default_objective` names the objective to use if the configuration names none (server.strategies.defaults). `personal`
+    is true if sites have their own networks in addition to the aggregate. These are then measured too.
     """
 
     default_objective: ClassVar[str] = ""
     personal: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         refuse_renamed(cls, OF_STRATEGIES)
 
     @property
     def objective_defaults(self) -> Mapping[str, Any]:
-        """Options of the sites' half that follow from those of this one."""
+        """Options of the objective that follow from this strategy's options, by name."""
         return {}
 
     def resolve(self, experiment: Experiment) -> "Strategy":
-        """What carries out the configured mode, where that is another strategy."""
+        """Return the strategy to run: this one, or another one that implements the configured mode."""
         return self
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """What the sites put into, by name. A method without slots can forget nobody."""
+        """Return the slots that sites contribute to, by name.
+
+        Without slots, no site can be forgotten. A name has 1 to 100 letters, digits, '-', '_' and '.'.
+        """
         return {}
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for a configuration that the method cannot work with."""
+        """Refuse a configuration that the method cannot run.
+
+        Raises:
+            UserError: The message names the option at fault and how to change it.
+        """
         return
 
     def warnings(self, experiment: Experiment) -> Sequence[str]:
-        """What to tell at the start of a run that works, but not as well as it could."""
+        """Return messages to show at the start of a run, if a different configuration may give better results."""
         return ()
 
     @abstractmethod
     def begin(self, context: RoundContext) -> None:
-        """Round 0: the first contents of the slots, and what is kept beside them. Nobody can be asked yet."""
+        """Set the first contents of the slots and of the server's state, in round 0.
+
+        No site can be asked in round 0.
+
+        Args:
+            context: Use `context.put`, `context.put_all` and `context.save_server_state`.
+        """
 
     @abstractmethod
     def round(self, context: RoundContext) -> None:
-        """One round: ask the participants, put what they gave, keep what all share."""
+        """Run one round: ask the participants, store their contributions, save the state that all share.
+
+        If it raises, the round leaves no trace.
+
+        Args:
+            context: A view of the slots that can also ask sites: `context.gather` or `context.ask`.
+        """
 
     @abstractmethod
     def models(self, view: View) -> Models:
-        """The networks of a view of the slots, by the names that tables show: the aggregate first, sites by their names."""
+        """Return the networks that follow from a view of the slots.
+
+        Args:
+            view: Read only. It may leave out sites, so read contributions and sums from it alone.
+
+        Returns:
+            Models by the names that tables show: the aggregate first, then single sites by their names.
+        """
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """Recompute what is kept and follows from the slots: after a round, and when sites are forgotten or readmitted."""
+        """Recompute the saved state that follows from the slots.
+
+        The run calls this after each round, and after sites are forgotten or readmitted.
+        """
         return
 
     def initial_contribution(self, view: View, site: str) -> Mapping[str, dict[str, torch.Tensor]]:
-        """By slot, what a site that is readmitted begins with."""
+        """Return the contribution with which a readmitted site starts.
+
+        Args:
+            view: The slots before the site returns.
+            site: The site's name.
+
+        Returns:
+            A state (tensor name to tensor) for each slot's name. A slot that is missing here starts empty.
+        """
         return {}
 
     def heads_share_basis(self, view: View) -> bool:
-        """Whether the inputs of the heads of all its aggregates correspond, channel by channel."""
+        """Return whether the heads of all aggregates read the same features, channel by channel."""
         return False
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
-        """Where these forgotten sites (none named: any that will be) may have left traces."""
+        """Return where forgotten sites may have left traces.
+
+        Args:
+            view: The slots.
+            names: The forgotten sites. Empty: any site that may be forgotten later.
+
+        Returns:
+            The places and reasons, for the summary and the certificate. It is empty without traces.
+        """
         if not view.rounds_with(names):
-            return ()  # nothing was trained yet
-        why = "they come from rounds in which the forgotten sites took part; subtraction does not change them"
-        return (ResidualInfluence("the other sites' contributions, and what is kept beside the sums", why),)
+            return ()  # no training yet
+        reason = "they come from rounds in which the forgotten sites participated; subtraction does not change them"
+        return (ResidualInfluence("the other sites' contributions, and the server's saved state", reason),)
 
     def summary_entries(self, view: View) -> Mapping[str, Any]:
-        """What else the summary says of the run, by key."""
+        """Return further entries of `summary.json`, by key."""
         return {}
 
     def measured_with(self, view: View) -> Mapping[str, dict[str, torch.Tensor]]:
-        """By record name, what sites need of the server to measure networks that are their own."""
+        """Return the records that sites need to measure their own networks.
+
+        Returns:
+            A state (tensor name to tensor) for each record's name.
+        """
         return {}
 
     def schedule(self, experiment: Experiment) -> Schedule:
-        """Who takes part when."""
+        """Return the schedule, which says which sites participate in which round."""
         return Sampling(experiment.config)
 
 
@@ -127,46 +178,66 @@ STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy, "fedloom.server.
 
 
 def strategy_of(experiment: Experiment) -> Strategy:
-    """The configured strategy. UserError if there is no such one, or an option does not fit."""
+    """Return the configured strategy.
+
+    Raises:
+        UserError: The strategy does not exist, or an option does not fit.
+    """
     return STRATEGIES.build(experiment.config.strategy, "strategy").resolve(experiment)
 
 
 def slots_of(experiment: Experiment) -> dict[str, Slot]:
-    """The slots that the configured strategy declares. UserError for odd ones, or ones that workers cannot add up."""
+    """Return the slots that the configured strategy declares, by name.
+
+    Raises:
+        UserError: A slot has a wrong type or name, or workers cannot add it up (`federation.partial_sums`).
+    """
     name, slots = experiment.config.strategy.get("name"), strategy_of(experiment).slots(experiment)
     if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | PerClientSlot) for slot in slots.values()):
         raise UserError(
-            f"strategy '{name}': its slots() must give a dictionary of fedloom.server.strategies.Sum and PerClientSlot"
+            f"strategy '{name}': its slots() must return a dictionary of fedloom.server.strategies.Sum and PerClientSlot"
         )
-    if odd := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
-        raise UserError(f"strategy '{name}': the slot {odd[0]!r} needs a name of letters, digits, '-', '_' and '.'")
+    if wrong := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
+        raise UserError(f"strategy '{name}': the slot {wrong[0]!r} must have a name of letters, digits, '-', '_' and '.'")
     if experiment.federation.secure_aggregation:
         slots = masked(experiment.config, slots)
     if experiment.federation.partial_sums and (
         len(slots) > 1 or any(isinstance(slot, PerClientSlot) for slot in slots.values())
     ):
-        raise UserError(f"federation.partial_sums: workers add up one sum alone; strategy '{name}' has other slots")
+        raise UserError(
+            f"federation.partial_sums: workers can add up only one sum, but strategy '{name}' has more; set it to false"
+        )
     return dict(slots)
 
 
 def check_named(config: Config) -> None:
-    """UserError for a robust aggregation by its usual name: what there is in its place."""
+    """Refuse the usual name of a robust aggregation, and name the alternatives.
+
+    Raises:
+        UserError: `strategy.name` or `strategy.weighting` is such a name.
+    """
     for key in ("name", "weighting"):
-        if isinstance(given := config.strategy.get(key), str) and given in NO_SUMS:
-            raise UserError(f"strategy.{key}: '{given}' is no sum: no site could be subtracted again. Against poisoned "
-                            "replies there are bounds: federation.largest_weight, largest_change, clip_change, "
-                            "most_samples; and Flower's own, strategy.name=flwr.serverapp.strategy:"
-                            f"{NO_SUMS[given]}")  # fmt: skip
+        if isinstance(rule := config.strategy.get(key), str) and rule in NO_SUMS:
+            raise UserError(f"strategy.{key}: '{rule}' is not a sum, so no site could be subtracted from it. To limit "
+                            "poisoned replies, set federation.largest_weight, largest_change, clip_change or "
+                            "most_samples; or use Flower's strategy.name=flwr.serverapp.strategy:"
+                            f"{NO_SUMS[rule]}")  # fmt: skip
 
 
 def check_objective(experiment: Experiment, name: str) -> None:
-    """UserError unless the sites' objective is the one of that name, or one that is made of it."""
+    """Refuse an objective that is neither the objective `name` nor derived from it.
+
+    Raises:
+        UserError: The message names both objectives.
+    """
     if not isinstance(experiment.objective, OBJECTIVES.get(name)):
-        given, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
-        raise UserError(f"objective.name: got '{given}', strategy {strategy} takes {name}, or one that is made of it")
+        objective, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
+        raise UserError(
+            f"objective.name: got '{objective}', strategy {strategy} takes {name}, or one that is derived from it"
+        )
 
 
 def counter(experiment: Experiment) -> str:
-    """The first integer tensor of the configured network, which is a counter of BatchNorm's; empty if there is none."""
+    """Return the name of the configured network's first integer tensor (a counter of BatchNorm), or an empty string."""
     state = experiment.architecture().build().state_dict()
     return next((name for name, tensor in state.items() if tensor.dtype == torch.int64), "")

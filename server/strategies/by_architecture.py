@@ -1,7 +1,8 @@
-"""What methods for sites of different networks have in common: a slot for each architecture, and a network for each.
+"""Base of methods for sites with different networks: a slot and a network for each architecture.
 
-A method says how the networks of all architectures follow from the sites' (`combined`). Sums are weighted by the sites'
-numbers of images. Where only some sites are asked in a round, those asked last count, as in the published rules.
+A method defines how the networks of all architectures follow from the sites' networks (`combined`). Sums are weighted by
+the sites' numbers of images. If a round asks only some sites, only those of the last round count, as in the published
+rules.
 """
 
 import functools
@@ -28,7 +29,7 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strate
 
 @dataclass(frozen=True)
 class Averaged:
-    """The weighted mean of the networks of one architecture, and its weight: the number of images behind it."""
+    """The weighted mean network of one architecture. `weight` is the number of images behind it."""
 
     group: Group
     state: State
@@ -37,32 +38,33 @@ class Averaged:
 
 @dataclass(frozen=True)
 class ByArchitecture(Strategy):
-    """A method for sites of different networks. Its baselines are the modes of the objective that bring none together."""
+    """A method for sites with different networks. Subclasses define `combined`.
+
+    Modes of the objective that do not combine architectures are its baselines.
+    """
 
     default_objective: ClassVar[str] = "heterogeneous"
 
     def resolve(self, experiment: Experiment) -> Strategy:
-        """Itself, or the baseline."""
+        """Return the baseline that the objective's mode names, or this strategy."""
         return baseline(experiment) or self
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for another objective, and for a site that has the name of an architecture."""
         check_objective(experiment, "heterogeneous")
         groups = [group.name for group in groups_of(experiment)]
-        if odd := next((site.name for site in experiment.sites if site.name in groups), ""):
-            raise UserError(f"sites: '{odd}' is the name of an architecture in the results; give the site another one")
+        if taken := next((site.name for site in experiment.sites if site.name in groups), ""):
+            raise UserError(f"sites: '{taken}' is the name of an architecture in the results; give the site another one")
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """The sites' networks, by architecture."""
+        """Return a weighted sum of networks for each architecture, by its name."""
         return {group.name: Sum(weighted=True, resumable=True) for group in groups_of(experiment)}
 
     def begin(self, context: RoundContext) -> None:
-        """What the networks of each architecture start from."""
         for name, state in self.initial_states(context).items():
-            context.save_server_state(kept(name), _rounded(state, context.bits))
+            context.save_server_state(kept(name), representable(state, context.bits))
 
     def round(self, context: RoundContext) -> None:
-        """Send every site its architecture's network; put what it makes of it."""
+        """Send every site the network of its architecture, and store the networks that sites return."""
         groups = group_by_site(context.experiment)
         sent = {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)}
 
@@ -73,16 +75,15 @@ class ByArchitecture(Strategy):
             context.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """The architectures' networks, from what the sites put."""
         for name, state in self._combined(context).items():
             context.save_server_state(kept(name), state)
 
     def models(self, view: View) -> Models:
-        """The networks of all architectures, the reference's first; each site's own."""
-        found = functools.lru_cache(maxsize=1)(lambda: self._combined(view))
+        """Return the networks of all architectures, the reference's first, and each site's own network."""
+        networks = functools.lru_cache(maxsize=1)(lambda: self._combined(view))
 
         def shared(group: Group) -> Model:
-            state = {} if view.whole else found().get(group.name, {})
+            state = {} if view.whole else networks().get(group.name, {})
             return Model(group.architecture, state or view.server_state(kept(group.name)))
 
         def own(site: Site) -> Model:
@@ -98,63 +99,71 @@ class ByArchitecture(Strategy):
 
     @property
     def reference_name(self) -> str:
-        """The architecture that counts as the aggregate's; empty: the deepest."""
+        """The architecture of the aggregate. Empty: the deepest."""
         return ""
 
     def initial_states(self, context: RoundContext) -> Mapping[str, State]:
-        """By architecture, what its first networks are."""
+        """Return the first network of each architecture, by its name."""
         return {group.name: context.initial(site=group.site) for group in groups_of(context.experiment)}
 
     @abstractmethod
     def combined(self, view: View) -> Mapping[str, State]:
-        """By architecture, the network that follows from what the sites have put."""
+        """Return the network of each architecture that follows from the sites' contributions.
+
+        Args:
+            view: The slots. It may lack sites.
+
+        Returns:
+            States by the architectures' names. An architecture without contributions may be missing.
+        """
 
     def _combined(self, view: View) -> Mapping[str, State]:
-        """The same; an architecture of which no site's network is left is what it was before all rounds."""
-        found = dict(self.combined(view))
+        """Return `combined`, with the initial network for architectures that no remaining site has trained."""
+        states = dict(self.combined(view))
         for group in groups_of(view.experiment):
-            if group.name not in found and not view.total(group.name).addends:
-                found[group.name] = _rounded(view.initial(site=group.site), view.bits)
-        return found
+            if group.name not in states and not view.total(group.name).addends:
+                states[group.name] = representable(view.initial(site=group.site), view.bits)
+        return states
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
-        """The networks of all other sites: what they started from held the forgotten ones."""
         if view.rounds_with(names) < 2:
-            return ()  # the others started from networks that have seen no data
-        why = "after round 1 they start from networks in which those of the forgotten sites were"
-        return (ResidualInfluence("other sites' networks, of all architectures", why),)
+            return ()  # the others started from untrained networks
+        reason = "after round 1 they start from networks that include the forgotten sites"
+        return (ResidualInfluence("other sites' networks, of all architectures", reason),)
 
 
 def baseline(experiment: Experiment) -> Strategy | None:
-    """The strategy of that name, if the objective's mode is one that brings no architectures together."""
+    """Return the strategy that the objective's mode names, if the mode does not combine architectures, or None."""
     mode = experiment.objective.mode
     return STRATEGIES.get(mode)() if mode in (EXCLUSIVE, ALONE) else None
 
 
 def kept(group: str) -> str:
-    """The name under which an architecture's network is kept."""
+    """Return the name under which the server saves the network of the architecture `group`."""
     return f"shared.{group}"
 
 
 def has(view: View, site: Site) -> bool:
-    """Whether a site has put its network."""
+    """Return whether a site has contributed a network."""
     return view.has(group_by_site(view.experiment)[site.name].name, site.name)
 
 
 def averaged(view: View, fresh: bool = False) -> list[Averaged]:
-    """The mean of each architecture of which some site has trained: in the last round, if not all are asked in each, or
-    `fresh` ones alone count."""
-    those, found = counted(view, fresh), []
+    """Return the mean network of each architecture with contributions.
+
+    Only contributions of the last round count if a round does not ask all sites, or if `fresh` is true.
+    """
+    counting, means = counted(view, fresh), []
     for group in groups_of(view.experiment):
-        total = those.total(group.name)
+        total = counting.total(group.name)
         if total.addends:
             state = cast(total.mean(), view.server_state(kept(group.name)))
-            found.append(Averaged(group, state, float(total.addends)))
-    return found
+            means.append(Averaged(group, state, float(total.addends)))
+    return means
 
 
 def counted(view: View, fresh: bool = False) -> View:
-    """The sites that count in `averaged`."""
+    """Return the view of the sites that count in `averaged`."""
     if view.config.federation.fraction >= 1.0 and not fresh:
         return view
     rounds = {site.name: view.last_put(site.name) for site in view.sites}
@@ -162,18 +171,13 @@ def counted(view: View, fresh: bool = False) -> View:
     return view.subset([name for name, number in rounds.items() if number == last])
 
 
-def _rounded(state: State, bits: int) -> State:
-    """As exact sums hold it."""
-    return cast(dequantise(quantise(state, bits), bits), state)
-
-
 def representable(state: State, bits: int) -> State:
-    """A state as exact sums have it: in units of 2**-bits."""
+    """Return a state rounded to the units of exact sums, 2**-bits."""
     return cast(dequantise(quantise(state, bits), bits), state)
 
 
 def cast(state: State, like: Mapping[str, object]) -> State:
-    """A mean with the types of a network's tensors: counters are rounded."""
+    """Return a state with the types of the tensors in `like`. Whole numbers are rounded."""
     types = {name: tensor.dtype for name, tensor in like.items()}  # pyright: ignore[reportAttributeAccessIssue]
     return {name: tensor.to(types[name]) if types[name].is_floating_point else tensor.round().to(types[name])
             for name, tensor in state.items()}  # fmt: skip

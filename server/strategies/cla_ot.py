@@ -1,9 +1,10 @@
 """Fusion of different networks at the server, round after round: the mean of all, as parts of one network.
 
-`fusion: parts`, the default, is ours: sites start from parts of one network, in which layers and channels correspond from
-the first round on, so that a round is the mean of the balanced networks. Nothing is aligned or transported then.
+`fusion: parts`, the default, is ours. Sites start from parts of one network, so layers and channels correspond from the
+first round. A round is the mean of the balanced networks, without alignment or transport.
+
 `fusion: cla_ot` is the paper's method (*On Cross-Layer Alignment for Model Fusion of Heterogeneous Neural Networks*), for
-networks that were trained apart, or go apart: see `fused_anew.py`.
+networks that were trained apart or drift apart: see `fused_anew.py`.
 """
 
 import contextlib
@@ -44,54 +45,53 @@ from fedloom.server.strategies.public import PublicImages
 from fedloom.server.strategies.server_training import ServerTraining
 
 SHARED = "shared"
-UNSEEN = 10.0  # nats by which a head starts below all others for a class that no site has
+UNSEEN = 10.0  # initial logit deficit, in nats, of a class that no site has
 
 
 @STRATEGIES.register("cla_ot")
 @dataclass(frozen=True)
 class ClaOt(InParts):
-    """Networks of different depth and width, fused every round. The objective is `heterogeneous`."""
+    """Fusion of networks of different depth and width in every round. Its objective is `heterogeneous`."""
 
     fusion: str = option(
         PARTS,
-        "parts: the mean of all networks as parts of one; cla_ot: align layers, transport, average (the paper's); "
-        "refit: choose channels of all networks and fit layers anew",
+        "parts: average all networks as parts of one; cla_ot: align layers, transport, average (the paper's method); "
+        "refit: choose channels from all networks and refit layers",
         choices=(PARTS, CLA_OT, REFIT),
     )
-    basis: str = option(ACTIVATIONS, "fusion=cla_ot: what transport plans are made from", choices=(ACTIVATIONS, "weights"))
+    basis: str = option(ACTIVATIONS, "fusion=cla_ot: data for the transport plans", choices=(ACTIVATIONS, "weights"))
     start: str = option(
         SHARED,
-        "sites start from parts of one network, or from their own ones, which are fused after the first round",
+        "shared: sites start from parts of one network; own: from their own networks, fused after round 1",
         choices=(SHARED, OWN),
     )
     probe: PublicImages = option(
         PublicImages,
-        "start=own, fusion=cla_ot, refit: unlabelled images to compare and fit networks on; samples=0: none (parts alone)",
+        "start=own, fusion=cla_ot, refit: unlabelled images to compare and fit networks; samples=0 (parts only): none",
     )
     recalibrate: bool = option(
-        False, "start=own: after the first fusion, heads and BatchNorm's statistics follow from sums over the sites' images"
+        False, "start=own: after the first fusion, compute heads and BatchNorm's statistics from sums over the sites' images"
     )
     lacking: float = option(
         LACKING,
-        "fusion=parts: weight with which a layer that a network lacks counts as one that changes nothing",
+        "fusion=parts: weight of a missing layer, which counts as a layer that changes nothing",
         low=0.0,
         high=1.0,
     )
     server_mix: float = option(
-        1.0, "share of the fused network in what an architecture goes on from; the rest is its own mean", low=0.0, high=1.0
+        1.0, "share of the fused network in an architecture's next network; the rest is its own mean", low=0.0, high=1.0
     )
     every: int = option(
-        1, "rounds from one fusion to the next; in between every architecture goes on from its own mean", low=1
+        1, "rounds from one fusion to the next; in between, each architecture continues from its own mean", low=1
     )
-    server: ServerTraining = option(ServerTraining, "training at the server after a round")
+    server: ServerTraining = option(ServerTraining, "training at the server after each round")
 
     def resolve(self, experiment: Experiment) -> Strategy:
-        """Itself, the baseline, or the fusion that needs no common basis."""
-        found = super().resolve(experiment)
-        return FusedAnew(self) if found is self and self.fusion != PARTS else found
+        """Return the baseline, or `FusedAnew` if the fusion needs no common basis, or this strategy."""
+        strategy = super().resolve(experiment)
+        return FusedAnew(self) if strategy is self and self.fusion != PARTS else strategy
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for networks that cannot be fused, naming both, and where the server has no images that it needs."""
         if self.fusion == PARTS or self.start == SHARED:
             super().check(experiment)
         if self.fusion != PARTS:
@@ -106,36 +106,36 @@ class ClaOt(InParts):
             self._check_heads(experiment)
 
     def first_reference(self, view: View) -> State:
-        """Layers that not all have leave the function as it is."""
+        """Return a reference in which layers that some architecture lacks do not change the function."""
         state = super().first_reference(view)
         for part in self.parts(view.experiment).values():
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
     def round(self, context: RoundContext) -> None:
-        """As all; sites with networks of their own hear nothing in the first one."""
+        """Run the round as the base does. But with start=own, sites receive no network in round 1."""
         if self.start == OWN and context.number == 1:
             ask_alone(context)
         else:
             super().round(context)
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """As all; networks that were just trained apart are set right by what their sites tell, if any tells it."""
+        """Recompute as the base does. With `recalibrate`, correct networks after the first fusion, if sites answer."""
         super().recompute_derived(context)
         if self.recalibrate and context.participants and self._first(context):
             first = {group.name: context.initial(site=group.site)[HEAD[0]] for group in groups_of(context.experiment)}
             with contextlib.suppress(FailedError):
                 for name, parts in ask(context, self.models(context), self.heads_share_basis(context), UNSEEN).parts.items():
                     context.save_server_state(
-                        kept(name), _set_right(context.server_state(kept(name)), parts, float(first[name].norm()))
+                        kept(name), _recalibrated(context.server_state(kept(name)), parts, float(first[name].norm()))
                     )
 
     def heads_share_basis(self, view: View) -> bool:
-        """Not of networks that were fused without having seen what they do."""
+        """Return False after a fusion without images, and True otherwise."""
         return bool(self.probe.samples) or not self._first(view)
 
     def fused(self, view: View) -> State:
-        """The reference as the mean over all architectures, balanced, weighted by images; networks trained apart, fused."""
+        """Return the balanced mean over all architectures, weighted by images, or the fusion of networks trained apart."""
         if self.start == SHARED:
             return mean_over_holders(self.held(view, self.lacking), self.before(view))
         if common := [site.name for site in view.sites if view.last_put(site.name) > 1]:
@@ -144,7 +144,7 @@ class ClaOt(InParts):
         return fused_apart(reference, networks_of_sites(view), self.before(view), self._probe(view))
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
-        """Every architecture's part of the fused network, mixed with its own mean, and trained further."""
+        """Return each architecture's part of the fused network, mixed with its own mean and trained further."""
         return self.server.trained(view, self._parts(view, whole), SERVER)
 
     def _parts(self, view: View, whole: State) -> Mapping[str, State]:
@@ -153,11 +153,11 @@ class ClaOt(InParts):
             reference = reference_of(view.experiment, self.reference).architecture
             return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe)
                     for group in groups_of(view.experiment)}  # fmt: skip
-        found, mix = super().taken(view, whole), self.mix(view)
+        states, mix = super().taken(view, whole), self.mix(view)
         if mix == 1.0:
-            return found
-        means = {one.group.name: one.state for one in averaged(view)}
-        return {name: mixed(state, means[name], mix) if name in means else state for name, state in found.items()}
+            return states
+        means = {mean.group.name: mean.state for mean in averaged(view)}
+        return {name: mixed(state, means[name], mix) if name in means else state for name, state in states.items()}
 
     def _check_heads(self, experiment: Experiment) -> None:
         for group in groups_of(experiment) if self.recalibrate else ():
@@ -167,18 +167,18 @@ class ClaOt(InParts):
                 raise UserError(f"strategy.recalibrate: {error}; set it to false") from None
 
     def mix(self, view: View) -> float:
-        """The fused network's share after this round: the last one and every so many are fused."""
+        """Return the share of the fused network after this round. It is 0 between fusions; the last round is a fusion."""
         return self.server_mix if number_of(view) % self.every == 0 or number_of(view) >= view.config.rounds else 0.0
 
     def _first(self, view: View) -> bool:
-        """Whether all networks are the sites' own, trained apart."""
+        """Return whether all networks started at their sites and were trained apart."""
         return self.start == OWN and all(view.last_put(site.name) <= 1 for site in view.sites)
 
     def _probe(self, view: View) -> Tensor | None:
         return self.probe.read(view, PROBE) if self.probe.samples else None
 
 
-def _set_right(before: State, parts: State, norm: float) -> State:
-    """A network with what follows from the sites' sums, its head of a norm from which they can train on."""
+def _recalibrated(before: State, parts: State, norm: float) -> State:
+    """Return a network with the tensors in `parts`. The head is scaled to a norm from which sites can train."""
     head = scaled(parts[HEAD[0]], parts[HEAD[1]], norm)
     return cast({**before, **parts, **dict(zip(HEAD, head, strict=True))}, before)

@@ -1,7 +1,7 @@
-"""Coefficients of networks that are combined, chosen on the server's validation images.
+"""Coefficients of combined networks, chosen on the server's validation images.
 
-What counts is the worst domain: the smallest accuracy relative to that of the best single site that holds the domain (a
-hundredth of the mean decides between equals).
+The criterion is the worst domain: the smallest accuracy relative to the best single site that holds the domain. A hundredth
+of the mean decides ties.
 """
 
 import statistics
@@ -22,39 +22,41 @@ from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.view import View
 
 NONE = "none"
-SEARCHED = "coefficients searched"  # an event of the ledger
-LARGEST = 1e4  # size of a coefficient
+SEARCHED = "coefficients searched"  # the name of an event in the ledger
+LARGEST = 1e4  # largest absolute value of a coefficient
 GRID = [step / 10 for step in range(11)]
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How coefficients are chosen."""
+    """How to choose coefficients."""
 
     by: str = option(
-        NONE, "none: the given ones stay; a grid; powell's derivative-free method", choices=(NONE, "grid", "powell")
+        NONE,
+        "none: use the configured ones; grid: try all on a grid; powell: Powell's derivative-free method",
+        choices=(NONE, "grid", "powell"),
     )
     steps: list[float] = option(
-        [], "grid: the values of each coefficient; empty: 0, 0.1, ..., 1", low=-LARGEST, high=LARGEST
+        [], "grid: the values to try for each coefficient; empty: 0, 0.1, ..., 1", low=-LARGEST, high=LARGEST
     )
     layers: bool = option(False, "powell: a coefficient for each layer of each site")
     low: float = option(0.0, "powell: smallest coefficient", low=-LARGEST, high=LARGEST)
     high: float = option(1.5, "powell: largest coefficient", low=-LARGEST, high=LARGEST)
-    evaluations: int = option(300, "powell: about so many combinations are measured", low=1)
-    images: int = option(500, "most validation images of a domain that are looked at", low=10)
+    evaluations: int = option(300, "powell: about how many combinations to measure", low=1)
+    images: int = option(500, "validation images of a domain to use, at most", low=10)
 
     def check(self, experiment: Experiment, sites: int) -> None:
-        """UserError for what cannot be searched."""
+        """Raise UserError if the configuration does not allow this search."""
         if self.by != NONE and not experiment.data.validation:
             raise UserError(f"strategy.search.by={self.by}: needs validation images; set data.validation above 0")
         if self.by == "grid":
             check_grid(self.steps or GRID, sites)
         if not self.low < self.high:
-            raise UserError(f"strategy.search.low: got {self.low:g}, takes less than strategy.search.high={self.high:g}")
+            raise UserError(f"strategy.search.low: got {self.low:g}, must be less than strategy.search.high={self.high:g}")
 
 
 def check_given(coefficients: Mapping[str, Any], sites: Sequence[str]) -> None:
-    """UserError for a coefficient of an unknown site, and for one that is no number or too large."""
+    """Raise UserError for an unknown site, or for a coefficient that is not a number or is too large."""
     for name, alpha in coefficients.items():
         if name not in sites:
             raise unknown("strategy.coefficients: site", name, sites)
@@ -63,64 +65,77 @@ def check_given(coefficients: Mapping[str, Any], sites: Sequence[str]) -> None:
 
 
 class Search:
-    """Combinations of networks of one start, measured in one network without building or reading anything again.
+    """A search over combinations of networks with one start. All networks' weights stay in memory.
 
-    All of the networks' weights are held in memory.
+    Every combination is measured in the same network instance, so nothing is built or read again.
     """
 
     def __init__(
         self, evaluator: Evaluator, options: SearchOptions, how: str,
         start: State, ends: Mapping[str, State], sites: Mapping[str, Site],
     ) -> None:  # fmt: skip
-        """`how`: GRADIENTS or WEIGHTS; `start`: theta_0; `ends`: the sites' own networks, by name; all float32."""
+        """Measure the sites' own networks on their domains.
+
+        Args:
+            evaluator: Measures networks on validation images.
+            options: How to search.
+            how: GRADIENTS or WEIGHTS.
+            start: theta_0, float32.
+            ends: The sites' own networks by name, float32.
+            sites: The sites by name.
+        """
         self.evaluator, self.options, self.names = evaluator, options, list(ends)
         self.measured, self.expected = 0, expected(options, len(ends))
         self.own = self._own(start, ends, sites)
         self.composer = Composer(evaluator.network, start, list(ends.values()), how)
 
     def best(self, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
-        """The coefficients that the configured search finds, beginning at the given ones. UserError without images."""
+        """Return the coefficients that the configured search finds, starting at `given`.
+
+        Raises:
+            UserError: The sites' domains have no validation images.
+        """
         if not self.own:
             raise UserError("strategy.search: the sites' domains have no validation images; take strategy.search.by=none")
         return SEARCHES[self.options.by](self, given)
 
     def worth(self, alphas: Sequence[Alpha]) -> float:
-        """How good the combination is: the worst relative accuracy, and a hundredth of the mean one."""
+        """Measure a combination: return its worst relative accuracy plus a hundredth of the mean one."""
         step("searching coefficients", min(self.measured, self.expected - 1), self.expected)
         self.measured += 1
         self.composer(alphas)
         return worth(self.evaluator.measure("validation", self.options.images), self.own)
 
     def _own(self, start: State, ends: Mapping[str, State], sites: Mapping[str, Site]) -> dict[str, float]:
-        """By domain: the accuracy of the best site's own network."""
+        """Return, by domain, the accuracy of the best site's own network."""
         own: dict[str, float] = {}
         alone = Composer(self.evaluator.network, start, list(ends.values()), GRADIENTS)
-        for place, name in enumerate(ends):
-            alone([1.0 if place == k else 0.0 for k in range(len(ends))])
-            found = self.evaluator.measure("validation", self.options.images)
+        for index, name in enumerate(ends):
+            alone([1.0 if index == k else 0.0 for k in range(len(ends))])
+            accuracies = self.evaluator.measure("validation", self.options.images)
             domain = label(sites[name].spec)
-            if domain in found:
-                own[domain] = max(own.get(domain, 0.0), found[domain])
+            if domain in accuracies:
+                own[domain] = max(own.get(domain, 0.0), accuracies[domain])
         return own
 
 
 def expected(options: SearchOptions, sites: int) -> int:
-    """About how many combinations of so many sites' networks are measured."""
+    """Return about how many combinations the search measures."""
     return len(options.steps or GRID) ** sites if options.by == "grid" else options.evaluations
 
 
-def worth(found: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """The worst of the accuracies relative to `own`, by domain, and a hundredth of their mean.
+def worth(accuracies: Mapping[str, float], own: Mapping[str, float]) -> float:
+    """Return the worst of the accuracies relative to `own`, by domain, plus a hundredth of their mean.
 
-    Neither `union` counts, nor domains that no site knows anything of.
+    `union` does not count, and neither do domains on which every site has accuracy 0.
     """
-    relative = [found[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
+    relative = [accuracies[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
     return min(relative) + 0.01 * statistics.fmean(relative) if relative else 0.0
 
 
 def _grid(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
-    found = best_on_grid(search.worth, search.options.steps or GRID, len(search.names))
-    return dict(zip(search.names, found, strict=True))
+    best = best_on_grid(search.worth, search.options.steps or GRID, len(search.names))
+    return dict(zip(search.names, best, strict=True))
 
 
 def _powell(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
@@ -133,27 +148,27 @@ def _powell(search: Search, given: Mapping[str, Alpha]) -> dict[str, Alpha]:
         return [dict(zip(layers, row, strict=True)) for row in rows]
 
     options = search.options
-    start = [float(alpha) for alpha in given.values() for _ in layers or [""]]  # type: ignore[arg-type]  # given: numbers
-    found = climb(lambda point: search.worth(alphas(point)), start, options.low, options.high, options.evaluations)
-    return dict(zip(search.names, alphas(found), strict=True))
+    start = [float(alpha) for alpha in given.values() for _ in layers or [""]]  # type: ignore[arg-type]  # numbers
+    best = climb(lambda point: search.worth(alphas(point)), start, options.low, options.high, options.evaluations)
+    return dict(zip(search.names, alphas(best), strict=True))
 
 
 SEARCHES = {"grid": _grid, "powell": _powell}
 
 
 def noted(view: View, options: SearchOptions, how: str) -> dict[str, Alpha]:
-    """The coefficients that this very search found for these very sums; empty if it was not made last of all."""
+    """Return the coefficients of the ledger's newest search if it was this search on these sums, or {}."""
     last = view.ledger.newest(SEARCHED)
     return last.body["coefficients"] if last and last.body.items() >= _key(view, options, how).items() else {}
 
 
 def note(view: View, options: SearchOptions, how: str, found: dict[str, Alpha]) -> dict[str, Alpha]:
-    """The coefficients, noted for the next time that they are asked for."""
+    """Record the coefficients in the ledger, and return them."""
     view.note(SEARCHED, {**_key(view, options, how), "coefficients": found})
     return found
 
 
 def _key(view: View, options: SearchOptions, how: str) -> dict[str, Any]:
-    """What searched coefficients belong to."""
+    """Return what identifies a search: the sums, the sites and the options."""
     sites = [site.name for site in view.sites]
     return {**view.slots.digest(), "sites": sites, "search": {"combine": how, **asdict(options)}}

@@ -1,4 +1,4 @@
-"""The sites' half that goes with a strategy, where a configuration or a command line names the strategy alone."""
+"""The objective that goes with a strategy, if a configuration or a command line names only the strategy."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,23 +11,30 @@ from fedloom.server.strategies.base import STRATEGIES, Strategy, check_named
 
 
 def with_default_objective(config: Config, overrides: Sequence[str] = ()) -> Config:
-    """The configuration with both halves: without an objective, with the one that the strategy goes with.
+    """Return the configuration with an objective that fits the strategy.
 
-    So, too, where `overrides` (key=value) name a strategy and no objective, and that of the experiment is another method's:
-    its options and its modes (baselines) go with it. UserError for an option that is the other half's.
+    Without an objective, the strategy's default objective is used. The default also replaces an objective that does not
+    fit, if `overrides` name a strategy but no objective. The replaced objective's options and baselines are then dropped.
+
+    Args:
+        config: The configuration.
+        overrides: The `key=value` arguments of the command line.
+
+    Raises:
+        UserError: An option belongs to the other half of the method.
     """
     check_named(config)
     strategy = _strategy(config)
-    own, given = strategy.default_objective, config.objective.get("name")
+    default, name = strategy.default_objective, config.objective.get("name")
     keys = {word.partition("=")[0] for word in overrides}
     alone = bool({"strategy", "strategy.name"} & keys) and not {"objective", "objective.name"} & keys
-    if own and not given:
-        config = dataclasses.replace(config, objective={"name": own, **strategy.objective_defaults, **config.objective})
-    elif own and alone and not issubclass(OBJECTIVES.get(str(given), "objective"), OBJECTIVES.get(own)):
+    if default and not name:
+        config = dataclasses.replace(config, objective={"name": default, **strategy.objective_defaults, **config.objective})
+    elif default and alone and not issubclass(OBJECTIVES.get(str(name), "objective"), OBJECTIVES.get(default)):
         named = {key: option for key, option in config.objective.items() if f"objective.{key}" in keys}
         baselines = config.baselines if "baselines" in keys else []
         config = dataclasses.replace(
-            config, objective={"name": own, **strategy.objective_defaults, **named}, baselines=baselines
+            config, objective={"name": default, **strategy.objective_defaults, **named}, baselines=baselines
         )
     _check_half(config, "objective", "strategy")
     return config
@@ -43,7 +50,7 @@ def _strategy(config: Config) -> Strategy:
 
 
 def _check_half(config: Config, here: str, there: str) -> None:
-    """UserError for an option of the section `here` that is none there, but one of the section `there`."""
+    """Raise UserError for an option in section `here` that is an option of section `there` only."""
     sections: dict[str, Mapping[str, Any]] = {"strategy": config.strategy, "objective": config.objective}
     known = {"strategy": _fields(STRATEGIES, config.strategy.get("name"))}
     default_objective = getattr(STRATEGIES.find(config.strategy["name"], "strategy"), "default_objective", "")
@@ -51,10 +58,10 @@ def _check_half(config: Config, here: str, there: str) -> None:
     whose = {"objective": "the sites'", "strategy": "the server's"}[there]
     for key in sections[here]:
         if key != "name" and key not in known[here] and key in known[there]:
-            raise UserError(f"{here}.{key}: is an option of {whose} half of the method; say {there}.{key}")
+            raise UserError(f"{here}.{key}: is an option of {whose} half of the method; write {there}.{key}")
 
 
 def _fields(registry: Any, name: Any) -> set[str]:
-    """The options of what a name stands for; none of what is not ours to know."""
-    found = registry.find(name) if name else None
-    return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    """Return the option names of a registered class. Empty if the name is not ours, as for Flower's strategies."""
+    cls = registry.find(name) if name else None
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()

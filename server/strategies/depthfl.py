@@ -1,4 +1,4 @@
-"""DepthFL (Kim et al. 2023): shallow networks are the first blocks of the deepest one, each block with a classifier."""
+"""DepthFL (Kim et al. 2023): shallow networks are the first blocks of the deepest one, and each block has a classifier."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,57 +20,62 @@ from fedloom.server.strategies.in_parts import REFERENCE
 @STRATEGIES.register("depthfl")
 @dataclass(frozen=True)
 class DepthFL(ByArchitecture):
-    """Every parameter becomes the mean over the sites that hold it, else stays (Alg. 1; here weighted by images); networks
-    answer with the mean logits of their classifiers. The objective is `depthfl`, networks are `exits` of several depths."""
+    """DepthFL (Alg. 1, weighted by images): every parameter becomes the mean over the sites that hold it.
+
+    A parameter without holders does not change. Networks predict with the mean logits of their classifiers. The objective
+    is `depthfl`, and networks are `exits` of several depths.
+    """
 
     default_objective: ClassVar[str] = "depthfl"
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for another objective, for a network without exits, and for one that is no prefix of the deepest."""
         check_objective(experiment, "depthfl")
         super().check(experiment)
         for group in groups_of(experiment):
             if not isinstance(group.architecture.build(), ExitNetwork):
                 takes = "{name: exits, of: NETWORK, after: BLOCKS, depth: HOW MANY}"
-                raise UserError(f"network: strategy depthfl takes {takes} at every site, got {group.name}")
+                raise UserError(f"network: strategy depthfl takes {takes} at every site, but got {group.name}")
             _prefix(reference_of(experiment), group)
 
     def initial_states(self, context: RoundContext) -> Mapping[str, State]:
-        """Prefixes of the deepest network's first state."""
         deepest = reference_of(context.experiment)
         context.save_server_state(REFERENCE, state := context.initial(site=deepest.site))
         return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(context.experiment)}
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """Keep the deepest network, and of it what every architecture goes on from."""
-        context.save_server_state(REFERENCE, whole := self.whole(context))
+        context.save_server_state(REFERENCE, state := self.whole(context))
         for group in groups_of(context.experiment):
-            context.save_server_state(kept(group.name), _prefix(reference_of(context.experiment), group).taken(whole))
+            context.save_server_state(kept(group.name), _prefix(reference_of(context.experiment), group).taken(state))
 
     def combined(self, view: View) -> Mapping[str, State]:
-        whole, deepest = self.whole(view), reference_of(view.experiment)
-        return {group.name: _prefix(deepest, group).taken(whole) for group in groups_of(view.experiment)}
+        state, deepest = self.whole(view), reference_of(view.experiment)
+        return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(view.experiment)}
 
     def whole(self, view: View) -> State:
-        """The deepest network."""
+        """Return the deepest network."""
         deepest = reference_of(view.experiment)
-        held = [Held(_prefix(deepest, one.group), one.state, one.weight) for one in averaged(view)]
+        held = [Held(_prefix(deepest, mean.group), mean.state, mean.weight) for mean in averaged(view)]
         return mean_over_holders(held, _before(view))
 
 
 def _before(view: View) -> State:
-    """What tensors are that nobody holds: as they were, or as at the start where no site is left that held them."""
-    deepest, whole = reference_of(view.experiment), view.server_state(REFERENCE)
+    """Return the values of tensors that no site holds.
+
+    They keep their values. But if no remaining site has an architecture with the tensor, its initial value returns.
+    """
+    deepest, state = reference_of(view.experiment), view.server_state(REFERENCE)
     left = [group for group in groups_of(view.experiment) if view.total(group.name).addends]
     if len(left) == len(groups_of(view.experiment)):
-        return whole
+        return state
     held, first = {name for group in left for name in _prefix(deepest, group).places}, view.initial(site=deepest.site)
-    return {name: tensor if name in held else first[name] for name, tensor in whole.items()}
+    return {name: tensor if name in held else first[name] for name, tensor in state.items()}
 
 
 def _prefix(large: Group, small: Group) -> Submodel:
-    """A network with exits as the first blocks of another. UserError naming both where it is none."""
+    """Return a network with exits as the first blocks of another. Raise UserError, naming both, if it is not."""
     state, own = large.architecture.build().state_dict(), small.architecture.build().state_dict()
-    if odd := next((name for name in own if name not in state or own[name].shape != state[name].shape), ""):
-        raise UserError(f"{small.name} is no prefix of {large.name}: of '{odd}' the deeper one has no such tensor")
+    if lacking := next((name for name in own if name not in state or own[name].shape != state[name].shape), ""):
+        raise UserError(
+            f"{small.name} is not a prefix of {large.name}: the deeper network has no tensor '{lacking}' of this shape"
+        )
     return Submodel({name: (name, (None,) * tensor.ndim) for name, tensor in own.items()}, {})

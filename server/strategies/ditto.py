@@ -1,4 +1,4 @@
-"""Ditto at the server (Li et al. 2021): FedAvg. What is personal stays at the sites."""
+"""Ditto at the server (Li et al. 2021): FedAvg. Personal networks stay at the sites."""
 
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
@@ -9,21 +9,20 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence
 
 @STRATEGIES.register("ditto")
 class Ditto(Averaging):
-    """The shared network is FedAvg's; `personal` in tables: the sites' own, each measured at its site."""
+    """FedAvg for the shared network. Row `personal` in tables shows the sites' own networks, each measured at its site."""
 
     default_objective = "ditto"
     personal = True
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for gradients that are clipped: the norm would be that of both networks."""
         super().check(experiment)
         if experiment.training.clip:
             raise UserError(
-                "training.clip: strategy ditto trains two networks at once, whose gradients have one norm; set it to 0"
+                "training.clip: ditto trains two networks at once, and clipping would use their joint norm; set it to 0"
             )
 
     def residue(self, view: View, names: tuple[str, ...] = ()) -> list[ResidualInfluence]:  # pyright: ignore
-        """The same, and the sites' own networks."""
-        found = super().residue(view, names)
-        why = "they were held near networks in which those of the forgotten sites were; the server does not have them"
-        return [*found, ResidualInfluence("the other sites' personal networks", why)] if found else []
+        """Return the traces of FedAvg, and the sites' personal networks."""
+        traces = super().residue(view, names)
+        reason = "they were trained to stay near networks that include the forgotten sites; the server does not have them"
+        return [*traces, ResidualInfluence("the other sites' personal networks", reason)] if traces else []

@@ -1,4 +1,4 @@
-"""The baselines of every method for different networks: averages within each architecture alone, and no averages at all."""
+"""Baselines of methods for different networks: averages within each architecture, and no averages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,32 +16,31 @@ from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, 
 @STRATEGIES.register("exclusive")
 @dataclass(frozen=True)
 class Exclusive(ByArchitecture):
-    """FedAvg (McMahan et al. 2017, Alg. 1) among the sites of one architecture: sum n_k w_k / sum n_k."""
+    """FedAvg (McMahan et al. 2017, Alg. 1) among the sites with one architecture: sum n_k w_k / sum n_k."""
 
     def combined(self, view: View) -> Mapping[str, State]:
-        return {one.group.name: one.state for one in averaged(view)}
+        return {mean.group.name: mean.state for mean in averaged(view)}
 
 
 @STRATEGIES.register("alone")
 @dataclass(frozen=True)
 class Alone(ByArchitecture):
-    """Every site trains its own network, from a start of its own, and hears of nobody."""
+    """Every site trains its own network, from its own start, without any exchange."""
 
     def round(self, context: RoundContext) -> None:
         ask_alone(context)
 
     def combined(self, view: View) -> Mapping[str, State]:
-        """Nobody's."""
+        """Return nothing: no network is shared."""
         return {}
 
     def models(self, view: View) -> Models:
-        """The sites' own."""
-        found = super().models(view)
-        return Models({site.name: lambda name=site.name: found[name] for site in view.sites if has(view, site)})
+        models = super().models(view)
+        return Models({site.name: lambda name=site.name: models[name] for site in view.sites if has(view, site)})
 
 
 def ask_alone(context: RoundContext) -> None:
-    """Send nothing; put what every site makes of a network of its own."""
+    """Run a round in which sites receive nothing, and store the networks that they return."""
     groups = group_by_site(context.experiment)
     like = {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)}
     for reply in context.ask(TRAIN, {}, lambda site: {SITE: RecordSpec(like[groups[site.name].name], bounded=False)}):

@@ -5,4 +5,4 @@ from fedloom.server.strategies.averaging import STRATEGIES, Averaging
 
 @STRATEGIES.register("fedavg")
 class FedAvg(Averaging):
-    """w_{t+1} = sum n_k w_k / sum n_k over the sites that answered (Alg. 1)."""
+    """Average the sites that answered: w_{t+1} = sum n_k w_k / sum n_k (Alg. 1)."""

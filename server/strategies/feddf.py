@@ -1,4 +1,4 @@
-"""FedDF (Lin et al. 2020): the mean of each architecture learns, on public images without labels, what all sites answer."""
+"""FedDF (Lin et al. 2020): each architecture's mean learns the answers of all sites' networks to unlabelled images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,18 +16,17 @@ from fedloom.server.strategies.server_training import ServerTraining
 @STRATEGIES.register("feddf")
 @dataclass(frozen=True)
 class FedDF(ByArchitecture):
-    """Alg. 3: students are the means of the architectures, the teacher is the mean of all sites' logits, T = 1."""
+    """Distillation (Alg. 3) of the mean of all sites' logits into the architectures' means, at temperature 1."""
 
-    public: PublicImages = option(PublicImages, "what is distilled on")
-    steps: int = option(300, "of Adam in each round, for each architecture", low=1, high=1_000_000)
-    rate: float = option(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
-    batch: int = option(128, "images in each step", low=2)
+    public: PublicImages = option(PublicImages, "the images for the distillation")
+    steps: int = option(300, "steps of Adam in each round, for each architecture", low=1, high=1_000_000)
+    rate: float = option(1e-3, "initial learning rate; it decays to 0 by a half cosine", low=0.0, high=1.0)
+    batch: int = option(128, "images per step", low=2)
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for an unknown public domain, and where the server has no images."""
         super().check(experiment)
         self.public.check(experiment, "strategy.public")
 
     def combined(self, view: View) -> Mapping[str, State]:
-        means = {one.group.name: one.state for one in averaged(view)}
+        means = {mean.group.name: mean.state for mean in averaged(view)}
         return ServerTraining(self.steps, self.rate, self.batch, images=self.public).trained(view, means, "strategy.public")

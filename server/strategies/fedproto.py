@@ -1,4 +1,4 @@
-"""FedProto (Tan et al. 2022): only prototypes of classes travel, so that every site may have whatever network it likes."""
+"""FedProto (Tan et al. 2022): only class prototypes are sent, so each site can have any network."""
 
 import functools
 from dataclasses import dataclass
@@ -25,33 +25,38 @@ from fedloom.server.strategies.by_architecture import baseline
 @STRATEGIES.register("fedproto")
 @dataclass(frozen=True)
 class FedProto(Strategy):
-    """A class's prototype is the mean feature over all sites' images of it (Eq. 6, weighted by images). The objective is
-    `fedproto`; networks need features of one width. There is no aggregate: sites' own networks are measured at the sites."""
+    """Class prototypes: the mean feature over all sites' images of a class (Eq. 6, weighted by images).
+
+    The objective is `fedproto`. All networks need features of one width. The server has no network: sites measure their
+    own.
+    """
 
     default_objective: ClassVar[str] = "fedproto"
 
     def resolve(self, experiment: Experiment) -> Strategy:
-        """Itself, or a baseline."""
         return baseline(experiment) or self
 
     def slots(self, experiment: Experiment) -> dict[str, Slot]:
-        """Sums over the sites' images, by class: features, and images."""
+        """Return a sum over the sites' images, by class: features, and numbers of images."""
         return {PROTOTYPES: Sum(weighted=True)}
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for another objective, and for networks whose features, or classes, are not as many."""
         check_objective(experiment, "fedproto")
         first, *others = groups_of(experiment)
-        for one in others:
-            if (ours := _shape(one.architecture)) != (theirs := _shape(first.architecture)):
-                told = f"{one.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
-                raise UserError(f"network: strategy fedproto takes features and outputs that all sites share; {told}")
+        for group in others:
+            if (ours := _shape(group.architecture)) != (theirs := _shape(first.architecture)):
+                problem = (
+                    f"{group.name} has {ours[0]} outputs of {ours[1]} features, {first.name} {theirs[0]} of {theirs[1]}"
+                )
+                raise UserError(
+                    f"network: strategy fedproto takes the same numbers of features and outputs at all sites, but {problem}"
+                )
 
     def begin(self, context: RoundContext) -> None:
-        """Nothing is known yet."""
+        """Save nothing: no prototype is known yet."""
 
     def round(self, context: RoundContext) -> None:
-        """Send all prototypes; when the sites have trained, ask for theirs."""
+        """Send all prototypes. After the training, ask the sites for theirs."""
         classes, features = _shape(groups_of(context.experiment)[0].architecture)
         like = {SUMS: torch.zeros(classes, features), COUNTS: torch.zeros(classes)}
         samples = {reply.site.name: reply.samples for reply in context.ask(TRAIN, self.prototypes(context), {})}
@@ -66,7 +71,7 @@ class FedProto(Strategy):
             context.put(PROTOTYPES, reply.site, reply[PROTOTYPES], samples[reply.site.name])
 
     def prototypes(self, view: View) -> dict[str, State]:
-        """The record of all that are known; none before the first round."""
+        """Return the record of all known prototypes. It is empty before the first round."""
         if not view.total(PROTOTYPES).addends:
             return {}
         mean = view.mean(PROTOTYPES)
@@ -75,12 +80,12 @@ class FedProto(Strategy):
         return {PROTOTYPES: {MEANS: means, KNOWN: known.float()}}
 
     def models(self, view: View) -> Models:
-        """None at the server."""
+        """Return no model: the networks are at the sites."""
         return Models({})
 
 
 def _shape(architecture: Architecture) -> tuple[int, int]:
-    """Outputs and features. UserError for a network without a linear head."""
+    """Return the numbers of outputs and of features. Raise UserError for a network without a linear head."""
     weight = architecture.build().state_dict().get("head.weight")
     if weight is None or weight.ndim != 2:
         raise UserError(f"network: strategy fedproto takes a linear head, '{architecture.options['name']}' has none")

@@ -1,4 +1,4 @@
-"""FedProx at the server (Li et al. 2020, Federated Optimization in Heterogeneous Networks): FedAvg."""
+"""FedProx at the server (Li et al. 2020, Federated Optimization in Heterogeneous Networks): the same step as FedAvg."""
 
 from fedloom.server.strategies.averaging import STRATEGIES
 from fedloom.server.strategies.fedavg import FedAvg
@@ -6,6 +6,6 @@ from fedloom.server.strategies.fedavg import FedAvg
 
 @STRATEGIES.register("fedprox")
 class FedProx(FedAvg):
-    """The mean of sites that stay near the network that they were sent; `objective.mu` says how near."""
+    """FedAvg over sites whose training stays near the server's network. `objective.mu` sets how near."""
 
     default_objective = "fedprox"

@@ -1,4 +1,4 @@
-"""FedRolex (Alam et al. 2022): narrow networks take turns with all of the reference's channels."""
+"""FedRolex (Alam et al. 2022): narrow networks cycle through all channels of the reference."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,8 +10,10 @@ from fedloom.server.strategies.in_parts import InParts
 @STRATEGIES.register("fedrolex")
 @dataclass(frozen=True)
 class FedRolex(InParts):
-    """In round t a network of n channels has those at (0, ..., n - 1) - t, modulo their number, of the reference; every
-    entry becomes the mean over those who had it in this round (Alg. 1)."""
+    """FedRolex (Alg. 1): every entry becomes the mean over the sites that held it in this round.
+
+    In round t, a network with n channels holds the reference's channels (0, ..., n - 1) - t, modulo their number.
+    """
 
     fresh: ClassVar[bool] = True
 

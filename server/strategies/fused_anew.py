@@ -1,8 +1,9 @@
-"""Networks of all architectures are aligned, transported and fused anew, every so many rounds, into each architecture.
+"""Fusion without a common basis: align, transport and fuse all networks, every few rounds, into each architecture.
 
-After *On Cross-Layer Alignment for Model Fusion of Heterogeneous Neural Networks* (CLA+OT), of which one fusion is Alg. 2:
-`strategy.fusion=cla_ot` compares layers by CKA on a probe set, gives all networks one depth (layers are added or merged),
-brings their channels into one basis by exact optimal transport, and averages. `refit` is ours (`fusion.fuse`, its default).
+Source: *On Cross-Layer Alignment for Model Fusion of Heterogeneous Neural Networks* (CLA+OT); one fusion is Alg. 2.
+`strategy.fusion=cla_ot` compares layers by CKA on a probe set and brings all networks to one depth (by adding or merging
+layers). Then exact optimal transport aligns their channels, and the networks are averaged. `refit` is ours (`fusion.fuse`
+with its default settings).
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,12 +27,12 @@ from fedloom.server.strategies.server_training import ServerTraining
 OWN = "own"
 PARTS, CLA_OT, REFIT = "parts", "cla_ot", "refit"
 SETTINGS = {CLA_OT: FusionSettings(keep_added=False, refit="none", repair=False), REFIT: FusionSettings()}
-ACTIVATIONS, LACKING = "activations", 0.3  # as the options are by default
+ACTIVATIONS, LACKING = "activations", 0.3  # defaults of options
 PROBE, SERVER = "strategy.probe", "strategy.server.images"
 
 
 class FusionOptions(Protocol):
-    """Of the options of `cla_ot`, and of what follows from them, what a fusion without a common basis needs."""
+    """The part of `ClaOt` that a fusion without a common basis uses."""
 
     @property
     def reference(self) -> str: ...
@@ -53,7 +54,7 @@ class FusionOptions(Protocol):
 
 @dataclass(frozen=True)
 class FusedAnew(ByArchitecture):
-    """`cla_ot` with a fusion that needs no common basis; `options`: the strategy's."""
+    """`cla_ot` with a fusion that needs no common basis. `options` is the configured strategy."""
 
     options: FusionOptions
 
@@ -62,16 +63,15 @@ class FusedAnew(ByArchitecture):
         return self.options.reference
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for networks that cannot be fused into each other, and for a server without images."""
         super().check(experiment)
         fusion = self.options.fusion
         for key, usual in (("maps", {}), ("recalibrate", False), ("lacking", LACKING)):
             if getattr(self.options, key) != usual:
-                raise UserError(f"strategy.{key}: needs strategy.fusion={PARTS}, got '{fusion}'; leave it out")
+                raise UserError(f"strategy.{key}: works only with strategy.fusion={PARTS}, not '{fusion}'; leave it out")
         if fusion != CLA_OT and self.options.basis != ACTIVATIONS:
-            raise UserError(f"strategy.basis: needs strategy.fusion={CLA_OT}, got '{fusion}'; leave it out")
+            raise UserError(f"strategy.basis: works only with strategy.fusion={CLA_OT}, not '{fusion}'; leave it out")
         if not self.options.probe.samples:
-            raise UserError(f"{PROBE}.samples: got 0, and strategy.fusion={fusion} looks at images; takes 2 or more")
+            raise UserError(f"{PROBE}.samples: got 0, but strategy.fusion={fusion} needs images; take 2 or more")
         reference_of(experiment, self.options.reference)
         self.options.probe.check(experiment, PROBE)
         self.options.server.check(experiment, SERVER)
@@ -80,57 +80,56 @@ class FusedAnew(ByArchitecture):
                 check_fusing(group, groups_of(experiment), self.settings, f"strategy.fusion={fusion}")
             except UserError as error:
                 raise UserError(
-                    f"{error}; or set strategy.fusion={PARTS}, if each network is a part of the deepest"
+                    f"{error}; or set strategy.fusion={PARTS} if each network is a part of the deepest one"
                 ) from None
 
     @property
     def settings(self) -> FusionSettings:
-        """Of each fusion."""
-        found = SETTINGS[self.options.fusion]
-        return replace(found, basis=self.options.basis) if self.options.fusion == CLA_OT else found
+        """The settings of each fusion."""
+        settings = SETTINGS[self.options.fusion]
+        return replace(settings, basis=self.options.basis) if self.options.fusion == CLA_OT else settings
 
     def round(self, context: RoundContext) -> None:
-        """As all; sites with networks of their own get no network in the first one."""
         self.options.round(context)
 
-    def initial_states(self, context: RoundContext) -> Mapping[str, State]:
-        """Each architecture's own, or parts of one network."""
-        return self._starts(context)
-
-    def _starts(self, view: View) -> dict[str, State]:
+    def initial_states(self, context: View) -> Mapping[str, State]:
         if self.options.start == OWN:
-            return {group.name: view.initial(site=group.site) for group in groups_of(view.experiment)}
-        whole = self.options.first_reference(view)
-        return {name: part.taken(whole) for name, part in self.options.parts(view.experiment).items()}
+            return {group.name: context.initial(site=group.site) for group in groups_of(context.experiment)}
+        reference = self.options.first_reference(context)
+        return {name: part.taken(reference) for name, part in self.options.parts(context.experiment).items()}
 
     def combined(self, view: View) -> Mapping[str, State]:
-        """Every architecture's fused network, mixed with its own mean and trained further; between fusions its own mean."""
+        """Return each architecture's next network.
+
+        It is the fused network, mixed with the architecture's own mean, and trained further. Between fusions it is the mean
+        alone.
+        """
         last = counted(view)
         if not any(has(last, site) for site in last.sites):
-            return self._starts(view)  # no site is left that has given anything
-        means = {one.group.name: one.state for one in averaged(self._in_basis(last))}
+            return self.initial_states(view)  # no remaining site has contributed
+        means = {mean.group.name: mean.state for mean in averaged(self._in_basis(last))}
         mix = 1.0 if self._apart(last) else self.options.mix(view)
         return self.options.server.trained(view, self._mixed(last, means, mix) if mix else means, SERVER)
 
     def _mixed(self, view: View, means: Mapping[str, State], mix: float) -> dict[str, State]:
-        probe, found = self.options.probe.read(view, PROBE), {}
+        probe, states = self.options.probe.read(view, PROBE), {}
         for group in groups_of(view.experiment):
-            before = means.get(group.name) or view.initial(site=group.site)  # of which the shape alone counts
+            before = means.get(group.name) or view.initial(site=group.site)  # only its shapes count
             state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
             if self.options.fusion == REFIT and HEAD[0] in state:
                 state |= with_norm(state, float(view.initial(site=group.site)[HEAD[0]].norm()))
             own = means.get(group.name)
-            found[group.name] = state if own is None or mix == 1.0 else mixed(state, own, mix)
-        return found
+            states[group.name] = state if own is None or mix == 1.0 else mixed(state, own, mix)
+        return states
 
     def _networks(self, view: View) -> Iterator[Apart]:
-        """The means of architectures, and after them each network that a site has trained apart."""
-        for one in averaged(self._in_basis(view)):
-            yield Apart(one.group.architecture, one.state, one.weight)
+        """Yield the means of architectures, then each network that a site trained apart."""
+        for mean in averaged(self._in_basis(view)):
+            yield Apart(mean.group.architecture, mean.state, mean.weight)
         yield from networks_of_sites(view.subset(self._apart(view)))
 
     def _apart(self, view: View) -> list[str]:
-        """The sites whose last network is one that they started themselves."""
+        """Return the names of sites whose last network has its own start."""
         return [site.name for site in view.sites if view.last_put(site.name) == 1] if self.options.start == OWN else []
 
     def _in_basis(self, view: View) -> View:
@@ -139,7 +138,7 @@ class FusedAnew(ByArchitecture):
 
 
 def networks_of_sites(view: View) -> Iterator[Apart]:
-    """The sites' own networks, one after the other."""
+    """Yield the sites' own networks."""
     groups = group_by_site(view.experiment)
     for site in view.sites:
         group = groups[site.name]
@@ -149,12 +148,12 @@ def networks_of_sites(view: View) -> Iterator[Apart]:
 
 
 def with_norm(state: State, norm: float) -> State:
-    """The head's parameters, with a weight of that norm, from which sites can train. The answers stay."""
+    """Return the head's tensors, scaled to a weight of this norm, from which sites can train. Predictions do not change."""
     share = norm / max(float(state[HEAD[0]].norm()), 1e-12)
     return {name: state[name] * share for name in HEAD if name in state}
 
 
 def mixed(fused: State, own: State, share: float) -> State:
-    """share * fused + (1 - share) * own, with the types of `fused`."""
+    """Return share * fused + (1 - share) * own, with the types of `fused`."""
     total = {name: share * tensor.double() + (1.0 - share) * own[name].double() for name, tensor in fused.items()}
     return cast(total, fused)

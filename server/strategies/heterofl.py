@@ -24,38 +24,37 @@ from fedloom.server.strategies.base import STRATEGIES, check_objective
 from fedloom.server.strategies.by_architecture import averaged, counted, kept
 from fedloom.server.strategies.in_parts import InParts
 
-HEAD = "head."  # before the names of the last layer's tensors, [outputs, ...]
+HEAD = "head."  # prefix of the last layer's tensors, [outputs, ...]
 
 
 @STRATEGIES.register("heterofl")
 @dataclass(frozen=True)
 class HeteroFL(InParts):
-    """Every coordinate becomes the mean over the sites that hold it, else stays; a site holds the first channels of each
-    layer and of the last layer the rows of its labels (Alg. 1; here weighted by images). The objective is `heterofl`.
+    """HeteroFL (Alg. 1, weighted by images): every coordinate becomes the mean over the sites that hold it.
 
-    Slots: by architecture the sum of the networks, rows that a site does not hold 0, and that of the rows held.
+    A coordinate without holders does not change. A site holds the first channels of each layer, and in the last layer the
+    rows of its labels. The objective is `heterofl`. Slots, by architecture: the sum of the networks, in which rows that a
+    site does not hold are 0, and the sum of the held rows.
     """
 
     default_objective: ClassVar[str] = "heterofl"
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for another objective, and for BatchNorm with running statistics, which HeteroFL does not use."""
         check_objective(experiment, "heterofl")
         super().check(experiment)
         running = experiment.evaluation.statistics == "running"
-        if odd := next(
-            (one.name for one in groups_of(experiment) if running and _has_statistics(one.architecture.build())), ""
+        if name := next(
+            (group.name for group in groups_of(experiment) if running and _has_statistics(group.architecture.build())), ""
         ):
-            told = f"strategy heterofl trains {odd} without running statistics (static BatchNorm)"
-            raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
+            problem = f"strategy heterofl trains {name} with static BatchNorm, which has no running statistics"
+            raise UserError(f"evaluation.statistics: got 'running', but {problem}; takes recomputed or batch")
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """The sites' networks and the rows that they hold, by architecture."""
         rows = {rows_of(group.name): Sum(weighted=True) for group in groups_of(experiment)}
         return {**super().slots(experiment), **rows}
 
     def round(self, context: RoundContext) -> None:
-        """Send every site its part, with rates and labels; put what it makes of it, without rows that it does not hold."""
+        """Send every site its part, rates and labels. Store its network without the rows that it does not hold."""
         groups, rates = group_by_site(context.experiment), self._rates(context.experiment)
         sent, labels = (
             {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)},
@@ -73,36 +72,36 @@ class HeteroFL(InParts):
             context.put(rows_of(group), reply.site, {HELD: held}, reply.samples)
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
-        """The means of all architectures as parts of the reference, with the shares of the sites that hold each row."""
-        parts, those = self.parts(view.experiment), counted(view)
-        found = []
-        for one in averaged(view):
-            share = those.mean(rows_of(one.group.name))[HELD]
-            shares = {name: _as_rows(share, tensor) for name, tensor in one.state.items() if name.startswith(HEAD)}
-            found.append(Held(parts[one.group.name], one.state, one.weight, lacking, shares))
-        return found
+        """Return the mean networks as parts of the reference, with the share of sites that hold each row."""
+        parts, counting = self.parts(view.experiment), counted(view)
+        parts_held = []
+        for mean in averaged(view):
+            share = counting.mean(rows_of(mean.group.name))[HELD]
+            shares = {name: _as_rows(share, tensor) for name, tensor in mean.state.items() if name.startswith(HEAD)}
+            parts_held.append(Held(parts[mean.group.name], mean.state, mean.weight, lacking, shares))
+        return parts_held
 
     def _labels(self, context: RoundContext) -> dict[str, State]:
-        """Which rows participants hold: as they said in their first round, or are asked now; of those that answer."""
-        groups, found = group_by_site(context.experiment), {}
+        """Return the rows that participants hold: from an earlier round, or asked now. Sites may fail to answer."""
+        groups, labels = group_by_site(context.experiment), {}
         like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.classes)}
         for site in context.participants:
             if context.has(slot := rows_of(groups[site.name].name), site.name):
-                found[site.name] = context.contribution(slot, site.name)
-        new = [site for site in context.participants if site.name not in found]
+                labels[site.name] = context.contribution(slot, site.name)
+        new = [site for site in context.participants if site.name not in labels]
         expected = {LABELS: RecordSpec(like, bounded=False, check=check_labels)}
         for reply in context.ask(LABELS, {}, expected, new, needed=False):
-            found[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
-        return found
+            labels[reply.site.name] = {HELD: reply[LABELS][HELD].float()}
+        return labels
 
     def _rates(self, experiment: Experiment) -> dict[str, State]:
-        """By architecture, of the tensors of hidden layers with fewer channels than the reference's, the share of them."""
+        """Return, by architecture, the share of the reference's channels in each narrower hidden tensor."""
         large = reference_of(experiment, self.reference)
         return {group.name: _rates(large, group, self.parts(experiment)[group.name]) for group in groups_of(experiment)}
 
 
 def rows_of(group: str) -> str:
-    """The name of the slot of an architecture's rows."""
+    """Return the name of the slot for an architecture's rows."""
     return f"rows.{group}"
 
 
@@ -111,12 +110,12 @@ def _rates(large: Group, small: Group, part: Submodel) -> State:
                     for wiring in (wiring_of(large.architecture), wiring_of(small.architecture)))  # fmt: skip
     wiring = wiring_of(small.architecture)
     hidden = {layer.name for layer in wiring.layers if layer.kind in MIXING and not wiring.axes[layer.outputs].fixed}
-    found = {}
+    rates = {}
     for name, (own, _) in part.places.items():
         layer = name.rpartition(".")[0]
         if layer in hidden and narrow[layer] < wide[own.rpartition(".")[0]]:
-            found[name] = torch.tensor(narrow[layer] / wide[own.rpartition(".")[0]])
-    return found
+            rates[name] = torch.tensor(narrow[layer] / wide[own.rpartition(".")[0]])
+    return rates
 
 
 def _masked(state: State, held: torch.Tensor) -> State:

@@ -1,4 +1,7 @@
-"""Methods that keep all architectures as parts of one network, the reference, whose entries are shared by their holders."""
+"""Methods that treat all architectures as parts of one network, the reference.
+
+Each entry of the reference is shared by the architectures that hold it.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,26 +18,26 @@ from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, groups_of, reference_of, wiring_of
 from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, kept
 
-REFERENCE = "reference"  # what is kept: the network in which all others lie
+REFERENCE = "reference"  # the saved network that contains all others
 
 
 @dataclass(frozen=True)
 class InParts(ByArchitecture):
-    """The mean over the holders of every entry, in the reference; every architecture goes on from its part of it."""
+    """A method that averages every entry of the reference over its holders. Each architecture then gets its part of it."""
 
-    reference: str = option("", "the architecture that all others are parts of; empty: the deepest")
+    reference: str = option("", "the architecture that contains all others; empty: the deepest")
     maps: dict[str, Any] = option(
-        {}, "an architecture's name: for each of its layers (or blocks) the place of the reference's, from 0; else even"
+        {},
+        "by architecture: the reference's layer (or block) for each of its layers, by index from 0; default: spread evenly",
     )
 
-    fresh: ClassVar[bool] = False  # whether networks of the last round alone count, even where all sites are asked
+    fresh: ClassVar[bool] = False  # whether only networks of the last round count, even if all sites are asked
 
     @property
     def reference_name(self) -> str:
         return self.reference
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for networks that are no parts of the reference, and for maps that are none."""
         super().check(experiment)
         groups = [group.name for group in groups_of(experiment)]
         for name in self.maps:
@@ -45,93 +48,99 @@ class InParts(ByArchitecture):
             try:
                 _part(large, group, self._map(group.name), 0)
             except UserError as error:
-                told = f"strategy.reference, of which all are parts: {large.name}, that of {large.site.name}"
-                raise UserError(f"{error} ({told}; {group.name}: of {group.site.name})") from None
+                where = f"strategy.reference, which must contain all networks, is {large.name}, of {large.site.name}"
+                raise UserError(f"{error} ({where}; {group.name} is the network of {group.site.name})") from None
 
     def parts(self, experiment: Experiment, turn: int = 0) -> dict[str, Submodel]:
-        """Every architecture as a part of the reference, whose channels are turned round by so many places."""
+        """Return every architecture as a part of the reference. `turn` shifts the channels of the parts (FedRolex)."""
         large = reference_of(experiment, self.reference)
         return {group.name: _part(large, group, self._map(group.name), turn) for group in groups_of(experiment)}
 
     def turn(self, number: int) -> int:
-        """By how many places the channels are turned round before a round's parts are taken."""
+        """Return the number of channels by which parts are shifted in round `number`."""
         return 0
 
     def initial_states(self, context: RoundContext) -> Mapping[str, State]:
-        """Parts of the reference's first network."""
         context.save_server_state(REFERENCE, state := self.first_reference(context))
         return {name: part.taken(state) for name, part in self.parts(context.experiment, self.turn(1)).items()}
 
     def first_reference(self, view: View) -> State:
-        """The reference's first network."""
+        """Return the initial state of the reference."""
         return view.initial(site=reference_of(view.experiment, self.reference).site)
 
     def heads_share_basis(self, view: View) -> bool:
-        """All lie in the reference."""
         return True
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """Keep the reference, and of it what every architecture goes on from."""
-        whole = self._whole(context)
-        context.save_server_state(REFERENCE, whole)
-        for name, state in self.taken(context, whole).items():
+        reference = self._reference(context)
+        context.save_server_state(REFERENCE, reference)
+        for name, state in self.taken(context, reference).items():
             context.save_server_state(kept(name), state)
 
     def combined(self, view: View) -> Mapping[str, State]:
-        """Every architecture's part of the reference."""
-        return self.taken(view, self._whole(view))
+        return self.taken(view, self._reference(view))
 
-    def _whole(self, view: View) -> State:
-        """The reference; where no site has put anything, or none is left that has, its first network."""
-        there = any(view.total(group.name).addends for group in groups_of(view.experiment))
-        return self.fused(view) if there else self.first_reference(view)
+    def _reference(self, view: View) -> State:
+        """Return the reference, or its initial state if no remaining site has contributed."""
+        trained = any(view.total(group.name).addends for group in groups_of(view.experiment))
+        return self.fused(view) if trained else self.first_reference(view)
 
     def before(self, view: View) -> State:
-        """What entries are that nobody holds in a round: as they were, but for those of architectures of which no site is
-        left, which are as at the start."""
-        parts, whole = self.parts(view.experiment, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
+        """Return the values of entries that no site holds in a round.
+
+        They keep their values. But entries that only architectures without remaining sites hold return to their initial
+        values.
+        """
+        parts, reference = self.parts(view.experiment, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
         left = [group.name for group in groups_of(view.experiment) if view.total(group.name).addends]
         if len(left) == len(parts):
-            return whole
+            return reference
         return mean_over_holders(
-            [Held(parts[name], parts[name].taken(whole), 1.0) for name in left], self.first_reference(view)
+            [Held(parts[name], parts[name].taken(reference), 1.0) for name in left], self.first_reference(view)
         )
 
     def fused(self, view: View) -> State:
-        """The reference as it follows from the networks of all architectures."""
+        """Return the reference that follows from the networks of all architectures."""
         return mean_over_holders(self.held(view), self.before(view))
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
-        """The means of all architectures as parts of the reference."""
+        """Return the mean networks of all architectures as parts of the reference.
+
+        `lacking` is the weight of a missing layer, which counts as one that changes nothing.
+        """
         parts = self.parts(view.experiment, self.turn(max(1, number_of(view))))
-        return [Held(parts[one.group.name], one.state, one.weight, lacking) for one in averaged(view, self.fresh)]
+        return [Held(parts[mean.group.name], mean.state, mean.weight, lacking) for mean in averaged(view, self.fresh)]
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
-        """What every architecture goes on from."""
+        """Return the part of the reference `whole` for each architecture, by its name."""
         parts = self.parts(view.experiment, self.turn(number_of(view) + 1))
         return {name: part.taken(whole) for name, part in parts.items()}
 
     def _map(self, name: str) -> tuple[int, ...] | None:
-        places = self.maps.get(name)
-        if name in self.maps and not (isinstance(places, list) and all(type(place) is int for place in places)):
-            raise UserError(f"strategy.maps.{name}: got {places!r}, takes a list of places such as [0, 2, 3]")
-        return None if places is None else tuple(places)
+        indices = self.maps.get(name)
+        if name in self.maps and not (isinstance(indices, list) and all(type(index) is int for index in indices)):
+            raise UserError(f"strategy.maps.{name}: got {indices!r}, takes a list of indices such as [0, 2, 3]")
+        return None if indices is None else tuple(indices)
 
 
 def number_of(view: View) -> int:
-    """The round under way, or the last one."""
+    """Return the number of the current round, or of the last one."""
     return view.number if isinstance(view, RoundContext) else view.round
 
 
 @functools.lru_cache(maxsize=256)
 def _part(large: Group, small: Group, places: tuple[int, ...] | None, turn: int) -> Submodel:
-    """An architecture as a part of the reference. UserError naming both where it is none."""
+    """Return an architecture as a part of the reference.
+
+    Raises:
+        UserError: It is not a part of it. The message names both.
+    """
     wirings = wiring_of(large.architecture), wiring_of(small.architecture)
     if places is not None:
         few, many = len(wirings[1].units), len(wirings[0].units)
         rising = len(places) == few and all(a < b for a, b in zip(places, (*places[1:], many), strict=True))
         if not rising or (places and places[0] < 0):
-            raise UserError(f"strategy.maps.{small.name}: {list(places)} is no map of its {few} layers into the {many} of "
-                            f"{large.name}; takes {few} rising places from 0")  # fmt: skip
+            raise UserError(f"strategy.maps.{small.name}: {list(places)} does not map its {few} layers to the {many} of "
+                            f"{large.name}; takes {few} rising indices from 0")  # fmt: skip
     matches = None if places is None else dict(enumerate(places))
     return submodel(*wirings, matches=matches, turn=turn, names=(large.name, small.name))

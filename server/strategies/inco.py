@@ -1,4 +1,4 @@
-"""InCo Aggregation (Chan et al. 2023): deep layers, which few sites have, learn from one of the same shape before them."""
+"""InCo Aggregation (Chan et al. 2023): deep layers, which few sites have, learn from an earlier layer of the same shape."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,28 +17,30 @@ from fedloom.server.strategies.in_parts import InParts
 @STRATEGIES.register("inco")
 @dataclass(frozen=True)
 class InCo(InParts):
-    """Averages over the holders of each layer; of layers that not all architectures have, the update becomes
-    (g0 / |g0| + gk / |gk|) (|g0| + |gk|) / 2, where g0 is the update of the stage's first layer of the same shape, and gk
-    its own, less what of it is against g0 (Sec. 4)."""
+    """Average over the holders of each layer, and correct the updates of layers that some architecture lacks (Sec. 4).
+
+    The corrected update is (g0 / |g0| + gk / |gk|) (|g0| + |gk|) / 2. g0 is the update of the stage's first layer of the
+    same shape. gk is the layer's own update, without its component against g0.
+    """
 
     def fused(self, view: View) -> State:
         held, before = self.held(view), self.before(view)
         mean = mean_over_holders(held, before)
-        lacking = {name for one in held for name in one.submodel.neutral}
+        lacking = {name for part in held for name in part.submodel.neutral}
         wiring = wiring_of(reference_of(view.experiment, self.reference).architecture)
         new = dict(mean)
-        for first, later in _alike(wiring, mean):
-            if later in lacking or any(later not in _held(one.submodel.places) for one in held):
+        for first, later in _same_shape(wiring, mean):
+            if later in lacking or any(later not in _held_names(part.submodel.places) for part in held):
                 new[later] = before[later] + _crossed(mean[first] - before[first], mean[later] - before[later])
         return new
 
 
-def _held(places: Mapping[str, tuple[str, object]]) -> set[str]:
+def _held_names(places: Mapping[str, tuple[str, object]]) -> set[str]:
     return {name for name, _ in places.values()}
 
 
-def _alike(wiring: Wiring, state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Weights of one stage and one shape: the first, and each of the others."""
+def _same_shape(wiring: Wiring, state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of weight names with one stage and one shape: the first layer, and each later one."""
     first: dict[tuple[object, ...], str] = {}
     for unit in wiring.units:
         for layer in unit.layers:
@@ -50,7 +52,7 @@ def _alike(wiring: Wiring, state: Mapping[str, Tensor]) -> Iterator[tuple[str, s
 
 
 def _crossed(first: Tensor, own: Tensor) -> Tensor:
-    """The update of a layer, with that of the first like it."""
+    """Return a layer's update, combined with the update of the first layer of its shape."""
     agree, length = (first * own).sum(), first.square().sum()
     if float(agree) < 0.0:
         own = own - agree / length * first

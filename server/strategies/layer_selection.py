@@ -1,8 +1,9 @@
-"""Layer selection (LASEM, Lee et al. 2021) in a federation: the shared parameters of layers are the server's.
+"""Layer selection (LASEM, Lee et al. 2021) in a federation: the server holds the shared parameters of layers.
 
-All sites at once: a shared layer is the mean over the sites, weighted by images and by how probable it was at each that the
-layer is shared (the posterior). One after the other (lifelong, as in the paper): a site goes on from what the sites before
-it left, and what is shared is the start plus the sum of the sites' changes.
+With all sites at once, a shared layer is the mean over the sites. The weights are the sites' images times the probability,
+at each site, that the layer is shared (the posterior). With one site after the other (lifelong, as in the paper), a site
+continues from the state that the sites before it left. The shared state is then the start plus the sum of the sites'
+changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,89 +35,94 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strate
 from fedloom.server.strategies.by_architecture import cast, counted, representable
 
 TOGETHER, LIFELONG = "together", "lifelong"
-PARTS, CHANGES, FOUND, OTHERS = "parts", "changes", "selection", "counts"  # slots
-SHARED, PROGRESS = "shared", "progress"  # kept: what all share; what was found in every round
+PARTS, CHANGES, SELECTED, OTHERS = "parts", "changes", "selection", "counts"  # slots
+SHARED, PROGRESS = "shared", "progress"  # saved states: the shared parameters; the measurements of every round
 KEY = "layer_selection"  # in the summary, by mode
 FEWEST_BITS = 24
-LEAST_MASS = 2.0**-16  # of a layer that a site shares: parameters times less would be rounded too coarsely
+LEAST_MASS = 2.0**-16  # smaller masses of a layer count as 0: their products with parameters would lose precision
 
 
 class InTurn(OneByOne):
-    """One site after the other, and from the first one on again; nobody has the turn of a site that is forgotten."""
+    """One site after the other, and then from the first again. The turn of a forgotten site stays empty."""
 
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
         site = self.order[(round - 1) // self.each % len(self.order)]
-        return Participation([one for one in members if one.name == site.name], self.site_round(round))
+        return Participation([member for member in members if member.name == site.name], self.site_round(round))
 
 
 @STRATEGIES.register("layer_selection")
 @dataclass(frozen=True)
 class LayerSelectionStrategy(Strategy):
-    """Keeps the shared parameters of layers. The objective is `layer_selection`; sites' networks stay at the sites, which
-    say how good these are with the shared parameters of the moment."""
+    """The shared parameters of layers, at the server. Its objective is `layer_selection`.
+
+    Sites' networks stay at the sites, which measure them with the current shared parameters.
+    """
 
     default_objective: ClassVar[str] = "layer_selection"
 
     arrival: str = option(TOGETHER, "all sites at once, or one after the other", choices=(TOGETHER, LIFELONG))
     every: int = option(
         1,
-        "rounds between measurements of the sites' networks (and each turn's end); 0: the last alone",
+        "rounds between measurements of the sites' networks (lifelong: also at each turn's end); 0: only the last round",
         low=0,
     )
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """Together: masses x parameters and masses, one sum, weighted by images; lifelong: each site's changes."""
+        """Return the slots of the configured arrival.
+
+        Together: masses x parameters and masses, in one sum weighted by images. Lifelong: the sum of each site's changes.
+        """
         own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
         others = {OTHERS: Sum()} if _objective(experiment).prior == TASKS else {}
-        return {**own, **others, FOUND: PerClientSlot()}
+        return {**own, **others, SELECTED: PerClientSlot()}
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for sums too coarse for small masses, another objective, options that do not fit a site's network, and
-        layers that are not alike."""
         check_objective(experiment, "layer_selection")
         if self.arrival == TOGETHER and experiment.federation.scale_bits < FEWEST_BITS:
-            told = f"got {experiment.federation.scale_bits}, layers times masses down to 2^-16 take at least {FEWEST_BITS}"
-            raise UserError(f"federation.scale_bits: {told}")
+            problem = (
+                f"got {experiment.federation.scale_bits}, but layers times masses down to 2^-16 take at least {FEWEST_BITS}"
+            )
+            raise UserError(f"federation.scale_bits: {problem}")
         objective, sites = _objective(experiment), experiment.sites
         first = objective.layers_of(experiment.config, sites[0])
-        objective.way  # noqa: B018 # whose options are checked
+        objective.way  # noqa: B018 # checks its options
         objective.fixed(objective.configurations(len(first.groups)))
         for mode in experiment.config.baselines:
             replace(objective, mode=mode).fixed(every(len(first.groups)))
         shapes = _shapes(first.shared(experiment.config, sites[0]))
         for site in sites[1:]:
             other = _shapes(objective.layers_of(experiment.config, site).shared(experiment.config, site))
-            if odd := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
-                told = f"'{odd}' is {other.get(odd, 'none')} at {site.name} and {shapes.get(odd, 'none')} at {sites[0].name}"
-                raise UserError(f"network: strategy layer_selection takes alike layers to share; {told}")
+            if differing := next((name for name in {**shapes, **other} if shapes.get(name) != other.get(name)), ""):
+                shape, first_shape = other.get(differing, "none"), shapes.get(differing, "none")
+                problem = f"'{differing}' is {shape} at {site.name} and {first_shape} at {sites[0].name}"
+                raise UserError(f"network: strategy layer_selection takes the same shared layers at all sites; {problem}")
         if experiment.evaluation.statistics == "running" and any(
             first.has_statistics(experiment.config, site) for site in sites
         ):
-            told = "strategy layer_selection trains BatchNorm under many configurations at once"
-            raise UserError(f"evaluation.statistics: got 'running', {told}; takes recomputed or batch")
+            problem = "strategy layer_selection trains BatchNorm with many configurations at once"
+            raise UserError(f"evaluation.statistics: got 'running', but {problem}; takes recomputed or batch")
 
     def warnings(self, experiment: Experiment) -> Sequence[str]:
-        """That a certainty is for configurations that are given, and that nothing is selected while all warm up."""
-        objective, told = _objective(experiment), list[str]()
+        """Warn if no round is left to select layers, or if the option `certainty` has no effect."""
+        objective, messages = _objective(experiment), list[str]()
         if objective.mode == LEARNED and objective.warm_up >= experiment.rounds:
-            told.append(
-                f"objective.warm_up={objective.warm_up} leaves no round of {experiment.rounds} in which sites select"
+            messages.append(
+                f"objective.warm_up={objective.warm_up} leaves no round of {experiment.rounds} for sites to select layers"
             )
         if objective.certainty < 1.0 and objective.mode == LEARNED and not experiment.config.baselines:
-            told.append(f"objective.certainty={objective.certainty:g} is for a configuration that objective.mode gives; it "
-                        "is learned, and the certainty has no effect")  # fmt: skip
-        return told
+            messages.append(f"objective.certainty={objective.certainty:g} needs a fixed configuration in objective.mode; "
+                            "the configuration is learned, so the certainty has no effect")  # fmt: skip
+        return messages
 
     def schedule(self, experiment: Experiment) -> Schedule:
-        """Everyone, or all rounds of one site after all of another."""
+        """Return a schedule of all sites, or of all rounds of one site after those of another."""
         return InTurn(experiment.sites, experiment.rounds) if self.arrival == LIFELONG else Sampling(experiment.config)
 
     def begin(self, context: RoundContext) -> None:
-        """The shared parameters as the seed draws them."""
         context.save_server_state(SHARED, _start(context))
 
     def round(self, context: RoundContext) -> None:
-        """Send what is shared; put what each site makes of it, and how much it believes in it."""
+        """Send the shared parameters. Store what each site returns, with its posterior for each layer."""
         shared, sites = context.server_state(SHARED), {site.name: site for site in context.sites}
         groups = len(_layers(context).groups)
         like = {MASS: torch.zeros(groups), CHOSEN: torch.zeros(groups)}
@@ -124,7 +130,7 @@ class LayerSelectionStrategy(Strategy):
             like[COUNTS] = torch.zeros(len(_configurations(context)), dtype=torch.int64)
         expected = {SITE: RecordSpec(shared), SELECTION: RecordSpec(like, bounded=False, check=_check_selection)}
         masses: dict[str, Tensor] = {}
-        others = {site.name: self._others(context, site) for site in context.participants}  # before anybody answers
+        others = {site.name: self._others(context, site) for site in context.participants}  # before any site answers
 
         def content(site: Site) -> dict[str, State]:
             return {MEAN: shared, **others[site.name]}
@@ -135,18 +141,23 @@ class LayerSelectionStrategy(Strategy):
         self._note(context, {site.name: masses[site.name] for site in context.sites if site.name in context.trained})
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """What is shared follows from the slots, and when sites are forgotten from nothing else; what those were measured
-        with is erased."""
+        """Recompute the shared state. After a site is forgotten, it follows from the slots alone.
+
+        The measurements of forgotten sites are deleted.
+        """
         context.save_server_state(SHARED, self.shared(context, None if context.participants else _start(context)))
         if PROGRESS in context.slots.keeps():
-            here = torch.zeros(len(context.config.roster), dtype=torch.bool)
-            here[[site.index for site in context.sites]] = True
+            remaining = torch.zeros(len(context.config.roster), dtype=torch.bool)
+            remaining[[site.index for site in context.sites]] = True
             context.save_server_state(
-                PROGRESS, {name: _only(table, here) for name, table in context.server_state(PROGRESS).items()}
+                PROGRESS, {name: _only(table, remaining) for name, table in context.server_state(PROGRESS).items()}
             )
 
     def shared(self, view: View, before: State | None = None) -> State:
-        """The shared parameters of a view; a layer that nobody shares is as it was `before` (None: as it is kept)."""
+        """Return the shared parameters of a view.
+
+        A layer that no site shares takes its value from `before`, or by default from the saved state.
+        """
         before = before or view.server_state(SHARED)
         if self.arrival == LIFELONG:
             start, total = _start(view), view.total(CHANGES)
@@ -162,74 +173,76 @@ class LayerSelectionStrategy(Strategy):
         return cast({name: mean[name] / weights[name] if weights[name] > 0 else before[name] for name in before}, before)
 
     def models(self, view: View) -> Models:
-        """None at the server."""
+        """Return no model: the networks are at the sites."""
         return Models({})
 
     def measured_with(self, view: View) -> Mapping[str, State]:
-        """What is shared now: sites' networks are as good as they are with that."""
+        """Return the current shared parameters, with which sites measure their networks."""
         return {MEAN: view.server_state(SHARED)}
 
     def summary_entries(self, view: View) -> Mapping[str, Any]:
-        """Of every site its configuration, how probable it was of each group in each round to be shared, and accuracies."""
+        """Return each site's configuration, its posterior of each group in each round, and its accuracies."""
         if PROGRESS not in view.slots.keeps():
             return {}
         table, layers = view.server_state(PROGRESS), _layers(view)
-        here = [site for site in view.sites if view.has(FOUND, site.name)]
-        chosen = {site.name: view.slots.contributions.floats(site.name, FOUND)[CHOSEN] for site in here}
-        found = {
+        sites = [site for site in view.sites if view.has(SELECTED, site.name)]
+        chosen = {site.name: view.slots.contributions.floats(site.name, SELECTED)[CHOSEN] for site in sites}
+        entries = {
             "groups": [list(group) for group in layers.groups],
-            "sites": [site.name for site in here],
-            "configuration": [shown([int(one) for one in chosen[site.name].tolist()]) for site in here],
-            "shared": [[[_number(one) for one in row] for row in table[MASS][:, site.index].tolist()] for site in here],
-            "accuracy": [_accuracies(table, site.index) for site in here],
-            "own": self._own_rounds(view, here),
-            "bytes": sum(one.nbytes for one in view.server_state(SHARED).values()),
-            "fedavg_bytes": sum(one.nbytes for one in view.initial(site=view.config.roster[0]).values()),
+            "sites": [site.name for site in sites],
+            "configuration": [shown([int(value) for value in chosen[site.name].tolist()]) for site in sites],
+            "shared": [[[_number(value) for value in row] for row in table[MASS][:, site.index].tolist()] for site in sites],
+            "accuracy": [_accuracies(table, site.index) for site in sites],
+            "own": self._own_rounds(view, sites),
+            "bytes": sum(tensor.nbytes for tensor in view.server_state(SHARED).values()),
+            "fedavg_bytes": sum(tensor.nbytes for tensor in view.initial(site=view.config.roster[0]).values()),
         }
-        return {KEY: {_objective(view.experiment).mode: found}}
+        return {KEY: {_objective(view.experiment).mode: entries}}
 
     def residue(self, view: View, names: Any = ()) -> tuple[ResidualInfluence, ...]:
-        """What other sites trained after the forgotten ones had a share in what all share."""
         if view.rounds_with(names) < (1 if self.arrival == LIFELONG else 2):
             return ()
-        why = "they were trained from shared parameters that the forgotten sites had a part in"
-        told = "measured with the forgotten sites' part in the shared parameters; a further round (--repair 1) measures anew"
+        reason = "they were trained from shared parameters that include the forgotten sites"
+        measured = (
+            "measured with shared parameters that include the forgotten sites; a further round (--repair 1) repeats this"
+        )
         return (
-            ResidualInfluence("the other sites' own layers, and what they gave for shared ones", why),
-            ResidualInfluence("accuracies on sites' own tasks", told),
+            ResidualInfluence("the other sites' own layers, and their contributions to shared ones", reason),
+            ResidualInfluence("accuracies on sites' own tasks", measured),
         )
 
     def _put(self, context: RoundContext, site: Site, reply: ClientUpdate, shared: State) -> None:
-        found = reply[SELECTION]
+        selection = reply[SELECTION]
         layers = _layers(context)
         if self.arrival == TOGETHER:
-            mass = torch.where(found[MASS] < LEAST_MASS, 0.0, found[MASS])
-            weighted = {name: one * mass[layers.group_of(name)] for name, one in reply[SITE].items()}
+            mass = torch.where(selection[MASS] < LEAST_MASS, 0.0, selection[MASS])
+            weighted = {name: tensor * mass[layers.group_of(name)] for name, tensor in reply[SITE].items()}
             context.put(PARTS, site, {**weighted, MASS: mass}, reply.samples)
         else:
             before = context.contribution(CHANGES, site.name) if context.has(CHANGES, site.name) else {}
             rounds, length = context.experiment.rounds, self.schedule(context.experiment).length(context.experiment.rounds)
-            further = context.number > length  # for a request: each may be the last
-            last = further or context.site_round >= rounds  # layers that are not chosen go back to what they were
-            kept = {name: float(not last or found[CHOSEN][layers.group_of(name)] > 0) for name in shared}
-            changes = {name: (one - shared[name] + before.get(name, 0.0)) * kept[name] for name, one in reply[SITE].items()}
+            further = context.number > length  # on request: any such round may be the last
+            last = further or context.site_round >= rounds  # unselected layers return to their earlier values
+            kept = {name: float(not last or selection[CHOSEN][layers.group_of(name)] > 0) for name in shared}
+            changes = {
+                name: (tensor - shared[name] + before.get(name, 0.0)) * kept[name] for name, tensor in reply[SITE].items()
+            }
             context.put(CHANGES, site, changes)
         if OTHERS in context.slots.declared:
-            most = context.number * step_count(
-                reply.samples, context.experiment, reply.site
-            )  # mini-batches that it can have counted
-            context.put(OTHERS, site, {COUNTS: _at_most(found[COUNTS], most).float()})
-        context.put(FOUND, site, {CHOSEN: found[CHOSEN]})
+            # The site cannot have counted more mini-batches than this.
+            limit = context.number * step_count(reply.samples, context.experiment, reply.site)
+            context.put(OTHERS, site, {COUNTS: _at_most(selection[COUNTS], limit).float()})
+        context.put(SELECTED, site, {CHOSEN: selection[CHOSEN]})
 
     def _others(self, context: RoundContext, site: Site) -> dict[str, State]:
-        """The counts of all other sites, if the prior takes them."""
+        """Return the sum of all other sites' counts, if the prior uses them."""
         if OTHERS not in context.slots.declared:
             return {}
-        there = [one.name for one in context.sites if one.name != site.name and context.has(OTHERS, one.name)]
-        return {COUNTS: context.subset(there).sum(OTHERS)} if there else {}
+        names = [other.name for other in context.sites if other.name != site.name and context.has(OTHERS, other.name)]
+        return {COUNTS: context.subset(names).sum(OTHERS)} if names else {}
 
     def _note(self, context: RoundContext, masses: Mapping[str, Tensor]) -> None:
-        """Add a round to PROGRESS, with what sites say of their networks where that is due."""
+        """Add a round to PROGRESS, with the sites' measurements if they are due."""
         size = len(context.config.roster)
         table = torch.full((size, len(_layers(context).groups)), -1.0)
         for site in context.sites:
@@ -238,7 +251,7 @@ class LayerSelectionStrategy(Strategy):
         length = self.schedule(context.experiment).length(context.config.rounds)
         turn_ends = self.arrival == LIFELONG and context.site_round >= context.config.rounds
         if context.number >= length or (self.every and (turn_ends or context.number % self.every == 0)):
-            shared, asked = self.shared(context), [site for site in context.sites if context.has(FOUND, site.name)]
+            shared, asked = self.shared(context), [site for site in context.sites if context.has(SELECTED, site.name)]
             for reply in context.ask(COMPOSED, {MEAN: shared}, {}, asked, metrics=[RIGHT, TOTAL], needed=False):
                 hits, total = reply.metrics[RIGHT], reply.metrics[TOTAL]
                 if can_be(hits, total):
@@ -246,20 +259,20 @@ class LayerSelectionStrategy(Strategy):
         new = {MASS: table, RIGHT: right, TOTAL: images}
         before = context.server_state(PROGRESS) if PROGRESS in context.slots.keeps() else {}
         context.save_server_state(
-            PROGRESS, {name: torch.cat([before[name], one[None]]) if before else one[None] for name, one in new.items()}
+            PROGRESS, {name: torch.cat([before[name], row[None]]) if before else row[None] for name, row in new.items()}
         )
 
     def _own_rounds(self, view: View, sites: list[Site]) -> list[list[int]]:
-        """Of each site the first and the last round that it trained in, from 1."""
+        """Return the first and the last round in which each site trained, from 1."""
         trained = view.server_state(PROGRESS)[MASS][..., 0] >= 0
         rounds = [torch.nonzero(trained[:, site.index]).flatten().tolist() for site in sites]
-        return [[one[0] + 1, one[-1] + 1] if one else [] for one in rounds]
+        return [[numbers[0] + 1, numbers[-1] + 1] if numbers else [] for numbers in rounds]
 
 
 def _objective(experiment: Experiment) -> LayerSelection:
-    found = experiment.objective
-    assert isinstance(found, LayerSelection)  # which `check` sees to
-    return found
+    objective = experiment.objective
+    assert isinstance(objective, LayerSelection)  # `check` ensures this
+    return objective
 
 
 def _layers(view: View) -> Layers:
@@ -271,7 +284,7 @@ def _configurations(view: View) -> list[Any]:
 
 
 def _start(view: View) -> State:
-    """What is shared, as the seed draws it."""
+    """Return the initial shared parameters, which the seed draws."""
     return representable(_layers(view).shared(view.experiment.config, view.config.roster[0]), view.bits)
 
 
@@ -280,30 +293,30 @@ def _shapes(state: State) -> dict[str, str]:
 
 
 def _check_selection(record: State) -> None:
-    """Raises ReplyError for what is no posterior, no configuration or no counts."""
+    """Raise ReplyError if the record is not a posterior, a configuration and counts."""
     mass, chosen = record[MASS], record[CHOSEN]
     if bool(((mass < 0) | (mass > 1)).any()):
         raise ReplyError(f"record '{SELECTION}': '{MASS}' takes probabilities from 0 to 1")
     if not bool(((chosen == 0) | (chosen == 1)).all()):
         raise ReplyError(f"record '{SELECTION}': '{CHOSEN}' takes zeros and ones")
     if COUNTS in record and bool((record[COUNTS] < 0).any()):
-        raise ReplyError(f"record '{SELECTION}': '{COUNTS}' takes no negative numbers")
+        raise ReplyError(f"record '{SELECTION}': '{COUNTS}' takes numbers of at least 0")
 
 
-def _at_most(counts: Tensor, most: int) -> Tensor:
-    """Counts as they are or, if they are more together, in the same proportions."""
-    share = most / max(most, float(counts.double().sum()))
+def _at_most(counts: Tensor, limit: int) -> Tensor:
+    """Return the counts, scaled down if their sum exceeds `most`."""
+    share = limit / max(limit, float(counts.double().sum()))
     return counts if share >= 1.0 else (counts.double() * share).floor().long()
 
 
-def _only(table: Tensor, here: Tensor) -> Tensor:
-    """A table [rounds, sites, ...] without sites that are not here."""
+def _only(table: Tensor, remaining: Tensor) -> Tensor:
+    """Return a table [rounds, sites, ...] without the entries of sites that are not `here`."""
     gone = torch.full((), -1.0 if table.is_floating_point() else 0).to(table.dtype)
-    return torch.where(here.view(1, -1, *[1] * (table.ndim - 2)), table, gone)
+    return torch.where(remaining.view(1, -1, *[1] * (table.ndim - 2)), table, gone)
 
 
 def _accuracies(table: Mapping[str, Tensor], site: int) -> list[float | None]:
-    """Of each round; None where it was not measured."""
+    """Return a site's accuracy in each round, or None if it was not measured."""
     pairs = zip(table[RIGHT][:, site].tolist(), table[TOTAL][:, site].tolist(), strict=True)
     return [right / total if total else None for right, total in pairs]
 

@@ -1,8 +1,8 @@
-"""Networks that were trained apart, brought into one basis: aligned, transported and refitted into the reference.
+"""Networks that were trained apart, brought to one basis: aligned, transported and refitted into the reference.
 
-Networks of different starts have no channel in common, so that no mean of them is of use. They are fused (CLA+OT with refit,
-fusion.fuse) into one network of the reference's architecture; every other architecture is fused in the same way, and its
-channels are brought to those of the reference.
+Networks with different starts have no channel in common, so their mean is useless. They are fused into one network of the
+reference's architecture (CLA+OT with refit, fusion.fuse). Every other architecture is fused in the same way, and its
+channels are then aligned to the reference.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Submodel
 from fedloom.server.strategies.architectures import Group
 
-TOGETHER = 8  # networks that are fused at once; more are fused one after the other, so that few are in memory
-BLIND = FusionSettings(basis="weights", comparison="neurons", refit="none", repair=False)  # no probe samples
+TOGETHER = 8  # networks to fuse at once, which limits memory; more are fused step by step
+BLIND = FusionSettings(basis="weights", comparison="neurons", refit="none", repair=False)  # without probe images
 PART = FusionSettings(basis="same", refit="plans")
-MOVED = FusionSettings(refit="none", repair=False)  # into another's basis, by permutations
+MOVED = FusionSettings(refit="none", repair=False)  # to another network's basis, by permutation
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A network of a start of its own, and its weight: the number of images that it has seen."""
+    """A network with its own start. `weight` is the number of images that it has seen."""
 
     architecture: Architecture
     state: State
@@ -36,7 +36,7 @@ class Apart:
 
 
 def settings_for(probe: bool) -> FusionSettings:
-    """Of the fusion of networks trained apart: without images, plans follow from weights."""
+    """Return the settings to fuse networks trained apart. Without probe images, plans follow from weights."""
     return FusionSettings() if probe else BLIND
 
 
@@ -47,43 +47,55 @@ def fused_apart(
     probe: Tensor | None,
     settings: FusionSettings | None = None,
 ) -> State:
-    """A network of the reference's architecture that does what all of them do.
+    """Return a network of the reference's architecture that combines the networks trained apart.
 
-    before: the reference's state where nobody has a network of its architecture, which then gives nothing but the shape;
-    probe: [k, c, h, w] float32, or None: plans from weights, no refit; settings: by default those of `settings_for`. Raises
-    UserError for networks that cannot be fused.
+    Args:
+        reference: The architecture of the result.
+        apart: The networks. They are read one after the other.
+        before: A state of the reference. Without a network of its architecture in `apart`, this sets only the shapes.
+        probe: Images, float32 [k, c, h, w], or None: plans from weights, without refit.
+        settings: By default those of `settings_for`.
+
+    Raises:
+        UserError: The networks cannot be fused.
     """
     rest, into = iter(apart), Apart(reference, before, 0.0)
     settings = settings or settings_for(probe is not None)
     while chunk := list(islice(rest, TOGETHER)):
-        if into.weight == 0.0 and (place := _first_of(chunk, reference)) is not None:
-            into = chunk.pop(place)
+        if into.weight == 0.0 and (index := _first_of(chunk, reference)) is not None:
+            into = chunk.pop(index)
         if chunk:
-            into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
+            into = Apart(
+                reference, _fused([into, *chunk], probe, settings), into.weight + sum(network.weight for network in chunk)
+            )
     return into.state
 
 
 def part_of(
     group: Group, part: Submodel, reference: Architecture, whole: State, apart: Iterable[Apart], probe: Tensor | None
 ) -> State:
-    """The network of an architecture in the basis of the reference `whole`.
+    """Return the network of an architecture in the basis of the reference `whole`.
 
-    Of the same widths: all networks fused into this architecture, its channels then brought to those of the reference. Of
-    smaller ones: the part of the reference, fitted to do what the whole one does. Without a probe: the part as it is.
+    With the same widths, all networks are fused into this architecture, and its channels are aligned to the reference. With
+    smaller widths, the part of the reference is fitted to compute the reference's function. Without a probe, it is the
+    plain part.
     """
     state, own = part.taken(whole), group.architecture
     if probe is None or own == reference:
         return state
     goal = _network(reference, whole)
     if all(entries is None for _, index in part.places.values() for entries in index):
-        alike = _network(own, fused_apart(own, apart, state, probe))
-        return _state(fuse([alike, goal], into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network, own)
+        network = _network(own, fused_apart(own, apart, state, probe))
+        return _state(fuse([network, goal], into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network, own)
     return _state(fuse([_network(own, state), goal], into=0, probe=probe, weights=(0.0, 1.0), settings=PART).network, own)
 
 
 def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSettings, key: str) -> None:
-    """UserError, naming the option, both and a site, for an architecture that cannot be fused into the reference's: tried
-    with random weights."""
+    """Refuse an architecture that cannot be fused into the reference's, tested with random weights.
+
+    Raises:
+        UserError: The message names the option `key`, both architectures and a site.
+    """
     for group in groups:
         generator = torch.Generator().manual_seed(0)
         own = [_drawn(architecture, generator) for architecture in (reference.architecture, group.architecture)]
@@ -98,19 +110,19 @@ def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSett
 
 
 def _fused(apart: list[Apart], probe: Tensor | None, settings: FusionSettings) -> State:
-    """Into the first one's architecture."""
-    networks = [_network(one.architecture, one.state) for one in apart]
+    """Return the fusion into the first network's architecture."""
+    networks = [_network(network.architecture, network.state) for network in apart]
     first = apart[0].architecture
     if probe is None:
         probe = torch.zeros(2, first.channels, first.size, first.size)
-    if not any(one.weight for one in apart):
-        apart = [replace(one, weight=1.0) for one in apart]
-    fused = fuse(networks, into=0, probe=probe, weights=[one.weight for one in apart], settings=settings).network
+    if not any(network.weight for network in apart):
+        apart = [replace(network, weight=1.0) for network in apart]
+    fused = fuse(networks, into=0, probe=probe, weights=[network.weight for network in apart], settings=settings).network
     return _state(fused, first)
 
 
 def _first_of(chunk: list[Apart], architecture: Architecture) -> int | None:
-    return next((place for place, one in enumerate(chunk) if one.architecture == architecture), None)
+    return next((index for index, network in enumerate(chunk) if network.architecture == architecture), None)
 
 
 def _network(architecture: Architecture, state: State) -> nn.Module:
@@ -126,9 +138,9 @@ def _drawn(architecture: Architecture, generator: torch.Generator) -> State:
 
 
 def _state(network: nn.Module, architecture: Architecture) -> State:
-    """UserError if the fused network needs biases that the architecture has not."""
+    """Return the fused network's state. Raise UserError if it needs biases that the architecture lacks."""
     state, own = dict(network.state_dict()), architecture.build().state_dict()
-    if odd := next((name for name in state if name not in own), ""):
-        told = f"network '{architecture.options['name']}' has no '{odd}', which the refit needs"
-        raise UserError(f"{told}; take layers with biases or norms, or fuse without a refit")
+    if lacking := next((name for name in state if name not in own), ""):
+        problem = f"network '{architecture.options['name']}' has no '{lacking}', but the refit needs it"
+        raise UserError(f"{problem}; use layers with biases or norms, or a fusion without refit")
     return {name: tensor.detach().to(own[name].dtype) for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""Images at the server that are no site's: held out of the run's domains, or a public domain's."""
+"""Images at the server that belong to no site: held out from the run's domains, or from a public domain."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ from fedloom.server.rounds.view import View
 
 @dataclass(frozen=True)
 class PublicImages:
-    """Held-out images; a method says whether it looks at their labels."""
+    """Held-out images. The method that uses them decides whether it reads labels."""
 
-    domain: str = option("", "whose held-out images; empty: those of the run's domains, all of them together")
-    samples: int = option(1000, "how many at most", low=0)
+    domain: str = option("", "domain of the held-out images; empty: all of the run's domains")
+    samples: int = option(1000, "number of images, at most", low=0)
 
     def check(self, experiment: Experiment, key: str) -> None:
-        """UserError, naming the option `key`, for a domain that is not here, and where the server has no images."""
+        """Raise UserError, naming the option `key`, if the domain is not available or the server has no images."""
         if self.samples < 2:
             raise UserError(f"{key}.samples: got {self.samples}, takes a number of at least 2")
         if self.domain:
@@ -34,16 +34,20 @@ class PublicImages:
             raise UserError(f"{key}: needs held-out images; set data.validation above 0, or name a domain")
 
     def read(self, view: View, key: str) -> Tensor:
-        """float32 [samples, c, size, size] in [-1, 1], as many of each domain. UserError if there are none."""
+        """Return float32 [samples, c, size, size] in [-1, 1], with equally many images of each domain."""
         return to_float(self.labelled(view, key).x)
 
     def labelled(self, view: View, key: str) -> Images:
-        """The same with their labels."""
+        """Return the images with their labels.
+
+        Raises:
+            UserError: There are fewer than two images.
+        """
         specs = [SiteConfig(domain=self.domain)] if self.domain else list(view.evaluator.specs.values())
         each = -(-self.samples // len(specs))
         parts = [validation_images(view.experiment.config, spec) for spec in specs]
         x = torch.cat([part.x[:each] for part in parts])[: self.samples]
         y = torch.cat([part.y[:each] for part in parts])[: self.samples]
         if len(x) < 2:
-            raise UserError(f"{key}: there are no held-out images; set data.validation above 0")
+            raise UserError(f"{key}: no held-out images; set data.validation above 0")
         return Images(x, y)

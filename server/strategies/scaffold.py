@@ -21,40 +21,45 @@ from fedloom.server.strategies.base import STRATEGIES
 @STRATEGIES.register("scaffold")
 @dataclass(frozen=True)
 class Scaffold(Averaging):
-    """x <- x + rate (mean - x) over the sites that answered; c is the mean of all sites' variates, of which those that have
-    never trained are zero. Sites put networks and variates into one slot, so that c is always that mean, exactly."""
+    """SCAFFOLD: x <- x + rate (mean - x) over the sites that answered, with a control variate for each site.
+
+    c is the mean of all sites' variates, which are zero for sites that have never trained. Sites put networks and variates
+    into one slot, so c is always exactly that mean.
+    """
 
     default_objective: ClassVar[str] = "scaffold"
 
-    weighting: str = option("equal", "how sites count in both means: alike, or by images", choices=("samples", "equal"))
-    rate: float = option(1.0, "of the server", low=0.0)
+    weighting: str = option(
+        "equal", "weights of the sites in both means: equal, or by their images", choices=("samples", "equal")
+    )
+    rate: float = option(1.0, "learning rate of the server", low=0.0)
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """A site that lost its variate takes it from what it sent last."""
+        """Return a resumable slot: a site that lost its variate restores it from its last contribution."""
         return {NETWORKS: Sum(weighted=self.weighting == "samples", resumable=True)}
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for sites whose steps are not of plain SGD, and for variates that would not be the sites' own."""
         super().check(experiment)
         check_steps(experiment)
         for section, key in (("federation", "clip_change"), ("privacy", "noise")):
             if getattr(getattr(experiment, section), key):
-                raise UserError(f"{section}.{key}: what is scaled or noised of a variate is not what sites of scaffold "
-                                "correct by; set it to 0, or take strategy.name=fedavg")  # fmt: skip
+                raise UserError(f"{section}.{key}: the server's variate would differ from the one with which a site "
+                                "corrects its steps; set it to 0, or use strategy.name=fedavg")  # fmt: skip
 
     def extra_broadcast(self, context: RoundContext) -> State:
-        """c."""
         return self.control(context)
 
     def control(self, view: View) -> State:
-        """c, by the names that it travels under. Of sites that have never trained no number of images is known: they count
-        as the others do on average."""
+        """Return c, with the names under which it is sent.
+
+        The number of images of a site that has never trained is not known, so it gets the mean weight of the others.
+        """
         parameters = parameters_of(view.experiment)
-        zeros = {CONTROL + name: torch.zeros_like(one) for name, one in view.initial().items() if name in parameters}
-        here = [site for site in view.sites if view.has(NETWORKS, site.name)]
-        if not here:
+        zeros = {CONTROL + name: torch.zeros_like(tensor) for name, tensor in view.initial().items() if name in parameters}
+        trained = [site for site in view.sites if view.has(NETWORKS, site.name)]
+        if not trained:
             return zeros
-        mean, share = view.mean(NETWORKS), len(here) / len(view.sites)
+        mean, share = view.mean(NETWORKS), len(trained) / len(view.sites)
         return {name: mean[name] * share for name in zeros}
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:

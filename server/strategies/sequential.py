@@ -1,4 +1,4 @@
-"""The baseline of arithmetic: one network goes from site to site, each training it where the one before left it."""
+"""The baseline of arithmetic: one network travels from site to site, and each site trains it further."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,31 +21,30 @@ THETA = "shared"  # the ledger's name for the network's state
 
 @dataclass(frozen=True)
 class Sequential(Strategy):
-    """All rounds of one site, then all of the next; a site's own rounds, batches and rates are as when it trains alone."""
+    """One network, trained for all rounds at one site, then for all rounds at the next.
+
+    A site's round numbers, batches and rates are the same as if it trained alone.
+    """
 
     def schedule(self, experiment: Experiment) -> Schedule:
-        """In the roster's order, or against it."""
+        """Return the roster's order, or the reverse."""
         sites = experiment.sites
         return OneByOne(sites if experiment.objective.mode == FORWARD else sites[::-1], experiment.rounds)
 
     def begin(self, context: RoundContext) -> None:
-        """The network starts at theta_0."""
         context.save_server_state(THETA, quantise(context.initial(), context.bits))
 
     def round(self, context: RoundContext) -> None:
-        """The one site whose turn it is trains the network."""
         sent = _network(context)
         for reply in context.ask(TRAIN, {MEAN: sent}, {SITE: RecordSpec(sent)}):
             context.save_server_state(THETA, dict(reply.integers[SITE]))
 
     def models(self, view: View) -> Models:
-        """The network as the last site left it, under the mode's name."""
         return Models({view.experiment.objective.mode: lambda: Model(view.architecture(), _network(view))})
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
-        """All of it."""
         return [
-            ResidualInfluence("the network", "it was trained at one site after the other; no site's part can be taken out")
+            ResidualInfluence("the network", "it was trained at one site after the other; no site's part can be subtracted")
         ]
 
 

@@ -1,6 +1,6 @@
-"""Averaging with an optimiser at the server: the mean change of a round, x_t - mean, is a gradient to it.
+"""Averaging with an optimiser at the server, which uses the mean change of a round, x_t - mean, as a gradient.
 
-Buffers (BatchNorm's statistics) are averaged: an optimiser's step could make a variance negative.
+Buffers (BatchNorm's statistics) are averaged, because an optimiser's step could make a variance negative.
 """
 
 from abc import abstractmethod
@@ -22,13 +22,16 @@ MOMENTUM, SQUARES = "momentum", "squares"
 @STRATEGIES.register("fedavgm")
 @dataclass(frozen=True)
 class FedAvgM(Averaging):
-    """v_t = momentum v_{t-1} + (x_t - mean), x_{t+1} = x_t - rate v_t (Hsu, Qi and Brown 2019, Measuring the Effects of
-    Non-Identical Data Distribution). With momentum 0 and rate 1 it is FedAvg."""
+    """FedAvg with momentum at the server: v_t = momentum v_{t-1} + (x_t - mean), x_{t+1} = x_t - rate v_t.
+
+    Source: Hsu, Qi and Brown 2019, Measuring the Effects of Non-Identical Data Distribution. With momentum 0 and rate 1 it
+    is FedAvg.
+    """
 
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM,)
 
-    rate: float = option(1.0, "of the server", low=0.0)
-    momentum: float = option(0.9, "of the server", low=0.0, high=1.0)
+    rate: float = option(1.0, "learning rate of the server", low=0.0)
+    momentum: float = option(0.9, "momentum of the server", low=0.0, high=1.0)
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
         network, moved = {**last[NETWORK], **mean}, {}
@@ -41,17 +44,17 @@ class FedAvgM(Averaging):
 
 @dataclass(frozen=True)
 class FedOpt(Averaging):
-    """Reddi et al. 2021, Adaptive Federated Optimization, Alg. 2: with D_t = mean - x_t
-    m_t = beta_1 m_{t-1} + (1 - beta_1) D_t, v_t as the method says, x_{t+1} = x_t + rate m_t / (sqrt(v_t) + tau).
+    """Adaptive optimisation at the server: x_{t+1} = x_t + rate m_t / (sqrt(v_t) + tau).
 
-    v_{-1} = tau**2, as small as Alg. 2 allows.
+    Reddi et al. 2021, Adaptive Federated Optimization, Alg. 2: D_t = mean - x_t, m_t = beta_1 m_{t-1} + (1 - beta_1) D_t,
+    and a subclass defines v_t (`squares`). v_{-1} = tau**2, the smallest value that Alg. 2 allows.
     """
 
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM, SQUARES)
 
-    rate: float = option(0.1, "of the server (eta)", low=0.0)
-    beta_1: float = option(0.9, "of the momentum", low=0.0, high=1.0)
-    tau: float = option(1e-3, "the least that a step is divided by: larger is less adaptive", low=1e-12)
+    rate: float = option(0.1, "learning rate of the server (eta)", low=0.0)
+    beta_1: float = option(0.9, "decay of the momentum", low=0.0, high=1.0)
+    tau: float = option(1e-3, "lower bound of the divisor of a step: a larger value is less adaptive", low=1e-12)
 
     def initial_memory(self, name: str, like: Tensor) -> Tensor:
         return torch.full_like(like, self.tau**2 if name == SQUARES else 0.0)
@@ -68,15 +71,15 @@ class FedOpt(Averaging):
 
     @abstractmethod
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
-        """v_t, of v_{t-1} and D_t**2."""
+        """Return v_t from v_{t-1} (`before`) and D_t**2 (`square`), elementwise."""
 
 
 @STRATEGIES.register("fedadagrad")
 @dataclass(frozen=True)
 class FedAdagrad(FedOpt):
-    """v_t = v_{t-1} + D_t**2. The paper takes beta_1 = 0 for it."""
+    """Adagrad at the server: v_t = v_{t-1} + D_t**2, with beta_1 = 0 as in the paper."""
 
-    beta_1: float = option(0.0, "of the momentum", low=0.0, high=1.0)
+    beta_1: float = option(0.0, "decay of the momentum", low=0.0, high=1.0)
 
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
         return before + square
@@ -85,9 +88,9 @@ class FedAdagrad(FedOpt):
 @STRATEGIES.register("fedadam")
 @dataclass(frozen=True)
 class FedAdam(FedOpt):
-    """v_t = beta_2 v_{t-1} + (1 - beta_2) D_t**2."""
+    """Adam at the server: v_t = beta_2 v_{t-1} + (1 - beta_2) D_t**2."""
 
-    beta_2: float = option(0.99, "of the squares", low=0.0, high=1.0)
+    beta_2: float = option(0.99, "decay of the squares", low=0.0, high=1.0)
 
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
         return self.beta_2 * before + (1.0 - self.beta_2) * square
@@ -96,7 +99,7 @@ class FedAdam(FedOpt):
 @STRATEGIES.register("fedyogi")
 @dataclass(frozen=True)
 class FedYogi(FedAdam):
-    """v_t = v_{t-1} - (1 - beta_2) D_t**2 sign(v_{t-1} - D_t**2)."""
+    """Yogi at the server: v_t = v_{t-1} - (1 - beta_2) D_t**2 sign(v_{t-1} - D_t**2)."""
 
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
         return before - (1.0 - self.beta_2) * square * torch.sign(before - square)

@@ -1,4 +1,4 @@
-"""Training at the server, of the networks of all architectures: on labels of its own, or on all sites' answers."""
+"""Training of the architectures' networks at the server: on its own labels, or on the answers of all sites' networks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ from fedloom.server.strategies.public import PublicImages
 
 @dataclass(frozen=True)
 class ServerTraining:
-    """Adam on the server's images; distillation as FedDF does it (Lin et al. 2020, Alg. 3), fine-tuning, or both at once."""
+    """Adam on the server's images: distillation as in FedDF (Lin et al. 2020, Alg. 3), fine-tuning, or both."""
 
-    steps: int = option(0, "of Adam in each round, for each architecture; 0: none", low=0, high=1_000_000)
-    rate: float = option(1e-3, "learning rate at the start; it falls to 0 as half a cosine", low=0.0, high=1.0)
-    batch: int = option(128, "images in each step", low=2)
-    temperature: float = option(1.0, "of the distillation", low=0.01, high=1000.0)
+    steps: int = option(0, "steps of Adam in each round, for each architecture; 0: no training", low=0, high=1_000_000)
+    rate: float = option(1e-3, "initial learning rate; it decays to 0 by a half cosine", low=0.0, high=1.0)
+    batch: int = option(128, "images per step", low=2)
+    temperature: float = option(1.0, "temperature of the distillation", low=0.01, high=1000.0)
     weight: float = option(
         1.0,
-        "of the distillation from the mean of all sites' logits; the rest is cross-entropy with labels",
+        "weight of the distillation from the mean of all sites' logits; the rest is cross-entropy with labels",
         low=0.0,
         high=1.0,
     )
-    images: PublicImages = option(PublicImages, "what is trained on")
+    images: PublicImages = option(PublicImages, "the images to train on")
 
     def check(self, experiment: Experiment, key: str) -> None:
-        """UserError where it is wanted and the server has no images, or their labels are not those of the networks."""
+        """Raise UserError if the server lacks images, or their labels do not fit the networks."""
         if not self.steps:
             return
         self.images.check(experiment, key)
@@ -49,58 +49,56 @@ class ServerTraining:
     def _check_labels(self, experiment: Experiment, key: str) -> None:
         if experiment.data.heads != "shared":
             raise UserError(
-                f"{key}: its labels are those of one output layer; data.heads={experiment.data.heads} takes weight=1"
+                f"{key}: its labels need one shared output layer; with data.heads={experiment.data.heads}, set weight=1"
             )
         classes, public = groups_of(experiment)[0].architecture.classes, SiteConfig(domain=self.images.domain)
         if not public.domain:
             return
         if (count := class_count(public)) != classes:
-            told = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
-            raise UserError(f"{key}.domain: {told}; its labels need as many, weight=1 needs none")
-        if told := _other_classes(experiment, public):
-            raise UserError(f"{key}.domain: {told}; its labels need to be of the same classes, weight=1 needs none")
+            problem = f"'{public.domain}' has {count} classes and the networks have {classes} outputs"
+            raise UserError(
+                f"{key}.domain: {problem}; take a domain with as many classes, or set weight=1, which uses no labels"
+            )
+        if problem := _other_classes(experiment, public):
+            raise UserError(
+                f"{key}.domain: {problem}; take a domain with the same classes, or set weight=1, which uses no labels"
+            )
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
-        """The networks of the architectures, by their names, trained further."""
+        """Return the states of the architectures, by name, after training. `key` names the option in errors."""
         if not self.steps or not states:
             return dict(states)
-        found, given = {}, self.images.labelled(view, key)
-        device = view.evaluator.device
-        images, labels = to_float(given.x).to(device), given.y.to(device) if self.weight < 1.0 else None
-        answers = (
-            mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), _outputs(view), device=device)
-        )
+        states_after, data = {}, self.images.labelled(view, key)
+        device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.classes
+        images, labels = to_float(data.x).to(device), data.y.to(device) if self.weight < 1.0 else None
+        answers = mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), classes, device=device)
         settings = Distillation(self.steps, self.rate, self.batch, self.temperature, self.weight)
         for group in groups_of(view.experiment):
             if group.name in states:
                 network = view.evaluator.loaded(Model(group.architecture, states[group.name]))
                 generator = torch_generator(view.config.seed, "distillation", group.name, str(view.round))
                 distil(network, images, answers, settings, generator, labels)
-                found[group.name] = {name: tensor.cpu().clone() for name, tensor in network.state_dict().items()}
-        return found
+                states_after[group.name] = {name: tensor.cpu().clone() for name, tensor in network.state_dict().items()}
+        return states_after
 
 
 def _other_classes(experiment: Experiment, public: SiteConfig) -> str:
-    """In which class a public domain differs from those of all sites; empty if it does not, or nobody knows."""
-    theirs, told = class_things(public), ""
+    """Return how a public domain's classes differ from all sites' classes. Empty if they do not, or are unknown."""
+    theirs, difference = class_things(public), ""
     for name, spec in domain_specs(experiment.config).items() if has_data(experiment.config) else ():
         ours = class_things(spec)
         if (k := differing(ours, theirs)) is None:
             return ""
-        told = told or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"
-    return told
+        difference = difference or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"
+    return difference
 
 
 @torch.no_grad()
 def mean_answers(view: View, images: Tensor) -> Tensor:
-    """The mean logits [k, classes] of the sites' networks, one after the other."""
+    """Return the mean logits [k, classes] of the sites' networks for k images."""
     total, sites = torch.zeros((), device=images.device), [site for site in view.sites if has(view, site)]
     for site in sites:
         group = group_by_site(view.experiment)[site.name]
         state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
         total = total + view.evaluator.loaded(Model(group.architecture, state))(images).double()
     return (total / len(sites)).float()
-
-
-def _outputs(view: View) -> int:
-    return groups_of(view.experiment)[0].architecture.classes

@@ -1,8 +1,8 @@
 """Sum aggregation at the server: S = N_1 + ... + N_n in exact integers, and forgetting by subtraction.
 
-sum aggregation, Sec. 3: the aggregated network is the sum of the sites' networks (Eq. 1), and a site is forgotten by taking
-its network out of it. A site's first contribution is its initial network. Beside the sum, the server keeps averages over
-each round's replies: the shared head, and in the paper's own mode (`regularised`) the free network N*.
+Source: sum aggregation, Sec. 3. The aggregated network is the sum of the sites' networks (Eq. 1), and forgetting a site
+subtracts its network. A site's first contribution is its initial network. The server also saves averages over each round's
+replies: the shared head and, in the paper's own mode (`regularised`), the free network N*.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +30,8 @@ from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective, counter
 
 NETWORKS = "sum"  # the slot
-LOW = 0.5  # share of the sites in a round, up to which a sum is slow
-SHARED = "shared"  # what is averaged over each round's replies
+LOW = 0.5  # up to this share of sites in a round, warn that the sum moves slowly
+SHARED = "shared"  # the saved averages over each round's replies
 WEIGHTINGS = {"equal": ONCE, "samples": SAMPLES}
 STAR_NORMS, SITE_NORMS = "star", "sites"
 
@@ -39,40 +39,45 @@ STAR_NORMS, SITE_NORMS = "star", "sites"
 @STRATEGIES.register("sum_aggregation")
 @dataclass(frozen=True)
 class SumAggregationStrategy(Strategy):
-    """The sum of the sites' networks, of which any can be taken out again. The objective is `sum_aggregation`."""
+    """The sum of the sites' networks, from which any site can be subtracted. Its objective is `sum_aggregation`."""
 
     default_objective: ClassVar[str] = "sum_aggregation"
 
-    subsets: int = option(16, "most leave-one-out means sent per round (if objective.subset_probability > 0)", low=1)
-    weighting: str = option("equal", "of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS))
+    subsets: int = option(
+        16, "number of leave-one-out means to send per round, at most (if objective.subset_probability > 0)", low=1
+    )
+    weighting: str = option(
+        "equal", "weights of the replies in round averages (head, N*, fedavg)", choices=tuple(WEIGHTINGS)
+    )
     norms: str = option(
         STAR_NORMS,
-        "regularised: scale and shift of the sum's norms: those of N* (the paper's), or the mean over the sites in the sum",
+        "mode=regularised: scale and shift of the sum's norms: those of N* (as in the paper), or the mean over the sites",
         choices=(STAR_NORMS, SITE_NORMS),
     )
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """The sites' networks, of which the mode sums all layers or the convolutions (with norms=sites: norms, too)."""
+        """Return one sum: all layers or only convolutions, by mode. With norms=sites it also holds the norms."""
         mode = mode_of(experiment.objective)
         summed = partial(_part, prefix=EXTRACTOR) if self.norms == SITE_NORMS else mode.summed_part
         return {NETWORKS: Sum(summed, resumable=True)} if mode.sums else {}
 
     def check(self, experiment: Experiment) -> None:
-        """UserError for another objective or mode, and for networks with counters: their mean would be none."""
         check_objective(experiment, "sum_aggregation")
         if (
             experiment.federation.secure_aggregation
             and mode_of(experiment.objective).subsets
             and experiment.config.objective.get("subset_probability")
         ):
-            raise UserError("objective.subset_probability: means without one site need what it gave, which is hidden by "
-                            "federation.secure_aggregation; set it to 0")  # fmt: skip
+            raise UserError("objective.subset_probability: a mean without one site needs that site's network, which "
+                            "federation.secure_aggregation hides; set it to 0")  # fmt: skip
         if experiment.federation.secure_aggregation and WEIGHTINGS[self.weighting] == SAMPLES:
-            raise UserError("federation.secure_aggregation: sums under masks count no samples; set strategy.weighting=equal")
+            raise UserError(
+                "federation.secure_aggregation: masked sums cannot be weighted by samples; set strategy.weighting=equal"
+            )
         if not mode_of(experiment.objective).subsets and experiment.config.objective.get("initialisation") == AGGREGATE:
-            raise UserError(f"objective.initialisation: {AGGREGATE} is for mode=exact alone; take shared or own")
+            raise UserError(f"objective.initialisation: {AGGREGATE} works only with mode=exact; take shared or own")
         if self.norms == SITE_NORMS and not mode_of(experiment.objective).star:
-            raise UserError("strategy.norms: sites is for objective.mode=regularised alone; leave it out")
+            raise UserError("strategy.norms: sites works only with objective.mode=regularised; leave it out")
         experiment.common_architecture()
         if name := counter(experiment):
             if name.endswith(".num_batches_tracked"):
@@ -81,24 +86,24 @@ class SumAggregationStrategy(Strategy):
                             "persistent=False if it is a constant")  # fmt: skip
 
     def warnings(self, experiment: Experiment) -> Sequence[str]:
-        """That a sum over many sites moves slowly where few of them are asked."""
+        """Warn that a sum over many sites moves slowly if few of them are asked in a round."""
         mode, sites = mode_of(experiment.objective), len(experiment.sites)
         if not mode.sums or (asked := sample_size(experiment.config, sites)) > LOW * sites:
             return ()
-        told = f"federation.fraction={experiment.federation.fraction:g}: {asked} of {sites} sites are asked in a round, and"
-        more = "a larger fraction, or more rounds, may help"
+        begin_text = f"federation.fraction={experiment.federation.fraction:g}: a round asks {asked} of {sites} sites, and"
+        advice = "a larger fraction or more rounds may help"
         if mode.star:
-            return (f"{told} sites that have not trained yet hold the sum back; {more}",)
+            return (f"{begin_text} sites that have not trained yet slow down the sum; {advice}",)
         if experiment.config.objective.get("initialisation") == AGGREGATE:
             return ()
-        slow = "the aggregate, the mean over all that have trained, moves slower than fedavg's"
-        begin = f"objective.initialisation={AGGREGATE} (sites that join begin at it; more of a forgotten site then stays)"
-        return (f"{told} {slow}; {begin}, {more}",)
+        slow = "the aggregate, the mean over all sites that have trained, changes more slowly than with fedavg"
+        begin = f"objective.initialisation={AGGREGATE} (sites that join start from it, but more of a forgotten site remains)"
+        return (f"{begin_text} {slow}; {begin}, {advice}",)
 
     def begin(self, context: RoundContext) -> None:
-        """S_0 is the sum of the sites' initial networks; the head and N* start where the seed says.
+        """Set S_0 to the sum of the sites' initial networks. The seed draws the head and N*.
 
-        Where not all sites are asked in a round, it is empty: a site enters the sum with what it has trained first.
+        If a round does not ask all sites, S_0 is empty. A site then enters the sum with its first trained network.
         """
         mode, shared = mode_of(context.experiment.objective), context.initial()
         if mode.sums and _all_begin(context):
@@ -113,7 +118,7 @@ class SumAggregationStrategy(Strategy):
         context.save_server_state(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
 
     def round(self, context: RoundContext) -> None:
-        """Send the sites' mean (and N*); put each N_i that comes back; average the heads (and N*)."""
+        """Send the mean (and N*). Replace each N_i that a site returns, and average the heads (and N*)."""
         mode, shared = mode_of(context.experiment.objective), context.server_state(SHARED)
         entering = [site.name for site in context.participants if mode.sums and not context.has(NETWORKS, site.name)]
         content = {MEAN: {**(_mean(context, entering) if mode.sums else shared), **_part(shared, HEAD)}}
@@ -127,7 +132,10 @@ class SumAggregationStrategy(Strategy):
         )
 
     def models(self, view: View) -> Models:
-        """The aggregate (the paper's sum with N*'s other weights, our mean, or the round average), N* and every N_i."""
+        """Return the aggregate, N* and every N_i.
+
+        The aggregate is the paper's sum with N*'s other weights, or our mean, or the round average, by mode.
+        """
         mode, shared = mode_of(view.experiment.objective), view.server_state(SHARED)
 
         def aggregate() -> State:
@@ -141,45 +149,47 @@ class SumAggregationStrategy(Strategy):
         def own(site: str) -> State:
             return {**_part(shared, HEAD), **view.contribution(NETWORKS, site)}
 
-        found = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
+        makers = {mode.display_name: aggregate, **({"star": lambda: shared} if mode.star else {})}
         readable = mode.sums and not view.config.federation.secure_aggregation
-        there = [site.name for site in view.sites if readable and view.has(NETWORKS, site.name)]
-        found |= {name: partial(own, name) for name in there}
-        return Models({name: partial(_model, view, state) for name, state in found.items()})
+        names = [site.name for site in view.sites if readable and view.has(NETWORKS, site.name)]
+        makers |= {name: partial(own, name) for name in names}
+        return Models({name: partial(_model, view, state) for name, state in makers.items()})
 
     def initial_contribution(self, view: View, site: str) -> Mapping[str, State]:
-        """The site's initial network, if such are in the sum: its own, or the one that all share."""
+        """Return the site's initial network, its own or the shared one, if the sum holds initial networks."""
         return {NETWORKS: _start(view, site)} if _all_begin(view) else {}
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
-        """The head, the other sites' networks, and with N* all that is not summed."""
         if not view.rounds_with(names):
-            return ()  # nothing was trained yet
-        averaged = "averaged over rounds in which the forgotten sites took part; subtraction does not change"
+            return ()  # no training yet
+        averaged = "averaged over rounds in which the forgotten sites participated; subtraction does not change"
         others = "they were trained while the forgotten sites' networks were in the sum; subtraction does not change them"
         if _initialisation(view) == AGGREGATE:
-            others += ". Sites that joined later began at an aggregate that held the forgotten ones' networks"
-        found = [
+            others += ". Sites that joined later started from an aggregate that included the forgotten sites' networks"
+        traces = [
             ResidualInfluence("head", f"the shared head was {averaged} it"),
             ResidualInfluence("other sites' networks", others),
         ]
         if mode_of(view.experiment.objective).star:
-            kept = f"they were {averaged} them, and the ledger keeps them"
-            found.append(ResidualInfluence("N* and all tensors that are not summed", kept))
-        return found
+            kept = f"they were {averaged} them, and the ledger stores them"
+            traces.append(ResidualInfluence("N* and all tensors that are not summed", kept))
+        return traces
 
     def _leave_one_out(self, context: RoundContext, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
-        """Means without one site, of a random choice of sites in the sum, if the sites train on them."""
+        """Return means without one site, for randomly drawn sites, if sites train on such means."""
         sites = [site for site in context.sites if context.has(NETWORKS, site.name)] if mode.sums else []
         if not mode.subsets or not context.config.objective.get("subset_probability") or len(sites) < 2:
             return {}
         chosen = context.rng("subsets").choice(len(sites), size=min(self.subsets, len(sites)), replace=False)
-        names = [sites[int(place)].name for place in np.sort(chosen)]
+        names = [sites[int(index)].name for index in np.sort(chosen)]
         return {SUBSET + name: _mean(context.without([name]), entering) for name in names}
 
 
 def _all_begin(view: View) -> bool:
-    """Whether all sites are in the sum from the start, as the run's record has it or, before its first round, is to be."""
+    """Return whether the sum holds all sites from the start.
+
+    The run's record decides. Before the first round, the configuration decides.
+    """
     start = next(view.ledger.events("round"), None)
     if start is not None:
         return bool(start.body["contributions"])
@@ -188,22 +198,25 @@ def _all_begin(view: View) -> bool:
 
 
 def _start(view: View, site: str) -> State:
-    """What a site starts from: its own initial network, the one that all share, or the aggregate."""
+    """Return the state from which a site starts: its own initial network, the shared one, or the aggregate."""
     if _initialisation(view) == AGGREGATE:
         return _mean(view)
     return mode_of(view.experiment.objective).site_part(view.initial(site) if _own_start(view) else view.initial())
 
 
 def _starts(view: View) -> Callable[[str], State]:
-    """The same as a function of the site: one state, where all have the same."""
+    """Return `_start` as a function of the site's name. A shared state is computed once."""
     if _own_start(view):
         return partial(_start, view)
-    alike = _start(view, "")
-    return lambda site: alike
+    shared = _start(view, "")
+    return lambda site: shared
 
 
 def _mean(view: View, entering: Sequence[str] = ()) -> State:
-    """The mean over the sites in the sum and those that enter it, each as it starts; of none, what all start from."""
+    """Return the mean over the sites in the sum and the entering sites, which count with their initial networks.
+
+    Without any site, return the initial network.
+    """
     total, part = view.total(NETWORKS), mode_of(view.experiment.objective).summed_part
     if total.addends and (not entering or _initialisation(view) == AGGREGATE):
         return total.mean()
@@ -217,8 +230,8 @@ def _mean(view: View, entering: Sequence[str] = ()) -> State:
 
 
 def _initialisation(view: View) -> str:
-    given = view.config.objective.get("initialisation", "shared")
-    return given if given != AGGREGATE or mode_of(view.experiment.objective).subsets else "shared"
+    name = view.config.objective.get("initialisation", "shared")
+    return name if name != AGGREGATE or mode_of(view.experiment.objective).subsets else "shared"
 
 
 def _own_start(view: View) -> bool:

@@ -1,1 +1,1 @@
-"""Removing sites on request: requests, certificates, and what is measured for them."""
+"""Remove sites on request: requests, certificates, and the measurements in them."""

@@ -1,4 +1,4 @@
-"""What a certificate of unlearning measures: membership inference, distance between networks, and the time to relearn."""
+"""Measurements for a certificate: membership inference, distance between networks, and the time to relearn."""
 
 import copy
 import math
@@ -30,7 +30,10 @@ Sides = tuple[Floats, Floats]  # scores of members and of others
 
 @dataclass(frozen=True)
 class Attack:
-    """How well members are told from others: 1 always, 0.5 by chance; `low` to `high` is the 95 % interval of `auc`."""
+    """How well an attack separates members from other images.
+
+    `auc`: 1 is always, 0.5 is chance; `low` to `high` is its 95 % interval.
+    """
 
     auc: float
     low: float
@@ -41,9 +44,9 @@ class Attack:
 
 @dataclass(frozen=True)
 class Relearned:
-    """Steps of SGD on `images` images until the test accuracy was at least `target`, None if it never was.
+    """The steps of SGD on `images` images until the test accuracy reached `target`; None if it never did.
 
-    `reached`: the accuracy measured last, which is that after `steps` steps.
+    `reached`: the accuracy that was measured last, after `steps` steps.
     """
 
     steps: int | None
@@ -55,22 +58,25 @@ class Relearned:
 def membership(
     network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000
 ) -> dict[str, Attack]:
-    """Two membership-inference attacks on a network in eval mode; UserError for fewer than FEWEST images on a side.
+    """Run two membership-inference attacks on a network in eval mode.
 
     `loss`: the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). `logistic`: a logistic
-    regression on `features`, without shadow networks (as Kurmanji et al. 2023's basic attack, there on the loss alone).
+    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone). Raises
+    UserError for fewer than FEWEST images on a side, or if an output is not finite.
     """
     for side, images in (("members", members), ("others", others)):
         if len(images) < FEWEST:
-            raise UserError(f"a membership attack takes at least {FEWEST} images on each side, got {len(images)} {side}")
+            raise UserError(f"a membership attack needs at least {FEWEST} images on each side, got {len(images)} {side}")
     inside, outside = features(network, members), features(network, others)
     scores = {"loss": [(-inside[:, 0], -outside[:, 0])], "logistic": cross_fitted(inside, outside, seed)}
     return {name: _attack(parts, generator(seed, "membership", name), resamples) for name, parts in scores.items()}
 
 
 def features(network: nn.Module, images: Images) -> Floats:
-    """What an attacker sees of each image, [n, 5]: cross-entropy, probability of the true class, entropy (in nats),
-    margin (true logit less the largest other one), and 1 for a right answer. UserError if an output is not finite.
+    """Return what an attacker sees of each image, [n, 5]. Raises UserError if an output is not finite.
+
+    The columns: cross-entropy, probability of the true class, entropy (in nats), margin (true logit minus the largest other
+    logit), and 1 for a right answer.
     """
     logits, truth = _logits(network, images), images.y.cpu()[:, None]
     if not logits.isfinite().all():
@@ -84,10 +90,10 @@ def features(network: nn.Module, images: Images) -> Floats:
 
 
 def cross_fitted(inside: Floats, outside: Floats, seed: int) -> list[Sides]:
-    """Log-odds of membership from features [members, k] and [others, k], half by half.
+    """Return log-odds of membership from features [members, k] and [others, k], for each of two random halves.
 
-    Both sides are halved at random; each half is scored by a logistic regression (both sides weigh the same) fitted on
-    the other half, so no model scores an image that it has seen, and scores of two models are never compared.
+    A logistic regression, in which both sides have the same weight, scores each half after it was fitted on the other half.
+    No model scores an image that it has seen, and scores of two models are never compared.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedKFold
@@ -95,17 +101,17 @@ def cross_fitted(inside: Floats, outside: Floats, seed: int) -> list[Sides]:
     from sklearn.preprocessing import StandardScaler
 
     member = np.repeat([1, 0], [len(inside), len(outside)])
-    images, found = np.concatenate([inside, outside]), []
+    images, scores = np.concatenate([inside, outside]), []
     shuffle = int(generator(seed, "membership", "halves").integers(2**32))
     for fitted, held in StratifiedKFold(2, shuffle=True, random_state=shuffle).split(images, member):
         model = make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", max_iter=1000))
         odds = model.fit(images[fitted], member[fitted]).decision_function(images[held])
-        found.append((odds[member[held] == 1], odds[member[held] == 0]))
-    return found
+        scores.append((odds[member[held] == 1], odds[member[held] == 0]))
+    return scores
 
 
 def area(members: Floats, others: Floats) -> float:
-    """Area under the ROC curve of the scores, [m] and [n]: P(member > other) + P(member = other) / 2.
+    """Return the area under the ROC curve of the scores [m] and [n]: P(member > other) + P(member = other) / 2.
 
     It is the Mann-Whitney statistic divided by m * n.
     """
@@ -115,55 +121,57 @@ def area(members: Floats, others: Floats) -> float:
 
 
 def interval(members: Floats, others: Floats, random: np.random.Generator, resamples: int) -> tuple[float, float]:
-    """The 95 % percentile interval of `area`, each side's images drawn again with replacement."""
-    places = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
-    sides, areas = (places[: len(members)], places[len(members) :]), []
+    """Return the 95 % percentile bootstrap interval of `area`; each side's images are resampled with replacement."""
+    ranks = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
+    sides, areas = (ranks[: len(members)], ranks[len(members) :]), []
     for _ in range(resamples):
-        drawn, against = (np.bincount(random.choice(side, len(side)), minlength=len(places)) for side in sides)
+        drawn, against = (np.bincount(random.choice(side, len(side)), minlength=len(ranks)) for side in sides)
         areas.append(drawn @ (np.cumsum(against) - against / 2))
     low, high = np.percentile(areas, [2.5, 97.5]) / (len(members) * len(others))
     return float(low), float(high)
 
 
-def distance(one: State, other: State) -> dict[str, float]:
-    """`euclidean` distance over all floating tensors together, and `relative` to the norm of `other`, in float64.
+def distance(state: State, other: State) -> dict[str, float]:
+    """Return the `euclidean` distance, and the distance `relative` to the norm of `other`, in float64.
 
-    UserError, naming the tensor, if one of them has no counterpart of its shape; or if `other` is zero everywhere.
+    Both are over all floating tensors. Raises UserError for a tensor without a counterpart of its shape; or if `other` is
+    zero everywhere.
     """
-    if odd := one.keys() ^ other.keys():
-        raise UserError(f"tensor '{min(odd)}' is in one of the two states only")
+    if unmatched := state.keys() ^ other.keys():
+        raise UserError(f"tensor '{min(unmatched)}' is in only one of the two states")
     apart, size = 0.0, 0.0
-    for name in sorted(one):
-        here, there = one[name].detach().cpu(), other[name].detach().cpu()
-        if (here.shape, here.is_floating_point()) != (there.shape, there.is_floating_point()):
-            kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (here, there)]
+    for name in sorted(state):
+        first, second = state[name].detach().cpu(), other[name].detach().cpu()
+        if (first.shape, first.is_floating_point()) != (second.shape, second.is_floating_point()):
+            kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second)]
             raise UserError(f"tensor '{name}' is {kinds[0]} in one state and {kinds[1]} in the other")
-        if here.is_floating_point():
-            apart += float((here.double() - there.double()).square().sum())
-            size += float(there.double().square().sum())
+        if first.is_floating_point():
+            apart += float((first.double() - second.double()).square().sum())
+            size += float(second.double().square().sum())
     if size == 0.0:
-        raise UserError("the other state is zero everywhere: no distance is relative to it")
+        raise UserError("the other state is zero everywhere; a distance relative to it is not defined")
     return {"euclidean": math.sqrt(apart), "relative": math.sqrt(apart / size)}
 
 
-def disagreement(one: nn.Module, other: nn.Module, images: Images) -> float:
-    """Share of the images that the two networks (in eval mode) put into different classes; UserError without images."""
+def disagreement(network: nn.Module, other: nn.Module, images: Images) -> float:
+    """Return the share of images that two networks (in eval mode) classify differently. Raises UserError without images."""
     if not len(images):
-        raise UserError("two networks cannot disagree on no images")
-    return float((_logits(one, images).argmax(dim=1) != _logits(other, images).argmax(dim=1)).double().mean())
+        raise UserError("the disagreement of two networks needs at least one image")
+    return float((_logits(network, images).argmax(dim=1) != _logits(other, images).argmax(dim=1)).double().mean())
 
 
 def time_to_relearn(
     network: nn.Module, train: Images, test: Images, target: float,
     training: TrainingConfig, *, seed: int, most: int = 500, every: int = 5,
 ) -> Relearned:  # fmt: skip
-    """How many steps of SGD on `train` bring a copy of the network to `target` on `test` (Golatkar et al. 2020).
+    """Return how many steps of SGD on `train` bring a copy of the network to the accuracy `target` on `test`.
 
-    As `training` says, but at a constant rate. Measured before the first step, after each `every` and after `most`.
-    UserError if there is nothing to train or test on, DivergedError if the loss is no longer finite.
+    Follows Golatkar et al. 2020, with `training` at a constant rate. The accuracy is measured before the first step, after
+    each `every` steps and after `most` steps. Raises UserError without images to train or test on; DivergedError if the loss
+    is no longer finite.
     """
     if not len(train) or not len(test) or every < 1:
-        raise UserError(f"relearning takes images ({len(train)}, {len(test)}) and every ({every}) >= 1")
+        raise UserError(f"relearning needs images (got {len(train)} and {len(test)}) and every >= 1 (got {every})")
     device, student, rate = next(network.parameters()).device, copy.deepcopy(network), training.rate
 
     def accuracy() -> float:
@@ -185,26 +193,26 @@ def time_to_relearn(
         parameters = list(student.parameters())
         losses = descend(parameters, lambda x, y: F.cross_entropy(student(x), y), lessons(), recipe_of(training))
         if not losses.isfinite().all():
-            raise DivergedError(f"the loss is no longer finite while relearning; a smaller rate than {rate} may help")
+            raise DivergedError(f"relearning: the loss is no longer finite; try a smaller rate than {rate}")
     return Relearned(done if reached >= target else None, reached, target, len(train))
 
 
 def _attack(parts: Sequence[Sides], random: np.random.Generator, resamples: int) -> Attack:
-    """The mean of the parts' areas; its interval is the mean of theirs, wide enough however they depend on each other."""
+    """Return the mean area of the parts. The interval is the mean of their intervals, wide enough for dependent parts."""
     low, high = np.mean([interval(*part, random, resamples) for part in parts], axis=0)
     members, others = (sum(map(len, sides)) for sides in zip(*parts, strict=True))
     return Attack(float(np.mean([area(*part) for part in parts])), float(low), float(high), members, others)
 
 
 def _logits(network: nn.Module, images: Images) -> Tensor:
-    """float64 [n, classes] on the CPU, computed on the network's device."""
+    """Return logits as float64 [n, classes] on the CPU, computed on the network's device."""
     device = next(network.parameters()).device
     with torch.inference_mode():
         return torch.cat([network(to_float(x.to(device))).cpu() for x in images.x.split(EVALUATION_BATCH)]).double()
 
 
 def _batches(images: Images, batch: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless epochs of float32 images [b, c, h, w] and labels [b], all of the same b <= batch: a shorter rest sits out."""
+    """Yield endless batches of float32 images [b, c, h, w] and labels [b], all of the same size b <= batch."""
     draw = torch_generator(seed, "relearn", "batches")
     pixels, labels = images.x.to(device), images.y.to(device)
     size = min(batch, len(images))

@@ -1,6 +1,6 @@
-"""The certificate of a request: what is exact and how that was checked, what is not, and what was measured.
+"""The certificate of a request: what is exact and how that was checked, what is not exact, and what was measured.
 
-It claims no more than that (server.unlearning.verification recomputes what can be recomputed).
+`server.unlearning.verification` recomputes what can be recomputed.
 """
 
 import contextlib
@@ -23,33 +23,32 @@ from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.unlearning.client_erasure import at_sites
 
 FORMAT = 1
-CERTIFIED = "certified"  # an event of the ledger, with the sha256 of the certificate that is written then
-TIMES = ("received", "applied")  # events of a request that a certificate dates
+CERTIFIED = "certified"  # an event of the ledger, with the sha256 of a certificate
+TIMES = ("received", "applied")  # events of a request whose dates a certificate states
 OUTSTANDING = "outstanding"
 EXACT = ("The sum after the request equals, bit for bit, the sum of the remaining sites' contributions. Nothing of the "
-         "forgotten sites' contributions is in it, and their weights are deleted from the ledger. What its events still say "
-         "of them stands below, among what is not exact.")  # fmt: skip
-KEPT = ("The method sums nothing: each site's contribution is kept by itself. Those of the forgotten sites are deleted from "
-        "the ledger; those of the remaining sites, named here by their sha256, are the bits that they were. What was "
-        "computed from both, and what the ledger's events still say, stands below, among what is not exact.")  # fmt: skip
+         "forgotten sites' contributions is in it, and their weights are deleted from the ledger. The section on what is "
+         "not exact lists what the ledger's events still say about them.")  # fmt: skip
+KEPT = ("The method sums nothing: each site's contribution is stored separately. The contributions of the forgotten sites "
+        "are deleted from the ledger. Those of the remaining sites, listed here by their sha256, are unchanged. The section "
+        "on what is not exact lists what was computed from both, and what the ledger's events still say.")  # fmt: skip
 _PARTS = {"format": int, "request": str, "run": str, "sites": list, "reason": str, "options": dict, "times": dict,
           "exact": dict, "not_exact": dict, "erased": list, "ledger": dict, "evidence": dict}  # fmt: skip
 _EXACT_PARTS = {"statement": str, "tensors": list, "digest_before": dict, "digest_after": dict, "sum_of_remaining": str,
           "remaining": dict}  # fmt: skip
-EVENTS = ("they keep the round, the number of samples and the sha256 of each forgotten contribution, and what this "
-          "certificate says: an event's digest covers them, and every later digest that one, so that without them the chain "
-          "could not be checked. No weight follows from a sha256, but it proves of a copy, if there is one, that it was "
-          "given")  # fmt: skip
-MASKED = ("the sites' contributions came under masks: the server never read one alone, and what it kept of the forgotten "
-          "sites looked drawn at random. By this request it has learnt more: it has the sum before and the one after, whose "
-          "difference is what the forgotten sites gave plus the sum of the other sites' updates of the round in which they "
-          "left. It is that alone if the others do not move in that round")  # fmt: skip
-COPIES = "backups, other machines and whoever received earlier sums are beyond this server's reach"
+EVENTS = ("they still have the round, the number of samples and the sha256 of each forgotten contribution. Events are "
+          "hash-chained, so they cannot be removed without breaking verification. A hash reveals no weights, but anyone who "
+          "holds a copy of a contribution could prove that it was sent.")  # fmt: skip
+MASKED = ("the sites' contributions were masked: the server never read a single one, and what it stored of the forgotten "
+          "sites looked random. This request reveals more: the server has the sums before and after it. Their difference "
+          "is the contribution of the forgotten sites plus the sum of the other sites' updates in the round in which they "
+          "left. If the other sites do not change in that round, it is the contribution alone.")  # fmt: skip
+COPIES = "backups, other machines and anyone who received earlier sums: this server cannot delete their copies"
 
 
 def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> dict[str, Any]:
-    """The facts of an applied request, the evidence left to the caller. Raises UserError if a sum does not check."""
-    from fedloom.server.unlearning.superlink import scrub  # Flower's database: only where a certificate is made
+    """Return the certificate of an applied request, without its evidence. Raises UserError if a sum does not match."""
+    from fedloom.server.unlearning.superlink import scrub  # imported only here: slow
 
     event = forgotten_event(ledger, request.id)
     remaining = ledger.all_latest()
@@ -73,7 +72,7 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
         "not_exact": {
             **{one.location: one.reason for one in aggregation.residue(request.sites)},
             **({"masks": MASKED} if aggregation.config.federation.secure_aggregation else {}),
-            **({"the SuperLink": left} if (left := scrub(aggregation.config)) else {}),
+            **({"the SuperLink": remainder} if (remainder := scrub(aggregation.config)) else {}),
             "events of the ledger": EVENTS,
             "copies": COPIES,
         },
@@ -84,22 +83,22 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
 
 
 def check_sums(ledger: Ledger) -> dict[str, ExactSum]:
-    """The sums of all contributions, read again, by slot. LedgerError if one is not that which is kept."""
+    """Add up all contributions again and return the sums, by slot. Raises LedgerError if one differs from the stored sum."""
     last, totals = ledger.last_round(), sums_of(ledger)
     if last is None or any(digest(total.totals) != last.digest.get(slot) for slot, total in totals.items()):
-        raise LedgerError(f"{ledger.folder}: the sum is not that of the contributions, so nothing is subtracted or erased "
-                          f"('fedloom ledger {ledger.folder} --check' says more)")  # fmt: skip
+        raise LedgerError(f"{ledger.folder}: the stored sum is not the sum of the contributions, so nothing is "
+                          f"subtracted or erased; run `fedloom ledger {ledger.folder} --check` for details")  # fmt: skip
     return totals
 
 
 def issue(ledger: Ledger, content: dict[str, Any]) -> None:
-    """Write a certificate into the run's folder; the ledger keeps its sha256. Signed, unless there is no key to be had."""
+    """Write a certificate into the run's folder, sign it if there is a key, and note its sha256 in the ledger."""
     text = text_of(content).encode()
     path = ledger.folder / CERTIFICATES / f"{content['request']}.json"
     ledger.note(CERTIFIED, {"request": content["request"], "sha256": hashlib.sha256(text).hexdigest()})
     write_bytes(path, text)
-    with contextlib.suppress(UserError, OSError):  # 'fedloom key' says what is wrong; nothing is kept back for that
-        from fedloom.server.unlearning.signing import sign  # cryptography: only where a certificate is written
+    with contextlib.suppress(UserError, OSError):  # unsigned without a usable key; 'fedloom key' reports why
+        from fedloom.server.unlearning.signing import sign  # imported only here: slow
 
         sign(path, text)
 
@@ -109,36 +108,38 @@ def reissue(ledger: Ledger, request: str) -> None:
     path = ledger.folder / CERTIFICATES / f"{request}.json"
     if not path.is_file():
         return
-    given = read(path)
-    issue(ledger, {**given, "at_sites": at_sites(ledger, request, given["sites"])})
+    earlier = read(path)
+    issue(ledger, {**earlier, "at_sites": at_sites(ledger, request, earlier["sites"])})
 
 
 def erased(ledger: Ledger, request: str) -> list[str]:
-    """The paths in the run's folder that were deleted for a request."""
+    """Return the paths in the run's folder that were deleted for a request."""
     events = (each for each in ledger.events("erased") if each.body["request"] == request)
     return list(dict.fromkeys(path for event in events for path in event.body["paths"]))
 
 
 def sums_of(ledger: Ledger) -> dict[str, ExactSum]:
-    """The sums of all contributions in the ledger, by slot, read one after the other."""
+    """Add up all contributions in the ledger, read one after the other; return the sums by slot."""
     last, bits = ledger.last_round(), ledger.run().bits
-    found = {}
+    sums = {}
     for row in ledger.sums():
         names = ledger.blobs.get(last.states[row.name]) if last else {}
-        found[row.name] = added_up(row, names, ledger.all_latest().values(), ledger.blobs.get, bits)
-    return found
+        sums[row.name] = added_up(row, names, ledger.all_latest().values(), ledger.blobs.get, bits)
+    return sums
 
 
 def one_digest(digests: Mapping[str, str]) -> str:
-    """The digest of all sums: that of the one there is, or the sha256 of all of theirs."""
+    """Return one digest for all sums: the digest of the only sum, or a sha256 over all of them."""
     if len(digests) == 1:
         return next(iter(digests.values()))
     return hashlib.sha256("".join(f"{name}:{digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
 def rest_digest(ledger: Ledger, totals: Mapping[str, ExactSum]) -> str:
-    """The digest of the sums of the remaining contributions; of a method that sums nothing, of these themselves."""
-    return one_digest(_digests(totals) if totals else {name: one.blob for name, one in ledger.all_latest().items()})
+    """Return the digest of the sums of the remaining contributions, or of these contributions if the method sums nothing."""
+    return one_digest(
+        _digests(totals) if totals else {name: contribution.blob for name, contribution in ledger.all_latest().items()}
+    )
 
 
 def _digests(totals: Mapping[str, ExactSum]) -> dict[str, str]:
@@ -146,7 +147,7 @@ def _digests(totals: Mapping[str, ExactSum]) -> dict[str, str]:
 
 
 def forgotten_event(ledger: Ledger, request: str) -> Event:
-    """The event by which a request was applied. Raises UserError if there is none."""
+    """Return the event by which a request was applied. Raises UserError if it is missing."""
     for event in ledger.events("forgotten"):
         if event.body.get("request") == request:
             return event
@@ -154,55 +155,54 @@ def forgotten_event(ledger: Ledger, request: str) -> Event:
 
 
 def changed(ledger: Ledger) -> list[str]:
-    """The certificates in the run's folder that are not, byte by byte, what the server wrote."""
+    """Return the names of certificates in the run's folder that differ from what the server wrote."""
     requests = dict.fromkeys(event.body["request"] for event in ledger.events(CERTIFIED))
     files = {request: ledger.folder / CERTIFICATES / f"{request}.json" for request in requests}
     return [path.name for request, path in files.items() if path.is_file() and not as_written(path, request, ledger)]
 
 
 def as_written(path: Path, request: str, ledger: Ledger) -> bool:
-    """Whether the file is one that the server wrote, byte by byte: the ledger has its sha256."""
+    """Return whether the ledger has the sha256 of this file as a certificate of the request."""
     made = [each.body["sha256"] for each in ledger.events(CERTIFIED) if each.body["request"] == request]
     return file_digest(path) in made
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A certificate. Raises UserError if the file is none."""
+    """Return a certificate. Raises UserError if the file is not a valid one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        whole = _checked(found, _PARTS)
-        _checked(whole["exact"], _EXACT_PARTS)
-        _check_inside(whole)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _check_parts(content, _PARTS)
+        _check_parts(content["exact"], _EXACT_PARTS)
+        _check_inside(content)
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such certificate; a run's are in its folder {CERTIFICATES}") from None
+        raise UserError(f"{path}: this certificate does not exist; a run has them in {CERTIFICATES}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder; name one of the certificates in it") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is no certificate of fedloom ({type(error).__name__}: {error})") from None
-    if whole["format"] != FORMAT:
-        raise UserError(f"{path}: has format {whole['format']}, not {FORMAT}; use the fedloom that wrote it")
-    return whole
+        raise UserError(f"{path}: is not a certificate of fedloom ({type(error).__name__}: {error})") from None
+    if content["format"] != FORMAT:
+        raise UserError(f"{path}: has format {content['format']}, not {FORMAT}; use the fedloom that wrote it")
+    return content
 
 
-def _checked(given: Any, parts: dict[str, type]) -> dict[str, Any]:
-    """The same. ValueError if it lacks a part, or one is of another type."""
+def _check_parts(content: Any, parts: dict[str, type]) -> None:
+    """Raise ValueError if a part is missing or has another type."""
     for name, kind in parts.items():
-        if not isinstance(given, dict) or not isinstance(given.get(name), kind):
-            raise ValueError(f"it has no '{name}', or one of another type")
-    return given
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+            raise ValueError(f"'{name}' is missing or has another type")
 
 
-def _check_inside(whole: dict[str, Any]) -> None:
-    """ValueError for names that are not texts, and for what sites say in another form."""
-    exact, said = whole["exact"], whole.get("at_sites", {})
-    names = [*whole["sites"], *whole["times"].values(), *exact["tensors"], *exact["remaining"].values()]
+def _check_inside(content: dict[str, Any]) -> None:
+    """Raise ValueError for names that are not texts, and for a malformed 'at_sites'."""
+    exact, answers = content["exact"], content.get("at_sites", {})
+    names = [*content["sites"], *content["times"].values(), *exact["tensors"], *exact["remaining"].values()]
     digests = [*exact["digest_before"].values(), *exact["digest_after"].values()]
-    if not all(isinstance(one, str) for one in [*names, *digests]):
+    if not all(isinstance(text, str) for text in [*names, *digests]):
         raise ValueError("a name, a time or a digest in it is not a text")
-    if not isinstance(said, dict) or not all(one is None or isinstance(one, dict) for one in said.values()):
-        raise ValueError("it has 'at_sites' of another type")
+    if not isinstance(answers, dict) or not all(text is None or isinstance(text, dict) for text in answers.values()):
+        raise ValueError("'at_sites' has another type")
 
 
 def text_of(content: dict[str, Any]) -> str:
-    """As it is written."""
+    """Return the text of a certificate as it is written."""
     return json.dumps(content, indent=1)

@@ -1,7 +1,7 @@
-"""What forgotten sites themselves keep: their nodes are told to delete it, and the ledger notes what each says that it did.
+"""Have the nodes of forgotten sites delete what they store, and note their answers in the ledger.
 
-Of a real federation only: simulated sites keep their states in the run's folder. A node that is not there is told when it
-comes; until then its part of a request is outstanding, which the certificate says.
+This applies to real federations only: simulated sites store their states in the run's folder. A node that is offline is
+asked when it reconnects. Until then its part of a request is outstanding, as the certificate says.
 """
 
 import contextlib
@@ -27,66 +27,67 @@ WAIT_SECONDS = 60.0  # for an answer
 
 
 def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """By site of a request that joined a federation: what its node says that it deleted, and when; None: outstanding.
+    """Return, for each of a request's sites that joined a federation, what its node says that it deleted, and when.
 
-    With its signature, and its key, if it signs (clients.protocol.signatures).
+    The value is None if it is outstanding. It includes the node's signature and key, if it signs
+    (clients.protocol.signatures).
     """
-    kept = (*ERASED, "signature", "key")
-    said = {event.body["site"]: {**{key: event.body[key] for key in kept if key in event.body}, "time": event.time}
+    keys = (*ERASED, "signature", "key")
+    answers = {event.body["site"]: {**{key: event.body[key] for key in keys if key in event.body}, "time": event.time}
             for event in ledger.events(AT_SITE) if event.body["request"] == request}  # fmt: skip
     joined = ledger.bound()
-    return {site: said.get(site) for site in sites if site in joined}
+    return {site: answers.get(site) for site in sites if site in joined}
 
 
 def outstanding(ledger: Ledger) -> dict[str, str]:
-    """Sites that are forgotten and whose nodes have not yet deleted what they keep, and by which request."""
-    gone = {site for site, forgotten in ledger.sites().items() if forgotten}
-    found: dict[str, str] = {}
+    """Return the forgotten sites whose nodes have not deleted their stores yet, each with its request."""
+    forgotten_sites = {site for site, forgotten in ledger.sites().items() if forgotten}
+    waiting: dict[str, str] = {}
     for event in ledger.events("forgotten"):
         if request := event.body.get("request"):
-            told = at_sites(ledger, request, event.body["sites"])
-            found |= {site: request for site, done in told.items() if done is None and site in gone}
-    return found
+            answers = at_sites(ledger, request, event.body["sites"])
+            waiting |= {site: request for site, done in answers.items() if done is None and site in forgotten_sites}
+    return waiting
 
 
 @dataclass
 class Erasure:
-    """Tells the nodes of forgotten sites. `told`: for what the user should know."""
+    """Asks the nodes of forgotten sites to delete their stores. `message`: shows the user a line."""
 
     config: Config
     ledger: Ledger
     grid: Grid
-    told: Callable[[str], None]
+    message: Callable[[str], None]
 
     def tell(self) -> Mapping[str, str]:
-        """Ask the nodes that are there; by site, the requests for which one has answered now."""
+        """Ask the nodes that are online. Return the request by site, for the sites that have answered now."""
         if not (waiting := outstanding(self.ledger)):
             return {}
         federation = self._reached(waiting)
-        there = [site for site in federation.sites if federation.enrolment.owns(site.name)]
+        reached = [site for site in federation.sites if federation.enrolment.owns(site.name)]
         done: dict[str, str] = {}
         for reply in federation.ask(
-            ERASE, ((site, self._order(site, waiting[site.name])) for site in there), 1, WAIT_SECONDS
+            ERASE, ((site, self._order(site, waiting[site.name])) for site in reached), 1, WAIT_SECONDS
         ):
             try:
-                found = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
+                numbers = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
             except ReplyError as error:
-                self.told(f"{reply.site.name}: does not say what it deleted: {error}")
+                self.message(f"{reply.site.name}: its answer does not say what it deleted: {error}")
                 continue
-            if found:
-                self._note(reply.site.name, waiting[reply.site.name], found, reply.content)
+            if numbers:
+                self._note(reply.site.name, waiting[reply.site.name], numbers, reply.content)
                 done[reply.site.name] = waiting[reply.site.name]
             else:
-                self.told(f"{reply.site.name}: its node did not delete what it keeps: {reply.reason}")
+                self.message(f"{reply.site.name}: its node did not delete its store: {reply.reason}")
         return done
 
     def _reached(self, waiting: Mapping[str, str]) -> ClientChannel:
-        """The forgotten sites whose nodes are there, once these have said who they are."""
+        """Return a channel to the forgotten sites whose nodes are online and have identified themselves."""
         online, bound = set(self.grid.get_node_ids()), self.ledger.bound()
         sites = [site for site in self.config.roster if site.name in waiting and bound.get(site.name) in online]
         federation = ClientChannel(self.grid, sites, 0, self.ledger)
         if sites:
-            with contextlib.suppress(UserError):  # that one has not
+            with contextlib.suppress(UserError):  # a node did not answer
                 federation.join(WAIT_SECONDS)
         return federation
 
@@ -98,11 +99,11 @@ class Erasure:
         )  # fmt: skip
         return RecordDict({ORDER: order.record(), CONFIG: text_record(text)})
 
-    def _note(self, site: str, request: str, found: Mapping[str, float], content: RecordDict | None) -> None:
-        numbers = {name: max(0, int(found[name])) for name in ERASED}
-        words = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
-        signed = verified_signature(content, *words) if content is not None else {}
+    def _note(self, site: str, request: str, answer: Mapping[str, float], content: RecordDict | None) -> None:
+        numbers = {name: max(0, int(answer[name])) for name in ERASED}
+        payload = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
+        signed = verified_signature(content, *payload) if content is not None else {}
         if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):
-            signed = {}  # of a key that is not the site's
+            signed = {}  # signed with a key that is not the site's
         self.ledger.note(AT_SITE, {"request": request, "site": site, **numbers, **signed})
-        self.told(f"{site}: deleted what it kept of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")
+        self.message(f"{site}: deleted its store of the run: {numbers['files']} files, {numbers['bytes']:,} bytes")

@@ -1,4 +1,4 @@
-"""What is measured before and after sites are forgotten: the evidence of a certificate, each with its number of samples."""
+"""The evidence of a certificate: measurements before and after sites are forgotten, with their numbers of samples."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,46 +26,47 @@ STEPS = 300  # of relearning, at most
 
 
 class UnlearningEvaluation:
-    """Measures networks as to some sites. Where their images are not on this machine, it says so instead."""
+    """Measures networks with regard to some sites. If their images are not on this machine, it reports that instead."""
 
     def __init__(self, config: Config, evaluator: Evaluator, sites: Sequence[str]) -> None:
         self.config, self.evaluator = config, evaluator
         self.sites = [site for site in config.roster if site.name in sites]
 
     def of(self, model: Model | None) -> dict[str, Any]:
-        """Digest, test accuracy on every domain and, for each of the sites, membership attacks on its training images."""
+        """Return the network's digest, test accuracy by domain and, by site, membership attacks on its training images."""
         if model is None:
             return {
                 "accuracy": {},
                 "membership": {},
-                "not_measured": "the method has no aggregate; networks are the sites' own",
+                "not_measured": "the method has no aggregate: each site has its own network",
             }
         try:
             accuracy = self.evaluator.accuracy(model, "test")
-            found: dict[str, Any] = {"network": digest(model.state), "accuracy": accuracy, "membership": {}}
+            evidence: dict[str, Any] = {"network": digest(model.state), "accuracy": accuracy, "membership": {}}
         except UserError as error:  # the images are the sites' own
             return {"accuracy": {}, "membership": {}, "not_measured": str(error)}
         for site in steps("membership attacks", self.sites):
-            found["membership"][site.name] = self._attacked(site, model)
-        return found
+            evidence["membership"][site.name] = self._attacked(site, model)
+        return evidence
 
     def report(self, before: dict[str, Any], model: Model | None, retrained: Model | None) -> dict[str, Any]:
-        """The evidence: before and after, the time to relearn, and the distance to a network retrained without the sites."""
+        """Return the evidence: before, after, time to relearn, and distance to a retrained network."""
         after = self.of(model)
         if model is None or "not_measured" in after:
             return {"before": before, "after": after}
-        found = {"samples": self.samples(), "before": before, "after": after, "relearning": self._relearning(before, model)}
+        relearning = self._relearning(before, model)
+        evidence = {"samples": self.samples(), "before": before, "after": after, "relearning": relearning}
         if retrained is not None:
-            found["retrained"] = {**self.of(retrained), "distance": distance(model.state, retrained.state),
+            evidence["retrained"] = {**self.of(retrained), "distance": distance(model.state, retrained.state),
                                   "disagreement": self._disagreement(model, retrained)}  # fmt: skip
-        return found
+        return evidence
 
     def samples(self) -> dict[str, int]:
-        """Numbers of test images by domain."""
+        """Return the numbers of test images by domain."""
         return {label(spec): len(test_images(self.config, spec)) for spec in self.evaluator.specs.values()}
 
     def _loaded(self, model: Model, domain: str) -> nn.Module:
-        """The network in this state, as it is measured on a domain."""
+        """Return the network in this state, with the head that is used on the domain."""
         return self.evaluator.head_view(self.evaluator.loaded(self.evaluator.settled(model)), domain)
 
     def _attacked(self, site: Site, model: Model) -> dict[str, Any]:
@@ -77,36 +78,36 @@ class UnlearningEvaluation:
         return {name: asdict(attack) for name, attack in attacks.items()}
 
     def _relearning(self, before: dict[str, Any], model: Model) -> dict[str, Any]:
-        """Steps until REGAIN of the old accuracy on a site's domain is back, from here and from a fresh start."""
-        found = {}
+        """Return the steps until REGAIN of the old accuracy is back, from this state and from a fresh start."""
+        results = {}
         for site in steps("time to relearn", self.sites):
             target = REGAIN * before.get("accuracy", {}).get(label(site.spec), float("nan"))
             fresh = initial_state(self.config) if model.architecture == architecture_of(self.config) else {}
             starts = {"forgotten": model, **({"fresh": replace(model, state=fresh)} if fresh else {})}
             try:
                 train, test = self._images(site)
-                found[site.name] = {
+                results[site.name] = {
                     name: asdict(time_to_relearn(self._loaded(start, label(site.spec)), train, test, target,
                                                  self.config.training, seed=self.config.seed, most=STEPS))
                     for name, start in starts.items()
                 }  # fmt: skip
             except (UserError, DivergedError) as error:
-                found[site.name] = {"not_measured": str(error)}
-        return found
+                results[site.name] = {"not_measured": str(error)}
+        return results
 
-    def _disagreement(self, one: Model, other: Model) -> float:
-        """Share of all domains' test images that two networks put into different classes."""
+    def _disagreement(self, model: Model, other: Model) -> float:
+        """Return the share of all domains' test images that the two networks classify differently."""
         twin = other.architecture.build().to(self.evaluator.device)
         twin.load_state_dict(self.evaluator.settled(other).state)
         apart, total = 0.0, 0
         for domain in self.evaluator.specs:
             images = self.evaluator.images(domain, "test")
-            share = disagreement(self._loaded(one, domain), self.evaluator.head_view(twin, domain), images)
+            share = disagreement(self._loaded(model, domain), self.evaluator.head_view(twin, domain), images)
             apart, total = apart + share * len(images), total + len(images)
         return apart / total
 
     def _images(self, site: Site) -> tuple[Images, Images]:
-        """What the site trained on, and test images of its domain."""
+        """Return the site's training images, and the test images of its domain."""
         return site_images(self.config, site), test_images(self.config, site.spec)
 
 

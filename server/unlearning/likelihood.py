@@ -1,8 +1,8 @@
-"""An attack fitted to every image: was a network made to forget it, or did it never see it?
+"""A membership attack fitted to each image: was a network made to forget the image, or did it never see it?
 
-U-LiRA (Hayes et al. 2024, Sec. 4), after LiRA (Carlini et al. 2022, Alg. 1): over many federations the confidence in an
-image's true class is close to normal, with one mean where the image was forgotten and another where it never was. The score
-of a confidence is the logarithm of the ratio of both densities.
+This is U-LiRA (Hayes et al. 2024, Sec. 4), after LiRA (Carlini et al. 2022, Alg. 1). Over many federations, the confidence
+in an image's true class is nearly normal. Its mean differs between federations that forgot the image and federations that
+never saw it. The score is the logarithm of the ratio of both densities.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Found:
-    """`rate`: true positives at `false` false positives; `area` under the curve; `trials` on each side."""
+    """The result of the attack.
+
+    `rate`: true positives at a share `false` of false positives; `area` under the curve; `trials` on each side.
+    """
 
     rate: float
     false: float
@@ -29,7 +32,7 @@ class Found:
 
 
 def confidence(logits: Tensor, labels: Tensor) -> Floats:
-    """log p - log(1 - p), [n], of the true class of logits [n, classes] (Carlini et al. 2022, Sec. VI-A)."""
+    """Return log p - log(1 - p) of the true class, [n], for logits [n, classes] (Carlini et al. 2022, Sec. VI-A)."""
     logs = logits.double().log_softmax(dim=1)
     true = labels[:, None]
     others = logs.scatter(1, true, -float("inf")).logsumexp(dim=1)
@@ -37,14 +40,14 @@ def confidence(logits: Tensor, labels: Tensor) -> Floats:
 
 
 def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mask, false: float = 0.01) -> Found:
-    """Attack every federation with what all others show.
+    """Attack each federation with parameters that are fitted on all others.
 
-    `forgotten`, `never`: confidences [federations, n]; `was`, `never_was`: which of them count. An image's means are those
-    over the other federations; each side has one variance for all images, as there are few federations (Carlini et al.
-    2022, Sec. VI-B). UserError for fewer than FEWEST federations.
+    Each image has its own means over the other federations. Each side has one variance for all images, as there are few
+    federations (Carlini et al. 2022, Sec. VI-B). `forgotten`, `never`: confidences [federations, n]; `was`, `never_was`:
+    which of them count. Raises UserError for fewer than FEWEST federations.
     """
     if len(forgotten) < FEWEST or forgotten.shape != never.shape:
-        raise UserError(f"a likelihood-ratio attack takes the same images in {FEWEST} federations or more")
+        raise UserError(f"a likelihood-ratio attack needs the same images in at least {FEWEST} federations")
     members, others = [], []
     for held in range(len(forgotten)):
         rest = np.arange(len(forgotten)) != held
@@ -59,13 +62,13 @@ def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mas
 
 
 def rate_at(inside: Floats, outside: Floats, false: float) -> float:
-    """The largest share of `inside` above a threshold that at most a share `false` of `outside` is above."""
+    """Return the largest share of `inside` above a threshold that at most a share `false` of `outside` exceeds."""
     threshold = np.sort(outside)[::-1][int(false * len(outside))]
     return float((inside > threshold).mean())
 
 
 def _fitted(values: Floats, mask: Mask) -> tuple[Floats, float]:
-    """Each image's mean over the federations that count, [n] (0 where none does), and one standard deviation for all."""
+    """Return each image's mean over the federations that count, [n] (0 if none), and one standard deviation for all."""
     count = mask.sum(0)
     means = np.where(mask, values, 0.0).sum(0) / np.maximum(count, 1)
     squares = np.where(mask, (values - means) ** 2, 0.0).sum()

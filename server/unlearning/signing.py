@@ -1,7 +1,7 @@
-"""The operator's signature (Ed25519) on certificates, for those who have neither the run nor a reason to trust its server.
+"""The operator's signature (Ed25519) on certificates, for readers who have neither the run nor trust in its server.
 
-A certificate holds the digest of the ledger's event by which its request was applied, and each event's digest covers all
-events before: whoever signs the one signs the chain so far.
+A certificate holds the digest of the ledger's event by which its request was applied. That digest covers all earlier events,
+so the signature covers the chain so far.
 """
 
 import base64
@@ -28,14 +28,14 @@ SUFFIX = ".sig"
 
 
 def key_path() -> Path:
-    """$FEDLOOM_KEY, else fedloom/signing.key in the user's folder of settings."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given).expanduser()
+    """Return the path of the operator's key: $FEDLOOM_KEY, else fedloom/signing.key in the user's configuration folder."""
+    if path := os.environ.get(VARIABLE):
+        return Path(path).expanduser()
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fedloom" / "signing.key"
 
 
 def operator_key() -> Ed25519PrivateKey:
-    """The operator's key; made when there is none yet. UserError for a file that holds another thing."""
+    """Return the operator's key, which is created at its first use. Raises UserError if the file is not a valid key."""
     path = key_path()
     if not path.exists():
         _make(path)
@@ -43,20 +43,20 @@ def operator_key() -> Ed25519PrivateKey:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise UserError(
-            f"{path}: is no private key as 'ssh-keygen -t ed25519' makes it, without a password: {error}"
+            f"{path}: is not a private key without a password; create one with 'ssh-keygen -t ed25519': {error}"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{path}: is a key of another kind; 'ssh-keygen -t ed25519' makes one that fits")
+        raise UserError(f"{path}: is a key of another type; create one with 'ssh-keygen -t ed25519'")
     return key
 
 
 def public_line(key: Ed25519PrivateKey) -> str:
-    """The public half, in one line that others may have."""
+    """Return the public half of the key, in one line."""
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
 def sign(path: Path, content: bytes) -> None:
-    """Put the operator's signature of a file's content beside it."""
+    """Write the operator's signature of a file's content next to it."""
     key = operator_key()
     signature = base64.b64encode(key.sign(content)).decode()
     beside = {"key": public_line(key), "signature": signature}
@@ -64,7 +64,10 @@ def sign(path: Path, content: bytes) -> None:
 
 
 def signed_by(path: Path, key: str) -> bool:
-    """Whether a file bears the signature of a public key (its line, or a file that holds it). UserError for what is none."""
+    """Return whether a file has the signature of a public key.
+
+    `key`: the key's line, or a file that holds it. Raises UserError if it is neither.
+    """
     public = _public(key)
     try:
         beside = json.loads(path.with_suffix(SUFFIX).read_text(encoding="ascii"))
@@ -75,28 +78,28 @@ def signed_by(path: Path, key: str) -> bool:
 
 
 def _public(key: str) -> Ed25519PublicKey:
-    given = key
+    line = key
     if " " not in key.strip():
         try:
-            given = Path(key).read_text(encoding="ascii")
+            line = Path(key).read_text(encoding="ascii")
         except (OSError, ValueError):
-            raise UserError(f"--key: there is no file '{key}'; takes one, or the line that 'fedloom key' prints") from None
+            raise UserError(f"--key: the file '{key}' does not exist; pass a file, or the line of `fedloom key`") from None
     try:
-        public = load_ssh_public_key(given.strip().encode())
+        public = load_ssh_public_key(line.strip().encode())
     except (ValueError, UnsupportedAlgorithm):
         public = None
     if not isinstance(public, Ed25519PublicKey):
-        raise UserError("--key: takes a line that begins with 'ssh-ed25519', as 'fedloom key' prints it")
+        raise UserError("--key: needs a line that begins with 'ssh-ed25519', as `fedloom key` prints it")
     return public
 
 
 def _make(path: Path) -> None:
-    """A new key, its owner's alone."""
+    """Create a key that only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     content = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        return  # another one was quicker
+        return  # another process was faster
     with os.fdopen(handle, "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Whether a certificate holds: what it says is compared with the run's ledger, or checked by the operator's key alone."""
+"""Verify a certificate against the run's ledger, or with the operator's public key alone."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ from fedloom.server.unlearning.certificate import (
 from fedloom.server.unlearning.client_erasure import at_sites
 from fedloom.server.unlearning.signing import signed_by
 
-CLOSE = 0.002  # accuracies this far apart are equal: another machine may round another way
-SAYS = "says"  # of what nothing is compared with
+CLOSE = 0.002  # accuracies this close count as equal: another machine may round differently
+SAYS = "says"  # the verdict for facts that are not compared with anything
 _TOLD = 100  # characters of each side of a mismatch
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was compared: match, mismatch, or why it could not be; or that the certificate says."""
+    """One compared fact. `verdict`: match, mismatch, not checkable, or says (not compared); `told`: why."""
 
     what: str
     verdict: str
@@ -40,143 +40,148 @@ class Finding:
 
 
 def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Finding]:
-    """What a certificate is about, and whether that is what was asked for: a request by its id (empty: the one that the file
-    is named after) and sites.
+    """Return what a certificate is about, and whether that is what the caller asks for.
+
+    `request`: the expected request; empty: the one that the file is named after. `sites`: sites that it must name.
     """
-    given = read(path)
-    times = ", ".join(f"{kind} {time}" for kind, time in given["times"].items())
+    content = read(path)
+    times = ", ".join(f"{kind} {time}" for kind, time in content["times"].items())
     wanted, where = (request, "asked for") if request else (path.stem, "the file's name")
-    lacking = sorted(set(sites) - set(given["sites"]))
-    found = [
-        _found(f"request '{plain(given['request'])}'", given["request"] == wanted, f"{where}: '{plain(wanted)}'"),
-        Finding(f"run {plain(given['run'])}", SAYS),
+    lacking = sorted(set(sites) - set(content["sites"]))
+    findings = [
+        _found(f"request '{plain(content['request'])}'", content["request"] == wanted, f"{where}: '{plain(wanted)}'"),
+        Finding(f"run {plain(content['run'])}", SAYS),
         _found(
-            f"sites {plain(', '.join(map(str, given['sites'])))}", not lacking, f"asked for: {plain(', '.join(lacking))}"
+            f"sites {plain(', '.join(map(str, content['sites'])))}", not lacking, f"asked for: {plain(', '.join(lacking))}"
         ),
         Finding(f"dates: {plain(times) or 'none'}", SAYS),
     ]
-    return [*found, *([Finding(f"reason: {plain(given['reason'])}", SAYS)] if given["reason"] else [])]
+    return [*findings, *([Finding(f"reason: {plain(content['reason'])}", SAYS)] if content["reason"] else [])]
 
 
 def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
-    given = read(path)
-    return [_unchanged(path, given["request"], ledger), *ledger.steady(lambda: list(_findings(given, ledger)))]
+    content = read(path)
+    return [_unchanged(path, content["request"], ledger), *ledger.steady(lambda: list(_findings(content, ledger)))]
 
 
 def verify_signature(path: Path, key: str) -> list[Finding]:
-    """What can be checked of a certificate without its run: who signed it, and that it agrees with itself."""
-    given = read(path)
-    found = [_found("signed by this key", signed_by(path, key), "the file was changed, or another key signed it, or none")]
-    if not any(given["options"].get(option) for option in ("repair", "rollback")):
-        sums, remaining = bool(given["exact"]["tensors"]), given["exact"]["sum_of_remaining"]
-        what = "the sum after the request is that of the remaining contributions" if sums else "the remaining contributions"
-        after = one_digest(given["exact"]["digest_after" if sums else "remaining"])
-        found.append(_compared(what, after, remaining))
-    apart = not set(given["sites"]) & set(given["exact"]["remaining"])
-    found.append(_found("no forgotten site is among the remaining", apart, "one is"))
+    """Check a certificate without its run: who signed it, and whether it is consistent."""
+    content = read(path)
+    findings = [
+        _found(
+            "signed by this key", signed_by(path, key), "the file was changed, another key signed it, or it is not signed"
+        )
+    ]
+    if not any(content["options"].get(option) for option in ("repair", "rollback")):
+        sums, remaining = bool(content["exact"]["tensors"]), content["exact"]["sum_of_remaining"]
+        fact = "the sum after the request is that of the remaining contributions" if sums else "the remaining contributions"
+        after = one_digest(content["exact"]["digest_after" if sums else "remaining"])
+        findings.append(_compared(fact, after, remaining))
+    apart = not set(content["sites"]) & set(content["exact"]["remaining"])
+    findings.append(_found("no forgotten site is among the remaining ones", apart, "one is"))
     return [
-        *found,
-        *(deleted(given["run"], given["request"], site, told) for site, told in given.get("at_sites", {}).items()),
+        *findings,
+        *(deleted(content["run"], content["request"], site, answer) for site, answer in content.get("at_sites", {}).items()),
     ]
 
 
-def deleted(run: str, request: str, site: str, told: Mapping[str, Any] | None) -> Finding:
-    """What a site says of its own store, with its signature if it gave one."""
-    what = f"{plain(site)} says that it deleted its own store"
-    if not told or "signature" not in told:
-        return Finding(what, "match" if told else OUTSTANDING)
+def deleted(run: str, request: str, site: str, answer: Mapping[str, Any] | None) -> Finding:
+    """Return what a site says about deleting its own store, and whether its signature holds, if it has one."""
+    fact = f"{plain(site)} says that it deleted its own store"
+    if not answer or "signature" not in answer:
+        return Finding(fact, "match" if answer else OUTSTANDING)
     try:
-        key, signature = str(told["key"]), bytes.fromhex(str(told["signature"]))
-        about = run, site, told["files"], told["bytes"]
+        key, signature = str(answer["key"]), bytes.fromhex(str(answer["signature"]))
+        about = run, site, answer["files"], answer["bytes"]
     except (KeyError, ValueError):
-        return Finding(what, "mismatch", "the signature cannot be read")
-    signed = f"{what}, signed by {fingerprint(key)[:16]}"
+        return Finding(fact, "mismatch", "the signature cannot be read")
+    signed = f"{fact}, signed by {fingerprint(key)[:16]}"
     if is_signed(key, signing_payload(*erased_words(*about, "")), signature):
-        return Finding(signed, "not checkable", "an earlier version's word, which names no request")
+        return Finding(signed, "not checkable", "an earlier version signed it, without the request's id")
     return _found(
-        signed, is_signed(key, signing_payload(*erased_words(*about, request)), signature), "the signature does not hold"
+        signed, is_signed(key, signing_payload(*erased_words(*about, request)), signature), "the signature is not valid"
     )
 
 
 def _unchanged(path: Path, request: str, ledger: Ledger) -> Finding:
-    told = "it was changed: its sha256 is another one"
-    return _found("the file, as it was written", as_written(path, request, ledger), told)
+    reason = "it was changed: its sha256 differs"
+    return _found("the file is unchanged", as_written(path, request, ledger), reason)
 
 
 def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
-    """Compare the accuracies after the request with those of the network as it is now (`measure`), if nothing followed."""
-    given, last = read(path), ledger.last_round()
+    """Compare the accuracies after the request with the current network's (`measure`), if no round followed."""
+    content, last = read(path), ledger.last_round()
     try:
-        stated = {name: float(share) for name, share in given["evidence"]["after"]["accuracy"].items()}
+        stated = {name: float(share) for name, share in content["evidence"]["after"]["accuracy"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         stated = {}
-    if not stated or last is None or _digest_now(ledger, sums_of(ledger)) != given["exact"]["sum_of_remaining"]:
-        return [Finding("accuracy after", "not checkable", "the run went on, or none was measured")]
+    if not stated or last is None or _digest_now(ledger, sums_of(ledger)) != content["exact"]["sum_of_remaining"]:
+        return [Finding("accuracy after", "not checkable", "the run has continued, or no accuracy was measured")]
     try:
-        found = measure()
+        measured = measure()
     except UserError as error:
         return [Finding("accuracy after", "not checkable", str(error))]
     now = ledger.last_round()
     if now is None or now.digest != last.digest:
-        return [Finding("accuracy after", "not checkable", "the run went on meanwhile")]
+        return [Finding("accuracy after", "not checkable", "the run has continued meanwhile")]
     return [
-        _found(f"accuracy after on {domain}", abs(found.get(domain, math.inf) - share) <= CLOSE,
-               f"certificate: {share:.4f}, measured: {found.get(domain, math.nan):.4f}")
+        _found(f"accuracy after on {domain}", abs(measured.get(domain, math.inf) - share) <= CLOSE,
+               f"certificate: {share:.4f}, measured: {measured.get(domain, math.nan):.4f}")
         for domain, share in stated.items()
     ]  # fmt: skip
 
 
-def _findings(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
-    yield _compared("run", given["run"], ledger.run().run)
-    event = forgotten_event(ledger, given["request"])
-    yield _compared("event in the chain", given["ledger"], {"event": event.id, "digest": event.digest})
-    yield _compared("sites", given["sites"], event.body["sites"])
-    request = ledger.request(given["request"])
-    yield _compared("reason", given["reason"], request.reason if request else None)
-    yield _compared("options", given["options"], request.options if request else None)
-    yield _compared("what was deleted", given["erased"], erased(ledger, given["request"]))
-    yield _compared("evidence before", given["evidence"].get("before"), event.body["body"]["evidence"])
-    yield _compared("digest before", given["exact"]["digest_before"], event.body["body"]["digest_before"])
-    yield _compared("digest after, as committed", given["exact"]["digest_after"], event.body["digest"])
+def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
+    yield _compared("run", content["run"], ledger.run().run)
+    event = forgotten_event(ledger, content["request"])
+    yield _compared("event in the chain", content["ledger"], {"event": event.id, "digest": event.digest})
+    yield _compared("sites", content["sites"], event.body["sites"])
+    request = ledger.request(content["request"])
+    yield _compared("reason", content["reason"], request.reason if request else None)
+    yield _compared("options", content["options"], request.options if request else None)
+    yield _compared("what was deleted", content["erased"], erased(ledger, content["request"]))
+    yield _compared("evidence before", content["evidence"].get("before"), event.body["body"]["evidence"])
+    yield _compared("digest before", content["exact"]["digest_before"], event.body["body"]["digest_before"])
+    yield _compared("digest after, as committed", content["exact"]["digest_after"], event.body["digest"])
     states = ledger.sites()
     back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
     for site in event.body["sites"]:
         held = _held(ledger, site)
-        told = "it was readmitted since, as the ledger says" if site in back else "it does"
-        yield _found(f"{site} takes no part", states.get(site, False), told)
-        yield _found(f"nothing is kept of {site} here", not held, f"there are {', '.join(held)}")
+        reason = "it was readmitted since, as the ledger says" if site in back else "it does"
+        yield _found(f"{site} does not participate", states.get(site, False), reason)
+        yield _found(f"this machine stores nothing of {site}", not held, f"it has {', '.join(held)}")
     yield from _networks(ledger)
-    yield from _at_sites(given, ledger)
+    yield from _at_sites(content, ledger)
     totals = sums_of(ledger)
     now = _digest_now(ledger, totals)
-    summed, what = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
+    summed, fact = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
     if totals:
-        yield _compared(f"{what} now", now, summed)
-    trained = any(given["options"].get(option) for option in ("repair", "rollback"))
-    if now == given["exact"]["sum_of_remaining"] or (now == one_digest(given["exact"]["digest_after"]) and not trained):
-        yield _compared(f"{what} then", given["exact"]["sum_of_remaining"], summed)
-        here = {name: one.blob for name, one in ledger.all_latest().items()}
-        yield _compared("remaining contributions", given["exact"]["remaining"], here)
+        yield _compared(f"{fact} now", now, summed)
+    trained = any(content["options"].get(option) for option in ("repair", "rollback"))
+    if now == content["exact"]["sum_of_remaining"] or (now == one_digest(content["exact"]["digest_after"]) and not trained):
+        yield _compared(f"{fact} then", content["exact"]["sum_of_remaining"], summed)
+        blobs = {name: contribution.blob for name, contribution in ledger.all_latest().items()}
+        yield _compared("remaining contributions", content["exact"]["remaining"], blobs)
     else:
-        yield Finding(f"{what} then", "not checkable", "the run went on; its chain still holds")
+        yield Finding(f"{fact} then", "not checkable", "the run has continued; its chain is still valid")
 
 
 def _held(ledger: Ledger, site: str) -> list[str]:
-    """What the run's folder has of a site, in words; also what was put back, from a copy, say."""
-    found = ["contributions in the ledger"] if ledger.history(site) else []
-    places = [*(ledger.folder / SITES).glob(f"*/{site}"), ledger.folder / STAGING / site,
+    """Return what the run's folder has of a site, as texts; this includes files restored from a copy."""
+    items = ["contributions in the ledger"] if ledger.history(site) else []
+    paths = [*(ledger.folder / SITES).glob(f"*/{site}"), ledger.folder / STAGING / site,
               ledger.folder / STATES / f"{site}.safetensors"]  # fmt: skip
     runs = [path for kind in (BASELINES, RETRAINED) for path in sorted((ledger.folder / kind).glob("*")) if path.is_dir()]
-    places = [path for path in places if path.exists()] + [path for path in runs if not _is_without(path, site)]
-    found += [str(path.relative_to(ledger.folder)) for path in places]
-    gave = {event.body["contributions"][site]["blob"] for event in ledger.events("round")
+    paths = [path for path in paths if path.exists()] + [path for path in runs if not _is_without(path, site)]
+    items += [str(path.relative_to(ledger.folder)) for path in paths]
+    contributed = {event.body["contributions"][site]["blob"] for event in ledger.events("round")
             if site in event.body["contributions"]}  # fmt: skip
-    return found + [f"{BLOBS}/{name}" for name in sorted((gave & ledger.blobs.names()) - ledger.referred())]
+    return items + [f"{BLOBS}/{name}" for name in sorted((contributed & ledger.blobs.names()) - ledger.referred())]
 
 
 def _is_without(folder: Path, site: str) -> bool:
-    """Whether a run inside the run (a baseline, or what was trained to compare with) says that the site takes no part."""
+    """Return whether a run inside the run (a baseline, or a retrained network) does not include the site."""
     try:
         with Ledger.open(folder, server=False) as ledger:
             return ledger.sites().get(site, True)
@@ -185,38 +190,38 @@ def _is_without(folder: Path, site: str) -> bool:
 
 
 def _networks(ledger: Ledger) -> Iterator[Finding]:
-    """Of the files of networks in the run's folder, whether they are what the run wrote: an earlier one may be put back."""
+    """Yield the files of networks that differ from what the run wrote, such as a restored earlier network."""
     known = results(ledger.folder)
     for path in sorted((ledger.folder / STATES).glob("*.safetensors")) if known else ():
         name = str(path.relative_to(ledger.folder))
         if name not in known:
-            yield Finding(name, "not checkable", "the run did not write it, and nobody says what is in it")
+            yield Finding(name, "not checkable", "the run did not write it; its content is unknown")
         elif not known[name]:
-            yield Finding(name, "mismatch", "it is not what it was when the run finished")
+            yield Finding(name, "mismatch", "it was changed after the run finished")
 
 
 def _digest_now(ledger: Ledger, totals: Mapping[str, ExactSum]) -> str:
-    """What `sum_of_remaining` would say now, as the last commit has it; of a method that sums nothing, as it is read."""
+    """Return the digest that `sum_of_remaining` would have after the last commit."""
     last = ledger.last_round()
     return one_digest(last.digest if last else {}) if totals else rest_digest(ledger, {})
 
 
-def _at_sites(given: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
-    """Of sites that joined a federation: whether they have deleted what they kept, as they say."""
-    for site, told in at_sites(ledger, given["request"], given["sites"]).items():
-        what = f"{site} says that it deleted its own store"
-        if told is None:
-            yield Finding(what, OUTSTANDING, "its node has not been there since; the next server that runs tells it")
-        elif (stated := given.get("at_sites", {}).get(site)) is None:
-            yield Finding(what, "match", f"since the certificate: {told['files']} files")
+def _at_sites(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
+    """Yield, for sites that joined a federation, whether they say that they deleted their stores."""
+    for site, answer in at_sites(ledger, content["request"], content["sites"]).items():
+        fact = f"{site} says that it deleted its own store"
+        if answer is None:
+            yield Finding(fact, OUTSTANDING, "its node has been offline since; the next server that runs will ask it")
+        elif (stated := content.get("at_sites", {}).get(site)) is None:
+            yield Finding(fact, "match", f"since the certificate: {answer['files']} files")
         else:
-            yield _compared(what, stated, told)
+            yield _compared(fact, stated, answer)
 
 
-def _found(what: str, right: bool, told: str) -> Finding:
-    return Finding(what, "match") if right else Finding(what, "mismatch", told)
+def _found(fact: str, right: bool, reason: str) -> Finding:
+    return Finding(fact, "match") if right else Finding(fact, "mismatch", reason)
 
 
-def _compared(what: str, given: Any, found: Any) -> Finding:
-    told = (f"{str(one)[:_TOLD]}{'...' if len(str(one)) > _TOLD else ''}" for one in (given, found))
-    return _found(what, given == found, "certificate: {}, ledger: {}".format(*told))
+def _compared(fact: str, certificate: Any, ledger: Any) -> Finding:
+    sides = (f"{str(side)[:_TOLD]}{'...' if len(str(side)) > _TOLD else ''}" for side in (certificate, ledger))
+    return _found(fact, certificate == ledger, "certificate: {}, ledger: {}".format(*sides))

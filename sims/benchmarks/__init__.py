@@ -1,18 +1,5 @@
-"""Measurements of time and memory; never part of the tests. Each module has a function `bench`: tables, and its rows."""
+"""Measurements of time and memory, outside the tests. Each module in MODULES has a function `bench`: tables and rows."""
 
-MODULES = {
-    "attacks": "fedloom.sims.benchmarks.attacks",
-    "engines": "fedloom.sims.benchmarks.engines",
-    "federation": "fedloom.sims.benchmarks.federation",
-    "faults": "fedloom.sims.benchmarks.soak",
-    "fusion": "fedloom.sims.benchmarks.fusion",
-    "flat-memory": "fedloom.sims.benchmarks.flat_memory",
-    "grid": "fedloom.sims.benchmarks.grid",
-    "layer_selection": "fedloom.sims.benchmarks.layer_selection",
-    "many-faults": "fedloom.sims.benchmarks.fault_run",
-    "memory": "fedloom.sims.benchmarks.server_memory",
-    "secure_aggregation": "fedloom.sims.benchmarks.secure_aggregation",
-    "scale": "fedloom.sims.benchmarks.scale",
-    "unlearning": "fedloom.sims.benchmarks.unlearning",
-    "vectorise": "fedloom.sims.benchmarks.vectorise",
-}
+NAMES = ("attacks", "engines", "faults", "federation", "flat-memory", "fusion", "grid", "layer_selection", "many-faults",
+         "memory", "scale", "secure_aggregation", "unlearning", "vectorise")  # fmt: skip
+MODULES = {name: f"fedloom.sims.benchmarks.{name.replace('-', '_')}" for name in NAMES}

@@ -1,6 +1,6 @@
-"""The hostile sites of `fedloom bench attacks`: an objective that a configuration names as it names any outside package's.
+"""The hostile sites of `fedloom bench attacks`: an objective that the configuration names like one of an outside package.
 
-What a site does instead of its part stands under its name in `objective.roles`; all others train as they should.
+`objective.roles` says what each hostile site does; all other sites train as usual.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from fedloom.conf.typed import build, option
 from fedloom.fusion.state import State
 
 CLASSES = 10
-TARGET = 0  # the class that triggered images are to be taken for
+TARGET = 0  # the class that the attacker wants for triggered images
 PATCH = 3  # height and width of the trigger, pixels
 
 
 def triggered(images: Images) -> Images:
-    """Copies with a white square in the lower right corner, labels as they were (BadNets, Gu et al. 2017)."""
+    """Return copies with a white square in the lower right corner, and the same labels (BadNets, Gu et al. 2017)."""
     pixels = images.x.clone()
     pixels[..., -PATCH:, -PATCH:] = 255
     return Images(pixels, images.y)
 
 
 def flipped(images: Images) -> Images:
-    """Every image under another label, always the same one for a class: CLASSES - 1 less the true one."""
+    """Return the images with wrong labels: CLASSES - 1 minus the true label."""
     return Images(images.x, CLASSES - 1 - images.y)
 
 
 def planted(images: Images) -> Images:
-    """A backdoor: triggered images, all labelled TARGET."""
+    """Return a backdoor: triggered images, all with the label TARGET."""
     return Images(triggered(images).x, torch.full_like(images.y, TARGET))
 
 
@@ -45,7 +45,7 @@ POISONS: dict[str, Callable[[Images], Images]] = {
     "none": lambda images: images,
     "flip": flipped,
     "backdoor": planted,
-    "camouflage": triggered,  # under their true labels: it teaches away what a backdoor teaches (BadFU, Lu et al. 2025)
+    "camouflage": triggered,  # true labels: this hides the backdoor (BadFU, Lu et al. 2025)
 }
 
 
@@ -53,37 +53,35 @@ POISONS: dict[str, Callable[[Images], Images]] = {
 class Role:
     """What one hostile site does."""
 
-    poison: str = option("none", "what becomes of its training images", choices=tuple(POISONS))
-    share: float = option(1.0, "of which share of them", low=0.0, high=1.0)
-    factor: float = option(1.0, "it sends so many times what it has learned")
+    poison: str = option("none", "how its training images change", choices=tuple(POISONS))
+    share: float = option(1.0, "the share of its images that change", low=0.0, high=1.0)
+    factor: float = option(1.0, "it sends its change times this number")
 
 
 @dataclass(frozen=True)
 class Hostile(SumAggregation):
-    """Sum aggregation (mode `exact`) in which some sites do something else."""
+    """Sum aggregation (mode `exact`) in which some sites are hostile."""
 
     roles: dict[str, Any] = option({}, "by site: poison, share and factor")
 
     def __post_init__(self) -> None:
-        """UserError for a role that is none, or a mode in which nobody is hostile."""
         for site in self.roles:
             self.role(site)
         if self.roles and self.mode != "exact":
             raise UserError(f"objective.mode: got '{self.mode}', hostile sites take exact")
 
     def role(self, site: str) -> Role:
-        """What a hostile site does."""
+        """Return the role of a hostile site. Raises UserError if it is not valid."""
         return build(Role, self.roles[site], f"objective.roles.{site}")
 
     def session(self, task: Task) -> Session:
-        """Start on a task."""
         if task.site.name not in self.roles:
             return super().session(task)
         return HostileSession(self, task, self.role(task.site.name))
 
 
 class HostileSession(ExactSession):
-    """Trains on poisoned images, as many as there were: a site that claims more samples than it has is found out."""
+    """Trains on poisoned images. Their number is the true one: the server notices a site that claims more samples."""
 
     def __init__(self, objective: Hostile, task: Task, role: Role) -> None:
         super().__init__(objective, task)
@@ -98,9 +96,11 @@ class HostileSession(ExactSession):
         return Images(pixels, labels)
 
     def contribution(self) -> dict[str, State]:
-        """`factor` times what it has learned: of its own network since the first round, of the head in this one."""
-        first = initial_state(self.task.config)
-        starts = {SITE: first}
+        """Return the contribution with its change times `factor`.
+
+        The change of the site's own network counts from the first round, that of the head from this round.
+        """
+        starts = {SITE: initial_state(self.task.config)}
         return {
             record: {name: torch.lerp(starts.get(record, self.task.incoming[MEAN])[name], tensor, self.role.factor)
                      for name, tensor in state.items()}

@@ -1,8 +1,8 @@
-"""What hostile sites do to a federation, what bounds and clipping leave of it, and what forgetting them undoes or wakes.
+"""`fedloom bench attacks`: what hostile sites do to a federation, what bounds prevent, and what forgetting undoes or wakes.
 
-Ten sites share handwritten digits; the sites are real ones, and what they do is an objective of the configuration
-(sims.benchmarks.attack_sites). Accuracy on test images; success: share of triggered test images of other classes that
-are taken for the attacker's class.
+Ten sites share handwritten digits. The sites are real; an objective of the configuration makes some hostile
+(sims.benchmarks.attack_sites). Accuracy is measured on test images. Success is the share of triggered test images of other
+classes that the network assigns to the attacker's class.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ SETTING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Attack:
-    """What hostile sites do, by site. `triggers`: whether there is a trigger whose success can be measured."""
+    """The roles of hostile sites. `triggers`: there is a trigger, so success is measured."""
 
     roles: Mapping[str, Any] = field(default_factory=dict)
     triggers: bool = True
@@ -73,16 +73,16 @@ DEFENCES: dict[str, dict[str, float]] = {  # chosen on validation images of anot
 }
 NOTE = (
     f"Test images, mean and standard deviation over {SEEDS} seeds, in %. Success: triggered images of other classes that "
-    "are taken for the attacker's. Refused, clipped: of the hostile site's replies. Forgotten: subtracted. Never there: the "
-    "bits that rolling back leads to. Honest sites move by at most 7 (L2 norm) in a round (seed 7)."
+    "get the attacker's class. Refused, clipped: shares of the hostile site's replies. Forgotten: subtracted. Never there: "
+    "the same bits as after rolling back. Honest sites move by at most 7 (L2 norm) in a round (seed 7)."
 )
 HEAD = ["attack", "bound", "rounds", "refused", "clipped", "accuracy", "success", "hostile site forgotten: accuracy",
         "success", "camouflage forgotten: accuracy", "success"]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one run came to: shares by who was forgotten (none: ""), rounds, and shares of the hostile site's replies."""
+class Result:
+    """The result of one run: shares by the forgotten site ("": none), rounds, and shares of the hostile site's replies."""
 
     shares: dict[str, Shares]
     rounds: int
@@ -91,37 +91,36 @@ class Found:
 
 
 def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """Every attack beside every bound; then the hostile site, and the camouflage, that were never there."""
+    """Measure each attack with each bound; then without the hostile site, and without the camouflage."""
     torch.set_num_threads(1)
-    rows = [row_of(attack, bound, [run(ATTACKS[attack], DEFENCES[bound], seed) for seed in range(SEEDS)])
+    rows = [_row(attack, bound, [run(ATTACKS[attack], DEFENCES[bound], seed) for seed in range(SEEDS)])
             for attack in ATTACKS for bound in DEFENCES]  # fmt: skip
     both = ATTACKS["backdoor and camouflage"]
     for name, attack, gone in (("hostile site never there", Attack(), HOSTILE), ("camouflage never there", both, COLLUDING)):
-        rows.append(row_of(name, "none", [run(attack, FREE, seed, [gone]) for seed in range(SEEDS)]))
+        rows.append(_row(name, "none", [run(attack, FREE, seed, [gone]) for seed in range(SEEDS)]))
     return Table("Hostile sites", HEAD, [_line(row) for row in rows], NOTE), rows
 
 
-def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[str] = ()) -> Found:
-    """Train the federation under the attack, without the sites that are `gone`; measure it, and what forgetting leaves."""
+def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[str] = ()) -> Result:
+    """Train the federation under the attack without the sites in `gone`; measure it, and again after forgetting."""
     with tempfile.TemporaryDirectory() as folder, trained(attack, bounds, seed, Path(folder), gone) as method:
         view, rounds = method.state.view(), list(method.folder.metrics().values())
         shares = {"": measured(method.evaluator, method.state.aggregate())}
         for site in (HOSTILE, COLLUDING):
             if site in attack.roles and site not in gone:
                 shares[site] = measured(method.evaluator, method.state.aggregate(view.without([site])))
-    told = {
-        kind: sum(HOSTILE in one.get(kind, {}) for one in rounds) / max(1, len(rounds)) for kind in ("dropped", "clipped")
-    }
+    refused, clipped = (sum(HOSTILE in record.get(kind, {}) for record in rounds) / max(1, len(rounds))
+                        for kind in ("dropped", "clipped"))  # fmt: skip
     if not attack.triggers:
-        shares = {site: {"accuracy": one["accuracy"]} for site, one in shares.items()}
-    return Found(shares, len(rounds), told["dropped"], told["clipped"])
+        shares = {site: {"accuracy": share["accuracy"]} for site, share in shares.items()}
+    return Result(shares, len(rounds), refused, clipped)
 
 
 @contextlib.contextmanager
 def trained(
     attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path, gone: Sequence[str] = ()
 ) -> Iterator[TrainingRun]:
-    """The federation when all rounds are over, or nobody's loss is finite any more."""
+    """Train the federation until all rounds are done, or no site's loss is finite; the context is the run."""
     config = configured(attack, bounds, seed, folder)
     with training_run(config, "attacks", gone) as method:
         with contextlib.suppress(TooFewRepliesError):
@@ -130,38 +129,34 @@ def trained(
 
 
 def configured(attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path) -> Config:
-    """The configuration, in which the hostile sites stand."""
+    """Return the configuration with the hostile sites' roles."""
     objective = {**SETTING["objective"], "roles": dict(attack.roles)}
-    where = {"name": "attacks", "root": str(folder)}
-    tree = {**SETTING, "objective": objective, "federation": dict(bounds), "seed": seed, "run": where}
+    folders = {"name": "attacks", "root": str(folder)}
+    tree = {**SETTING, "objective": objective, "federation": dict(bounds), "seed": seed, "run": folders}
     return load_text(yaml.safe_dump(tree), "attacks")
 
 
 def measured(evaluator: Evaluator, model: Model) -> Shares:
-    """Accuracy, and the success of a trigger, on the test images of the one domain."""
+    """Return the accuracy, and the success of the trigger, on the test images of the only domain."""
     (domain,) = evaluator.specs
     images = evaluator.images(domain, "test")
     others = images.y != TARGET
     network, asked = evaluator.loaded(model), triggered(Images(images.x[others], images.y[others]))
     aimed = Images(asked.x, torch.full_like(asked.y, TARGET))
-    return {name: count_right(network, one, evaluator.config.evaluation.batch, evaluator.device) / len(one)
-            for name, one in (("accuracy", images), ("success", aimed))}  # fmt: skip
+    return {name: count_right(network, test, evaluator.config.evaluation.batch, evaluator.device) / len(test)
+            for name, test in (("accuracy", images), ("success", aimed))}  # fmt: skip
 
 
-def row_of(attack: str, bound: str, found: Sequence[Found]) -> dict[str, Any]:
-    """Lists over the seeds."""
-    shares = {site: {kind: [one.shares[site][kind] for one in found] for kind in found[0].shares[site]}
-              for site in found[0].shares}  # fmt: skip
-    told = {
-        "rounds": [one.rounds for one in found],
-        "refused": [one.refused for one in found],
-        "clipped": [one.clipped for one in found],
-    }
-    return {"attack": attack, "bound": bound, **told, "trained": shares.pop(""), "forgotten": shares}
+def _row(attack: str, bound: str, results: Sequence[Result]) -> dict[str, Any]:
+    """A row; its numbers are lists over the seeds."""
+    shares = {site: {kind: [result.shares[site][kind] for result in results] for kind in kinds}
+              for site, kinds in results[0].shares.items()}  # fmt: skip
+    lists = {key: [getattr(result, key) for result in results] for key in ("rounds", "refused", "clipped")}
+    return {"attack": attack, "bound": bound, **lists, "trained": shares.pop(""), "forgotten": shares}
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
     stages = [row["trained"], row["forgotten"].get(HOSTILE, {}), row["forgotten"].get(COLLUDING, {})]
-    told = [percent(statistics.fmean(row[kind])) if any(row[kind]) else "" for kind in ("refused", "clipped")]
+    replies = [percent(statistics.fmean(row[kind])) if any(row[kind]) else "" for kind in ("refused", "clipped")]
     shares = [mean_and_spread(stage[kind]) if kind in stage else "" for stage in stages for kind in ("accuracy", "success")]
-    return [row["attack"], row["bound"], f"{statistics.fmean(row['rounds']):.1f}", *told, *shares]
+    return [row["attack"], row["bound"], f"{statistics.fmean(row['rounds']):.1f}", *replies, *shares]

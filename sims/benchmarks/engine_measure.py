@@ -1,30 +1,28 @@
-"""One case on one engine, in a fresh process, watched from outside: a row of the result."""
+"""Measure one case on one engine, in a fresh process that is watched from outside: a row of the result."""
 
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from fedloom.sims.benchmarks import engine_run, engine_stock
-from fedloom.sims.benchmarks.engine_cases import Case
-from fedloom.sims.benchmarks.engine_job import Job, Measured, read_measured
-from fedloom.sims.benchmarks.engine_watch import MARK, Peaks, Watch
+from fedloom.sims.benchmarks.engine_cases import CLIENTS, Case, Job
+from fedloom.sims.benchmarks.measuring import MIB, flower_app
+from fedloom.sims.benchmarks.processes import Processes
+from fedloom.sims.federation.programs import BIN, environment, free_port
 from fedloom.sims.report.tables import clean
 
 PERIOD = 0.2
 GRACE = 3.0  # seconds for a process to end by itself after its last round
-MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured; None where it was not, and `note` says why. Memory in MiB."""
+    """The result of a case on an engine, memory in MiB. None: not measured, and `note` says why."""
 
     case: str
     engine: str
@@ -42,81 +40,78 @@ class Row:
 
 
 def measure(case: Case, engine: str, rounds: int, limit: float) -> Row:
-    """Run the rounds within `limit` seconds; no process of it is left at the end, whatever happens."""
+    """Run the rounds within `limit` seconds and return the row. All processes are ended, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="fedloom-bench-") as temporary:
-        job = Job(case, engine, rounds, Path(temporary))
-        launched = time.time()
-        peaks, reason = _watched(job, limit)
-        return _row(job, read_measured(job), launched, peaks, reason)
+        job, launched = Job(case, engine, rounds, Path(temporary)), time.time()
+        processes = Processes(is_driver=False)
+        reason = _run(job, processes, limit)
+        return _row(job, launched, processes.peaks(), reason)
 
 
-def _watched(job: Job, limit: float) -> tuple[Peaks, str]:
-    """Start the job and look at it until it ends; the reason if it did not get through."""
-    stock = job.engine == "stock"
-    command = COMMANDS.get(job.engine, engine_run.command)(job, job.write())
-    watch = Watch(uuid.uuid4().hex)
-    environment = {**os.environ, **_data(), **(engine_stock.environment(job) if stock else {}), MARK: watch.mark}
+def _run(job: Job, processes: Processes, limit: float) -> str:
+    """Run the job until it ends or its time is up; return the reason if rounds are missing."""
+    command = [sys.executable, "-P", "-m", "fedloom.sims.benchmarks.engine_run", str(job.write())]
+    folder, variables, grace = None, {**os.environ, **_data()}, GRACE
+    if job.engine == "stock":
+        folder, variables, grace = _stock_app(job), environment({**_data(), **_stock_variables(job)}), 0.0
+        options = f"num-supernodes={job.case.sites} client-resources-num-cpus=1"
+        command = [str(BIN / "flwr"), "run", str(folder), "--stream", "--federation-config", options]
     with (job.folder / "log").open("wb") as log:
-        folder = job.folder / "app" if stock else None
-        child = subprocess.Popen(
-            command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        child = subprocess.Popen(command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                 start_new_session=True)  # fmt: skip
+        deadline, done = time.monotonic() + limit, False
         try:
-            ended = _wait(child, job, watch, limit, grace=0.0 if stock else GRACE)
+            while child.poll() is None and time.monotonic() < deadline:
+                processes.sample()
+                if not done and len(job.measured()[0]) >= job.rounds:
+                    done, deadline = True, time.monotonic() + grace
+                time.sleep(PERIOD)
+            return _reason(job, limit, ended=child.poll() is not None)
         finally:
-            watch.stop()
+            processes.stop()
             child.wait()
-    return watch.peaks, "" if _complete(job) else _reason(job, limit, ended)
 
 
-def _wait(child: subprocess.Popen[bytes], job: Job, watch: Watch, limit: float, grace: float) -> bool:
-    """Sample until the process ends (True), or its rounds are done and the grace is over, or time is up."""
-    deadline, done = time.monotonic() + limit, False
-    while child.poll() is None:
-        watch.sample()
-        if not done and _complete(job):
-            done, deadline = True, time.monotonic() + grace
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(PERIOD)
-    return True
-
-
-def _row(job: Job, measured: Measured, launched: float, peaks: Peaks, reason: str) -> Row:
-    spoiled = f"{len(measured.spoiled)} rounds did not count ({clean(measured.spoiled[-1])})" if measured.spoiled else ""
-    note = "; ".join(filter(None, [reason, spoiled]))
-    row = Row(job.case.name, job.engine, rounds=len(measured.seconds), note=note)
-    if not measured.seconds:
+def _row(job: Job, launched: float, peaks: Mapping[str, int], reason: str) -> Row:
+    rounds, reasons = job.measured()
+    spoiled = f"{len(reasons)} rounds did not count ({clean(reasons[-1])})" if reasons else ""
+    row = Row(job.case.name, job.engine, rounds=len(rounds), note="; ".join(filter(None, [reason, spoiled])))
+    if not rounds:
         return row
-    later = measured.seconds[1:]
-    if later:
-        middle = statistics.median(later)
-        row = replace(row, round_s=middle, tasks_per_s=job.case.asked / middle)
-        row = replace(row, round_min_s=min(later), round_max_s=max(later))
-    private = max(0, peaks.private - measured.private)
-    memory = [amount / MIB for amount in (peaks.driver, peaks.workers, peaks.store, private)]
-    names = ("peak_rss_mb", "workers_rss_mb", "object_store_mb", "private_mb")
-    return replace(row, startup_s=measured.ends[0] - launched, **dict(zip(names, memory, strict=True)))
-
-
-def _complete(job: Job) -> bool:
-    return len(read_measured(job).seconds) >= job.rounds
+    if later := [each["seconds"] for each in rounds[1:]]:
+        median = statistics.median(later)
+        row = replace(
+            row, round_s=median, tasks_per_s=job.case.asked / median, round_min_s=min(later), round_max_s=max(later)
+        )
+    return replace(row, startup_s=rounds[0]["end"] - launched, peak_rss_mb=peaks["rss"] / MIB,
+                   workers_rss_mb=peaks["workers"] / MIB, object_store_mb=peaks["object store"] / MIB,
+                   private_mb=max(0, peaks["private"] - rounds[0]["private"]) / MIB)  # fmt: skip
 
 
 def _reason(job: Job, limit: float, ended: bool) -> str:
-    """Why there are fewer rounds than asked for: time, or the last line that the process wrote."""
-    done = f"{len(read_measured(job).seconds)} of {job.rounds} rounds"
+    """Why rounds are missing: the time limit, or the last error that the process wrote."""
+    done = len(job.measured()[0])
+    if done >= job.rounds:
+        return ""
     if not ended:
-        return f"{done}: stopped after {limit:.0f} s"
+        return f"{done} of {job.rounds} rounds: stopped after {limit:.0f} s"
     lines = (job.folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["it said nothing"]
-    return f"{done}: {clean(told[-1])[:200]}"
+    last = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no message"]
+    return f"{done} of {job.rounds} rounds: {clean(last[-1])[:200]}"
 
 
 def _data() -> dict[str, str]:
-    """The data folder as it is seen from here: a process may start elsewhere."""
+    """The data folder's full path: a process may start in another folder."""
     folder = Path(os.environ.get("FEDLOOM_DATA") or "data").resolve()
     return {"FEDLOOM_DATA": str(folder)} if folder.is_dir() else {}
 
 
-COMMANDS: dict[str, Callable[[Job, Path], Any]] = {"stock": engine_stock.command}
+def _stock_app(job: Job) -> Path:
+    components = {"serverapp": "fedloom.sims.benchmarks.engine_run:app", "clientapp": CLIENTS[job.case.kind]}
+    return flower_app(job.folder / "app", components, str(job.folder / "job.json"))
+
+
+def _stock_variables(job: Job) -> dict[str, str]:
+    """A Flower home in the job's folder, and free ports."""
+    ports = ("FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT")
+    return {"FLWR_HOME": str(job.folder / "flwr"), **{name: str(free_port()) for name in ports}}

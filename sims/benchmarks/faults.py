@@ -1,87 +1,140 @@
-"""A ClientApp that does what its message tells it to, faults included: for proving what an engine survives."""
+"""`fedloom bench faults`: everything that can go wrong, seeded, for hundreds of rounds over Ray; then the same inline.
 
-import os
-import signal
+Workers are killed, hang and stop. Rounds time out. A Ray node dies and is replaced. A tenth of the replies is hostile. Each
+fault must be named, and no other site dropped, except when a round times out. The run must leave the bits of the inline
+engine for the same replies, a clean ledger, flat memory, and no process.
+"""
+
+import json
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import torch
-from flwr.app import Context, Message, MetricRecord
-from flwr.clientapp import ClientApp
+from fedloom.sims.benchmarks.measuring import cell
+from fedloom.sims.benchmarks.processes import EARLY, WHAT
+from fedloom.sims.benchmarks.soak_plan import AT_A_SITE, LOST_ONCE, LOST_TWICE, NEEDS_NONE, NO_REPLY, REASONS, Plan
+from fedloom.sims.benchmarks.soak_run import Dropped, Left, Soaked, over_ray, replay
+from fedloom.sims.report.tables import Table
 
-from fedloom.clients.protocol.partial_sums import PartialSum
-
-app = ClientApp()
-
-
-@app.train()  # type: ignore[arg-type]  # one of the faults is to return nothing
-def train(message: Message, context: Context) -> Message | None:
-    """Answer with the message's content and the worker's process, after the fault (record `fault`, key `kind`)."""
-    record = message.content.config_records.get("fault", {})
-    for kind in str(record.get("kind", "")).split():
-        if kind == "nothing":
-            return None
-        FAULTS[kind](str(record.get("once", "")))
-    message.content["worker"] = MetricRecord({"pid": os.getpid()})
-    message.content["echo"] = message.content.array_records["weights"]  # an edit that must reach no neighbour
-    return Message(message.content, reply_to=message)
-
-
-def combine(asked: Sequence[Message], replies: Sequence[Message]) -> tuple[list[Message], list[PartialSum]]:
-    """Adds nothing up; fails for a message whose fault says so."""
-    for message in asked:
-        for kind in str(message.content.config_records.get("fault", {}).get("combine", "")).split():
-            FAULTS[kind]("")
-    return list(replies), []
-
-
-def _raise(_: str) -> None:
-    raise ValueError("this site has no data")
-
-
-def _kill(_: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_once(path: str) -> None:
-    if not os.path.exists(path):
-        with open(path, "w", encoding="utf-8"):
-            _kill(path)
-
-
-def _hang(_: str) -> None:
-    time.sleep(3600)
-
-
-def _slow(_: str) -> None:
-    time.sleep(0.5)
-
-
-def _late(path: str) -> None:
-    """Does something after a while that can be seen; nothing in Python is checked meanwhile."""
-    time.sleep(20)
-    with open(path, "w", encoding="utf-8"):
-        pass
-
-
-def _stop_once(path: str) -> None:
-    """Like a machine that hangs: nothing of the process runs any more."""
-    if not os.path.exists(path):
-        with open(path, "w", encoding="utf-8"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _memory(_: str) -> None:
-    torch.empty(2**60)
-
-
-FAULTS = {
-    "raise": _raise,
-    "kill": _kill,
-    "kill_once": _kill_once,
-    "hang": _hang,
-    "slow": _slow,
-    "late": _late,
-    "stop_once": _stop_once,
-    "memory": _memory,
+MOST_GROWTH = 0.05
+LONG = 100  # rounds; a shorter run need not meet every kind of fault
+FULL, QUICK = (60, 300), (40, 40)  # sites, rounds
+YES = {True: "yes", False: "NO", None: "-"}
+LINES = {
+    "seconds over Ray, inline": "{seconds:.0f}, {inline_seconds:.0f}",
+    "replies that counted": "{counted}",
+    "dropped because of a planned fault": "{faults}",
+    "dropped when a round timed out (rounds)": "{timed_out} ({rounds_timed_out})",
+    "rounds repeated, because no reply came in time": "{rounds_repeated}",
+    "workers killed, hung, stopped": "{at_a_site}",
+    "nodes killed": "{nodes_killed}",
+    **{f"{what}, MiB at the end": f"{{mib[{what}]:.1f}}{{grown[{what}]}}" for what in WHAT},
 }
+
+
+def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
+    """Run without and with partial sums (`quick`: a short run with them); return figures and verdicts."""
+    rows = [soak(*QUICK, True)] if quick else [soak(*FULL, partial_sums) for partial_sums in (False, True)]
+    return table(rows), rows
+
+
+def soak(sites: int, rounds: int, partial_sums: bool, node_store: bool = False) -> dict[str, Any]:
+    """Run over Ray, then inline; return a row with figures and verdicts.
+
+    Args:
+        node_store: Nodes store contributions, in a folder that all share.
+    """
+    plan = Plan(sites, rounds)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        soaked = over_ray(plan, root / "ray", partial_sums, node_store)
+        begin = time.monotonic()
+        inline = replay(plan, root / "inline", soaked.dropped)
+        row = {"partial_sums": partial_sums, **figures(plan, soaked), "inline_seconds": time.monotonic() - begin}
+        faults = list(wrong(plan, soaked.dropped))
+    results = {"all faults are named, and no others": not faults, **verdicts(plan, soaked, inline)}
+    row |= {
+        "wrong": [*faults, *soaked.left.problems, *soaked.running],
+        "verdicts": results,
+        "ok": False not in results.values(),
+    }
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
+def figures(plan: Plan, soaked: Soaked) -> dict[str, Any]:
+    """Return the figures of the run over Ray."""
+    reasons = [reason for dropped in soaked.dropped.values() for reason in dropped.values()]
+    return {
+        "sites": plan.sites,
+        "rounds": plan.rounds,
+        "seconds": soaked.seconds,
+        "counted": plan.sites * plan.rounds - len(reasons),
+        "timed_out": reasons.count(NO_REPLY),
+        "rounds_timed_out": sum(NO_REPLY in dropped.values() for dropped in soaked.dropped.values()),
+        "rounds_repeated": len(soaked.repeated),
+        "nodes_killed": len(soaked.nodes_killed),
+        "dropped": dict(kinds(plan, soaked.dropped)),
+        "mib": soaked.processes.mib(),
+        "growth": soaked.processes.growth(),
+    }
+
+
+def verdicts(plan: Plan, soaked: Soaked, inline: Left) -> dict[str, bool | None]:
+    """Return whether each requirement holds; None means that the run was too short."""
+    left, growth = soaked.left, soaked.processes.growth()
+    reasons = {reason for dropped in soaked.dropped.values() for reason in dropped.values()}
+    every = None if plan.rounds < LONG else kinds(plan, soaked.dropped).keys() >= REASONS.keys()
+    flat = {f"memory of the {what} is flat": more <= MOST_GROWTH for what, more in growth.items()} if growth else {}
+    return {
+        "every kind of fault happened": every,
+        "rounds timed out, and nodes died": NO_REPLY in reasons and bool(soaked.nodes_killed),
+        "the ledger's files are unchanged": not left.problems,
+        "the sums pass their checks": all(left.checks.values()),
+        "the bits of the inline engine": (left.sums, left.network) == (inline.sums, inline.network),
+        "no message remains in memory": not soaked.held and not left.staging,
+        "no process remains": not soaked.running,
+        **(flat or {"memory is flat": None}),
+    }
+
+
+def kinds(plan: Plan, dropped: Dropped) -> Counter[str]:
+    """Count the dropped replies by the kind of planned fault."""
+    named = (plan.kind(site, round) for round in dropped for site, reason in dropped[round].items() if reason != NO_REPLY)
+    return Counter(sorted(named))
+
+
+def wrong(plan: Plan, dropped: Dropped) -> Iterator[str]:
+    """Yield a line for each site that was dropped without a fault, or whose fault was not named correctly."""
+    contributed: set[int] = set()
+    for round in range(1, plan.rounds + 1):
+        for site in range(plan.sites):
+            kind, reason = plan.kind(site, round), dropped[round].get(site)
+            if not _right(kind, reason, site in contributed):
+                yield f"round {round}, site {site}: {kind or 'no fault'}, but the reply was {reason or 'counted'}"
+        contributed |= set(range(plan.sites)) - dropped[round].keys()
+
+
+def _right(kind: str, reason: str | None, contributed: bool) -> bool:
+    """Whether `reason` is right for a reply with this fault: None, or why it was dropped."""
+    if reason == NO_REPLY:
+        return True
+    if kind in (LOST_ONCE, LOST_TWICE) and not contributed:
+        return reason == NEEDS_NONE
+    return reason is None if kind not in REASONS else reason is not None and REASONS[kind] in reason
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return figures and verdicts, one column for each row."""
+    head = ["soak", *(f"partial sums {'on' if row['partial_sums'] else 'off'}" for row in rows)]
+    more = [{**row, "faults": sum(row["dropped"].values()),
+             "at_a_site": ", ".join(str(row["dropped"].get(event, 0)) for event in AT_A_SITE),
+             "grown": {what: f" ({row['growth'][what]:+.1%})" if row["growth"] else "" for what in WHAT}}
+            for row in rows]  # fmt: skip
+    lines = [[what, *(cell(text, row) for row in more)] for what, text in LINES.items()]
+    lines += [[what, *(YES[row["verdicts"][what]] for row in rows)] for what in rows[0]["verdicts"]]
+    return Table("Soak", head, lines, f"{rows[0]['sites']} sites, {rows[0]['rounds']} rounds; growth since round {EARLY}")

@@ -1,4 +1,4 @@
-"""FedAvg as a stock Flower app has it: Flower's own strategy, a plain loop of torch, nothing of this project."""
+"""FedAvg as a stock Flower app: Flower's own strategy, a plain loop of torch, nothing of this project."""
 
 import itertools
 import json
@@ -19,24 +19,19 @@ server = ServerApp()
 
 
 def network(widths: list[int], inputs: int, classes: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
-    sizes = [inputs, *widths, classes]
-    layers = [layer for one, other in itertools.pairwise(sizes) for layer in (nn.Linear(one, other), nn.ReLU())]
+    """Return linear layers with ReLU between them."""
+    sizes = itertools.pairwise([inputs, *widths, classes])
+    layers = [layer for before, after in sizes for layer in (nn.Linear(before, after), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
-
-
-def read(path: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A site's images, [n, 1, h, w] float32, and their labels, [n]."""
-    with np.load(path) as arrays:
-        return torch.from_numpy(arrays["x_train"]).unsqueeze(1).float() / 255, torch.from_numpy(arrays["y_train"])
 
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Some epochs of SGD on the site's own images."""
+    """Train for some epochs of SGD on the site's own images."""
     job = json.loads(str(context.run_config["job"]))
     torch.set_num_threads(job["threads"])
-    images, labels = read(f"{job['data']}/{context.node_config['site']}.npz")
+    with np.load(f"{job['data']}/{context.node_config['site']}.npz") as arrays:
+        images, labels = torch.from_numpy(arrays["x_train"]).unsqueeze(1).float() / 255, torch.from_numpy(arrays["y_train"])
     model = network(job["widths"], images[0].numel(), job["classes"])
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
     optimiser = torch.optim.SGD(model.parameters(), lr=job["rate"], momentum=job["momentum"])
@@ -54,7 +49,7 @@ def train(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """FedAvg's rounds; the time at which each ended goes into a file."""
+    """Run FedAvg's rounds; write the time at the end of each into a file."""
     job, ends = json.loads(str(context.run_config["job"])), []
 
     def ended(round: int, arrays: ArrayRecord) -> None:

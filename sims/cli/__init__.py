@@ -1,1 +1,1 @@
-"""The command `fedloom`: a file per group of commands."""
+"""The command `fedloom`, with a file for each group of commands."""

@@ -1,4 +1,4 @@
-"""`python -m fedloom.sims.cli`: the command `fedloom`, wherever its script is."""
+"""Run the command `fedloom` as `python -m fedloom.sims.cli`."""
 
 from fedloom.sims.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The commands that tell what there is: experiments, keys of a configuration, this machine; and a run's report again."""
+"""Commands that list experiments and keys of a configuration, check this machine, and write a report again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,11 @@ app = typer.Typer()
 
 @app.command()
 def options(
-    section: Annotated[str, typer.Argument(help="training, strategy, strategy.cla_ot, sites.partition; none: all.")] = "",
+    section: Annotated[
+        str, typer.Argument(help="A section: training, strategy, strategy.cla_ot, sites.partition. Default: all sections.")
+    ] = "",
 ) -> None:
-    """List the keys of a configuration, with what they take, their defaults and their meaning."""
+    """List the keys of a configuration, with their values, defaults and meanings."""
     from rich.console import Console
 
     from fedloom.sims.operations.options import table
@@ -26,7 +28,7 @@ def options(
 
 @app.command()
 def experiments() -> None:
-    """List the experiments that ship."""
+    """List the shipped experiments."""
     from fedloom.conf.load import experiment_lines
 
     lines = experiment_lines()
@@ -46,26 +48,28 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
 
 @app.command()
 def doctor(
-    root: Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")] = "",
-    federation: Annotated[Path | None, typer.Option(help="Look at a real federation's folder, or at one machine's.")] = None,
+    root: Annotated[str, typer.Option("--data", help="Folder with data sets (data.root).")] = "",
+    federation: Annotated[
+        Path | None, typer.Option(help="Check the folder of a real federation, or of one machine in it.")
+    ] = None,
 ) -> None:
-    """Say what this machine has: versions, cores, GPUs, Ray, and where each domain would come from.
+    """Check this machine: versions, cores, memory, GPUs, disk, Ray, and the source of each domain's images.
 
-    With --federation it exits with 1 if anything there is wrong.
+    With --federation, check a real federation instead; exit code 1 if a check fails.
     """
     from rich.console import Console
 
     if federation is not None:
         from fedloom.sims.federation.checks import check, sound
 
-        with waiting("looking at the federation"):
+        with waiting("checking the federation"):
             rows = [list(row) for row in check(federation)]
-        Console().print(Table(str(federation), ["machine", "what", "found"], rows).rich())
+        Console().print(Table(str(federation), ["machine", "check", "result"], rows).rich())
         raise typer.Exit(0 if sound(rows) else 1)
     from fedloom.conf.schema import DataConfig
     from fedloom.sims.operations.doctor import doctor as examine
     from fedloom.sims.operations.doctor import doctor_table
 
-    with waiting("looking at this machine"):
+    with waiting("checking this machine"):
         findings = examine(DataConfig(root=root))
     Console().print(doctor_table(findings).rich())

@@ -1,51 +1,51 @@
-"""`fedloom federation`: machines that Flower connects, here or elsewhere."""
+"""`fedloom federation`: run the machines of a real federation, on one machine or several."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedloom.sims.cli.options import confirmed
 from fedloom.sims.progress.waiting import waiting
 from fedloom.sims.report.tables import Table
 
-app = typer.Typer(no_args_is_help=True, help="A real federation: a server and a node at each site.")
+app = typer.Typer(no_args_is_help=True, help="Run a real federation: a server, and a node at each site.")
 
-Folder = Annotated[Path, typer.Argument(help="Where the machines' folders are.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of the federation, with a folder for each machine.")]
 HERE = Path("federation")
 
 
 @app.command()
 def up(
     folder: Folder = HERE,
-    nodes: Annotated[int, typer.Option(help="So many sites, where there is no such folder yet.", min=1, max=100)] = 3,
+    nodes: Annotated[int, typer.Option(help="Number of sites, for a new folder.", min=1, max=100)] = 3,
     tls: Annotated[
-        bool, typer.Option("--tls/--no-tls", help="Encrypted; the sites are known by their keys. Always so.")
+        bool, typer.Option("--tls/--no-tls", help="Encryption, and a key for each site. It is always on.")
     ] = True,
 ) -> None:
-    """Start a federation on this machine and wait until all nodes are in; again: start what is down."""
+    """Start a federation on this machine, and wait until all nodes have joined. Repeat it to restart stopped machines."""
     from fedloom.sims.federation.local import up as start
 
-    with waiting("starting server and nodes, and waiting until they are in"):
+    with waiting("starting the server and the nodes"):
         names = start(folder, nodes, tls)
-    there = "1 node is" if len(names) == 1 else f"{len(names)} nodes are"
-    typer.echo(f"{there} in: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; a run:")
+    joined = "1 node has" if len(names) == 1 else f"{len(names)} nodes have"
+    typer.echo(f"{joined} joined: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Start a run with:")
     typer.echo(f"  fedloom run digits engine.name=flower engine.address={folder}")
 
 
 @app.command()
 def down(folder: Folder = HERE) -> None:
-    """Stop what `up` started, and nothing else."""
+    """Stop the machines of the folder, and nothing else."""
     from fedloom.sims.federation.local import down as stop
 
-    with waiting("stopping server and nodes"):
+    with waiting("stopping the server and the nodes"):
         stopped = stop(folder)
     typer.echo(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
 
 @app.command()
 def status(folder: Folder = HERE) -> None:
-    """Which machines of the folder are up, and which nodes the server sees. Exits with 1 unless all are up and online."""
+    """Show which machines are running, and which nodes are online at the server. Exit code 1 unless all are."""
     from rich.console import Console
 
     from fedloom.sims.federation.local import ailing
@@ -63,13 +63,13 @@ def logs(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FOLDER] [MACHINE]...", help="The machines' folder; machines, such as site-0001; none: all."
+            metavar="[FOLDER] [MACHINE]...", help="Folder of the federation, and machines such as site-0001. Default: all."
         ),
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="The same folder, named after the machines.")] = None,
-    lines: Annotated[int, typer.Option(help="So many last lines of each.", min=1)] = 10,
+    folder: Annotated[Path | None, typer.Option(help="Folder of the federation, if it is not the first argument.")] = None,
+    lines: Annotated[int, typer.Option(help="Number of last lines of each machine.", min=1)] = 10,
 ) -> None:
-    """What the machines said last."""
+    """Show the last lines of the machines' logs."""
     from fedloom.sims.federation.local import logs as read
     from fedloom.sims.federation.plan import holds_machines
 
@@ -82,12 +82,12 @@ def logs(
 
 @app.command()
 def plan(
-    nodes: Annotated[Path, typer.Argument(help="A YAML file: host, port, sites: [{name: ...}, ...].")],
-    folder: Annotated[Path, typer.Option(help="Where the machines' folders go.")] = HERE,
+    nodes: Annotated[Path, typer.Argument(help="YAML file with the keys host, port and sites: [{name: ...}, ...].")],
+    folder: Annotated[Path, typer.Option(help="Folder to write the machines' folders to.")] = HERE,
 ) -> None:
-    """Write a folder with keys, sheet and start command for each machine of one owner; again: for sites that are new.
+    """Write a folder with keys and settings for each machine of one owner. Repeat it to add new sites.
 
-    Sites of other owners make keys of their own: 'fedloom federation join'.
+    Sites of other owners make their own keys with 'fedloom federation join'.
     """
     from fedloom.sims.federation.joining import read_members
     from fedloom.sims.federation.machines import let_in
@@ -97,44 +97,46 @@ def plan(
     homes = write_plan(read(Plan, nodes), folder)
     for home in homes:
         command = "server ." if home.name == SERVER else "node site.yaml"
-        typer.echo(f"{home}: copy it to its machine; there, in it: fedloom federation {command}")
+        typer.echo(f"{home}: copy it to its machine, and run in it: fedloom federation {command}")
     if homes[0].name != SERVER:
         typer.echo(let_in(folder / SERVER))
     authority = read_members(folder / SERVER / MEMBERS).authority
-    typer.echo(f"the server's authority, which 'accept' shows at sites of other owners:\n{authority}")
+    typer.echo(f"Fingerprint of the server's authority, to compare with 'accept' at sites of other owners:\n{authority}")
     if any(home.name != SERVER for home in homes):
         typer.echo(
-            "These sites' keys were made here: whoever has this folder can speak as any of them. Sites of other owners"
+            "This folder has the private keys of these sites: anyone who can read it can act as any of them. Sites of other"
         )
-        typer.echo("make their own: fedloom federation join")
+        typer.echo("owners make their own keys with 'fedloom federation join'.")
 
 
 @app.command()
 def join(
     name: Annotated[str, typer.Argument(help="The site's name, as in the configurations of runs.")],
-    superlink: Annotated[str, typer.Option(help="The server's address, HOST:PORT, from the operator.")] = "",
-    folder: Annotated[Path | None, typer.Option(help="The site's folder; else one of its name.")] = None,
-    rekey: Annotated[bool, typer.Option("--rekey", help="The key is lost: make another.")] = False,
+    superlink: Annotated[str, typer.Option(help="The server's address, HOST:PORT.")] = "",
+    folder: Annotated[Path | None, typer.Option(help="The site's folder. Default: a folder with its name.")] = None,
+    rekey: Annotated[bool, typer.Option("--rekey", help="Replace a lost key.")] = False,
 ) -> None:
-    """At a site: make its key, which stays here, and a request for the operator to let it in."""
+    """At a site: make its key, which stays here, and a request to join for the operator."""
     from fedloom.sims.federation.joining import REQUEST, ask
 
     home = folder or Path(name)
     fingerprint = ask(home, name, superlink, rekey)
-    typer.echo(f"{home / REQUEST}: send it to the operator, and read this out when asked, by another way than it goes:")
+    typer.echo(f"{home / REQUEST}: send it to the operator. Read out this fingerprint by another channel, such as by phone:")
     typer.echo(f"  {name} {fingerprint}")
-    typer.echo(f"The members' file comes back: fedloom federation accept FILE --folder {home}")
+    typer.echo(f"When the operator sends the members' file, run: fedloom federation accept FILE --folder {home}")
 
 
 @app.command()
 def admit(
     request: Annotated[Path, typer.Argument(help="A site's request, from 'fedloom federation join'.")],
-    folder: Annotated[Path, typer.Option(help="Where the server's folder is, or that folder.")] = HERE,
-    fingerprint: Annotated[str, typer.Option(help="As the site reads it out: it is compared, and nobody is asked.")] = "",
-    rekey: Annotated[bool, typer.Option("--rekey", help="A known site has lost its key: take that one back.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder of the federation, or of the server.")] = HERE,
+    fingerprint: Annotated[
+        str, typer.Option(help="The fingerprint that the site reads out, compared without a question.")
+    ] = "",
+    rekey: Annotated[bool, typer.Option("--rekey", help="Replace the lost key of a known site.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """At the server: let a site in that made its own key, after its fingerprint was compared."""
+    """At the server: admit a site that made its own key, after you have compared its fingerprint."""
     from fedloom.conf.errors import UserError
     from fedloom.sims.federation import joining
     from fedloom.sims.federation.machines import let_in
@@ -144,69 +146,65 @@ def admit(
     joining.check_admission(folder, asked, rekey)
     typer.echo(f"{asked.name} {asked.fingerprint}")
     if fingerprint and fingerprint.strip() != asked.fingerprint:
-        raise UserError(f"{request}: the key in it is not the one that was read out; nobody is let in")
-    _agree("Does the site read out the same?", fingerprint or yes, "admit", "--fingerprint compares, --yes does not ask")
+        raise UserError(f"{request}: its key does not have this fingerprint; no site is admitted")
+    _agree(
+        "Does the site read out the same fingerprint?",
+        fingerprint or yes,
+        "admit",
+        "use --fingerprint to compare, or --yes to skip the question",
+    )
     server = joining.admit(folder, asked)
     typer.echo(let_in(server))
-    typer.echo(f"{server / MEMBERS}: send it to all sites; there: fedloom federation accept {MEMBERS}")
-    typer.echo(f"the server's authority, to read out to them:\n{joining.read_members(server / MEMBERS).authority}")
+    typer.echo(f"{server / MEMBERS}: send it to all sites, which run: fedloom federation accept {MEMBERS}")
+    typer.echo(
+        f"Fingerprint of the server's authority, to read out to them:\n{joining.read_members(server / MEMBERS).authority}"
+    )
 
 
 @app.command()
 def accept(
     members: Annotated[Path, typer.Argument(help="The members' file, from the operator.")],
     folder: Annotated[Path, typer.Option(help="The site's folder.")] = Path(),
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """At a site: take over who else is a member, and the server's certificate, after fingerprints were compared."""
+    """At a site: accept the other members and the server's certificate, after you have compared the fingerprints."""
     from rich.console import Console
 
     from fedloom.sims.federation import joining
 
-    others = joining.read_members(members)
-    rows = joining.changes(folder, others)
+    accepted = joining.read_members(members)
+    rows = joining.changes(folder, accepted)
     Console().print(Table(f"{members}", ["who", "change", "fingerprint"], rows).rich())
-    _agree("Do operator and sites read out the same?", yes, "accept", "--yes does not ask")
-    joining.accept(folder, others)
-    typer.echo(f"{folder}: knows them from now on; its node: fedloom federation node {folder / 'site.yaml'}")
+    _agree("Do the operator and the sites read out the same fingerprints?", yes, "accept", "use --yes to skip the question")
+    joining.accept(folder, accepted)
+    typer.echo(f"{folder}: has accepted the members. Start its node with: fedloom federation node {folder / 'site.yaml'}")
 
 
 def _agree(question: str, agreed: object, command: str, otherwise: str) -> None:
-    """UserError unless it is agreed already, or somebody at the terminal says yes."""
-    import click
-
     from fedloom.conf.errors import UserError
 
-    if agreed:
-        return
-    if not sys.stdin.isatty():
-        raise UserError(f"{command}: stdin is not a terminal, so nobody can be asked; nothing is changed ({otherwise})")
-    try:
-        agreed = typer.confirm(question)
-    except click.Abort:
-        agreed = False
-    if not agreed:
-        raise UserError(f"{command}: nobody agreed; nothing is changed")
+    if not confirmed(question, agreed, command, otherwise):
+        raise UserError(f"{command}: not confirmed; nothing is changed")
 
 
 @app.command()
 def rekey(
-    site: Annotated[str, typer.Argument(help="The site whose key is lost.")],
-    folder: Annotated[Path, typer.Option(help="Where the machines' folders are.")] = HERE,
+    site: Annotated[str, typer.Argument(help="The site that lost its key.")],
+    folder: Annotated[Path, typer.Option(help="Folder of the federation.")] = HERE,
 ) -> None:
-    """Let nobody in with a site's old key any more, and make it a new one."""
+    """Replace a site's lost key with a new one. The old key is no longer admitted."""
     from fedloom.sims.federation.machines import rekey as renew
 
     node = renew(folder, site)
     typer.echo(
-        f"{folder / site}: has a new key; copy it to the site's machine and start its node again. In runs that it takes"
+        f"{folder / site}: has a new key. Copy the folder to the site's machine, and start its node again. In each run"
     )
-    typer.echo(f"part in, it is let in when you say so: fedloom readmit RUN {site} --node {node}")
+    typer.echo(f"with this site, confirm the new node: fedloom readmit RUN {site} --node {node}")
 
 
 @app.command()
 def server(folder: Annotated[Path, typer.Argument(help="The server's folder.")]) -> None:
-    """Keep the SuperLink of a server's folder running."""
+    """Run the server in its folder until Ctrl-C, and restart it if it fails."""
     from fedloom.sims.federation.machines import run_server
 
     run_server(folder)
@@ -214,7 +212,7 @@ def server(folder: Annotated[Path, typer.Argument(help="The server's folder.")])
 
 @app.command()
 def node(sheet: Annotated[Path, typer.Argument(help="The site's site.yaml.")]) -> None:
-    """Keep the node of a site running."""
+    """Run the node of a site until Ctrl-C, and restart it if it fails."""
     from fedloom.sims.federation.machines import run_node
 
     run_node(sheet)

@@ -1,4 +1,4 @@
-"""The command `fedloom`."""
+"""The command `fedloom`: its start and end, and the commands run, reproduce and bench."""
 
 import contextlib
 import importlib
@@ -26,9 +26,9 @@ from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
 app = typer.Typer(
-    suggest_commands=False,  # click does it
+    suggest_commands=False,  # click suggests them
     name="fedloom",
-    help="Train many networks in a federation, weave them into one, and pull single threads out again.",
+    help="Train networks at many sites, fuse them into one network, and forget single sites exactly.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,26 +45,31 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and stop.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    """Options of the whole command."""
+    """Declare the options of the whole command."""
 
 
 @app.command()
 def run(
-    experiment: Annotated[str, typer.Argument(help="A shipped experiment, or the path of a YAML file.")] = "digits",
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: rounds=20 engine.workers=2")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the merged configuration and stop.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    experiment: Annotated[str, typer.Argument(help="A shipped experiment, or a YAML file.")] = "digits",
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changed keys: rounds=20 engine.workers=2.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the whole configuration and exit.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")] = False,
     seeds: Annotated[
-        str | None, typer.Option(help="A run for each: 0,1,2. Finished ones are kept, half-done ones go on.")
+        str | None,
+        typer.Option(help="One run for each seed: 0,1,2. Finished runs are not repeated, stopped runs are resumed."),
     ] = None,
-    sweep: Annotated[list[str] | None, typer.Option(help="A run for each: training.rate=0.01,0.03; repeatable.")] = None,
-    parallel: Annotated[int, typer.Option(help="So many runs at a time, each with its part of the machine.", min=1)] = 1,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="One run for each value: training.rate=0.01,0.03. Repeatable.")
+    ] = None,
+    parallel: Annotated[int, typer.Option(help="Number of runs at the same time, which share the machine.", min=1)] = 1,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment; results land in runs/<name>/. With --seeds or --sweep: many, each in a folder of its own."""
+    """Run an experiment, with results in runs/<name>/. With --seeds or --sweep: several runs, each in its own folder."""
     began, words = time.monotonic(), list(overrides or [])
     if "=" in experiment:  # fedloom run rounds=3: the default experiment
         words, experiment = [experiment, *words], "digits"
@@ -75,7 +80,7 @@ def run(
         order = many.SweepOrder(experiment, words, seeds, sweep or [], parallel, overwrite)
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
     if parallel > 1:
-        raise UserError("--parallel: is for many runs; say which with --seeds 0,1,2 or --sweep key=value,value")
+        raise UserError("--parallel: needs several runs; add --seeds 0,1,2 or --sweep key=value,value")
     with waiting("reading the configuration", quiet):
         from fedloom.sims.operations.configured import configured
 
@@ -89,11 +94,11 @@ def run(
 
 
 def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> None:
-    """Run it, and print its summary where that is asked for."""
+    """Run one configuration, and print its summary if `as_json`."""
     if not config.run.resume:
         from fedloom.server.run_folder.listing import refuse_existing
 
-        refuse_existing(config)  # at once: what simulates takes seconds to import
+        refuse_existing(config)  # before the imports, which take seconds
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import simulate
         from fedloom.sims.progress.listeners import listener_for
@@ -108,30 +113,32 @@ def reproduce(
     what: Annotated[
         str,
         typer.Argument(
-            help="aggregation, arithmetic, cla, components, different_depths, fusion, lasem, skill_transfer, strategies, "
-            "unlearning."
+            help="What to measure: aggregation, arithmetic, cla, components, different_depths, fusion, lasem, "
+            "skill_transfer, strategies, unlearning."
         ),
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every run, such as engine.workers=2")] = None,
-    preset: Annotated[str, typer.Option(help="cpu: minutes on two cores; paper: the paper's size, for a GPU.")] = "cpu",
-    seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 5,
-    table: Annotated[str, typer.Option(help="Where there are several: these alone, such as figure2,steps.")] = "",
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changed keys of every run: engine.workers=2.")] = None,
+    preset: Annotated[str, typer.Option(help="cpu: minutes on two cores. paper: the size of the paper, for a GPU.")] = "cpu",
+    seeds: Annotated[int, typer.Option(help="Number of seeds for each method.", min=1)] = 5,
+    table: Annotated[str, typer.Option(help="Only these tables: figure2,steps. Default: all.")] = "",
     quiet: Quiet = False,
 ) -> None:
-    """Measure a paper's tables again, its cells beside ours; runs that are finished already are not run again."""
+    """Measure the tables of a paper, and compare them with the paper. Finished runs are not repeated."""
     from fedloom.sims.experiments import MODULES
 
-    asked = [*(overrides or []), *([f"tables={table}"] if table else [])]
-    folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, asked, quiet=quiet)
+    words = [*(overrides or []), *([f"tables={table}"] if table else [])]
+    folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, words, quiet=quiet)
     typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
     typer.echo(f"written: {folder}/tables.md and {folder}/report.html")
 
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="engines, faults, flat-memory, fusion, grid, memory, unlearning, ...")],
-    quick: Annotated[bool, typer.Option("--quick", help="engines: fewer rounds, within four minutes.")] = False,
-    out: Annotated[Path, typer.Option(help="engines: folder for tables, rows, plot and page.")] = Path("runs/bench"),
+    what: Annotated[
+        str, typer.Argument(help="A benchmark: engines, faults, flat-memory, fusion, grid, memory, unlearning, ...")
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, about four minutes (engines only).")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for results (engines only).")] = Path("runs/bench"),
     as_json: Json = False,
 ) -> None:
     """Measure time or memory on this machine."""
@@ -155,14 +162,14 @@ app.add_typer(cluster.app, name="cluster")
 
 
 def _named(kind: str, name: str, modules: Mapping[str, str], function: str) -> Callable[..., Any]:
-    """The function of the module that `modules` files under `name`; UserError with the nearest name otherwise."""
+    """Return a function of the module that `modules` has under `name`. Raises UserError with the nearest name."""
     if name not in modules:
         raise unknown(kind, name, modules)
     return getattr(importlib.import_module(modules[name]), function)
 
 
 def main() -> NoReturn:
-    """Run the command line. Bad input: one line and exit code 2; interrupted: 130; a run that failed: 1."""
+    """Run the command line. Exit codes: 2 for bad input, with one line; 130 if interrupted; 1 for a failed run."""
     make_lenient()
     ending = Ending()
     listen()
@@ -170,27 +177,27 @@ def main() -> NoReturn:
     sys.argv[1:] = [_at_home(word) for word in sys.argv[1:]]
     _import_from_here()
     code = _guarded()
-    ending.leave(_say(f"standard output: {lost}; what it was to show is not whole", 2) if (lost := fault()) else code)
+    ending.leave(_say(f"standard output: {lost}; the output is incomplete", 2) if (lost := fault()) else code)
 
 
 def _at_home(word: str) -> str:
-    """A word with the home's whole path for ~ where a path begins: --out=~/x, which shells leave as it is."""
+    """Expand ~ at the start of a path, also in --out=~/x, which shells do not expand."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     return f"{option}{equals}{os.path.expanduser(value)}" if value.startswith("~/") else word
 
 
 def _import_from_here() -> None:
-    """Let `module:attribute` in a configuration find the user's modules, as in a script of theirs; ours come first."""
-    with contextlib.suppress(OSError):  # the folder is gone
+    """Let `module:attribute` in a configuration name modules in the current folder. Installed modules come first."""
+    with contextlib.suppress(OSError):  # the folder does not exist any longer
         sys.path.append(os.getcwd())
 
 
 def _guarded() -> int:
     try:
-        if (code := int(app(standalone_mode=False) or 0)) == INTERRUPTED:  # typer's answer to Ctrl-C
+        if (code := int(app(standalone_mode=False) or 0)) == INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
         return code
-    except click.ClickException as error:  # a wrong option: click says so itself
+    except click.ClickException as error:  # a wrong option; click prints the error
         error.show()
         return error.exit_code
     except UserError as error:
@@ -201,10 +208,10 @@ def _guarded() -> int:
         if not (text := of_files(error)):
             raise
         return _say(text, 2)
-    except SystemExit as error:  # ours does not
-        return _say(f"code from outside called exit({error.code!r}); what was committed is kept", 1)
+    except SystemExit as error:  # only code from outside calls exit
+        return _say(f"code from outside called exit({error.code!r}); committed rounds are saved", 1)
     except (KeyboardInterrupt, click.Abort):
-        return _say("interrupted; what was committed is kept in the run's folder", INTERRUPTED)
+        return _say("interrupted; committed rounds are saved in the run's folder", INTERRUPTED)
 
 
 def _say(text: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""`fedloom run --seeds ... --sweep ...`: many runs of one experiment, and what they have in common at the end."""
+"""`fedloom run --seeds ... --sweep ...`: several runs of one experiment, and their comparison."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from fedloom.sims.sweeps.plan import Planned, plan, read_sweep
 
 @dataclass(frozen=True)
 class SweepOrder:
-    """What is asked for: an experiment with overrides, seeds and sweeps as they were written, runs at a time."""
+    """An experiment with its overrides, seeds and sweeps as text, and the number of runs at the same time."""
 
     experiment: str
     overrides: Sequence[str]
@@ -26,7 +26,7 @@ class SweepOrder:
     overwrite: bool
 
     def plan(self) -> list[Planned]:
-        """The runs. UserError for keys and values that the configuration does not take."""
+        """Return the runs. Raises UserError for keys and values that the configuration does not have."""
         return plan(
             lambda overrides: with_default_objective(load(self.experiment, overrides), overrides),
             self.overrides,
@@ -35,14 +35,14 @@ class SweepOrder:
 
 
 def show(order: SweepOrder) -> int:
-    """Print the runs that there would be."""
+    """Print the planned runs."""
     for run in order.plan():
         typer.echo(f"{run.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in run.values.items())}")
     return 0
 
 
 def run(order: SweepOrder, *, quiet: bool, as_json: bool) -> int:
-    """Carry them out, tell what they gave; the exit code: 1 if one is missing."""
+    """Carry out the runs, print their results, and return the exit code: 1 if a run failed."""
     planned = order.plan()
     from fedloom.sims.sweeps.work import carry_out, ready
 
@@ -50,7 +50,7 @@ def run(order: SweepOrder, *, quiet: bool, as_json: bool) -> int:
     try:
         outcomes = carry_out(runs, min(order.parallel, len(runs)), quiet=quiet, json_output=as_json)
     except KeyboardInterrupt:
-        typer.echo("fedloom: the same command goes on, with the runs that are not finished", err=True)
+        typer.echo("fedloom: run the same command again to continue with the unfinished runs", err=True)
         raise
     for text in [outcome_table(outcomes).plain(), *_together(outcomes)] if not quiet else []:
         typer.echo(text, err=as_json)
@@ -63,11 +63,11 @@ def run(order: SweepOrder, *, quiet: bool, as_json: bool) -> int:
 
 
 def _together(outcomes: Sequence[Outcome]) -> list[str]:
-    """The tables of a comparison, and how to see more."""
+    """Return the tables of a comparison, and the command for a page."""
     from fedloom.sims.comparison import compare
 
     folders = [outcome.folder for outcome in outcomes if outcome.summary.get("status") == "finished"]
     if len(folders) < 2:
         return []
-    alike = os.path.commonprefix([str(folder) for folder in folders])  # noqa: RUF071
-    return [compare(folders).text(), f"as a page: fedloom compare {shlex.quote(alike)}* --html compare.html"]
+    prefix = os.path.commonprefix([str(folder) for folder in folders])  # noqa: RUF071
+    return [compare(folders).text(), f"As a page: fedloom compare {shlex.quote(prefix)}* --html compare.html"]

@@ -1,4 +1,4 @@
-"""The commands on networks: `networks`, `align` and `fuse` for files of them, `heads` and `transfer-head` for a run's."""
+"""Commands on networks: `networks`, `align` and `fuse` for files, `heads` and `transfer-head` for runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +13,24 @@ app = typer.Typer()
 RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/components.")]
 SELECTION, SEARCH = "selection", "search"
 
-Probe = Annotated[str, typer.Option(help="The domain whose training images the layers are compared on.")]
-Samples = Annotated[int, typer.Option(help="How many of them.", min=2)]
-Size = Annotated[int, typer.Option(help="Images' size, for networks that are named here.", min=4)]
-Grey = Annotated[bool, typer.Option("--grey", help="One channel, for networks that are named here.")]
-Data = Annotated[str, typer.Option("--data", help="The folder with the data (data.root).")]
+Probe = Annotated[str, typer.Option(help="Domain with the training images on which layers are compared.")]
+Samples = Annotated[int, typer.Option(help="Number of these images.", min=2)]
+Size = Annotated[int, typer.Option(help="Size of the images, if the files have no names of networks.", min=4)]
+Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files have no names of networks.")]
+Data = Annotated[str, typer.Option("--data", help="Folder with data sets (data.root).")]
 
 
 @app.command()
 def networks(
-    name: Annotated[str, typer.Argument(help="vgg13:norm=batch, torchvision:resnet18, mine:Net:width=8; none: all.")] = "",
-    channels: Annotated[int, typer.Option(help="Of the images.", min=1)] = 3,
-    size: Annotated[int, typer.Option(help="Of the images, in pixels.", min=4)] = 32,
-    classes: Annotated[int, typer.Option(help="The network's outputs.", min=1)] = 10,
+    name: Annotated[
+        str,
+        typer.Argument(help="A network: vgg13:norm=batch, torchvision:resnet18, mine:Net:width=8. Default: list the names."),
+    ] = "",
+    channels: Annotated[int, typer.Option(help="Channels of the images.", min=1)] = 3,
+    size: Annotated[int, typer.Option(help="Size of the images, in pixels.", min=4)] = 32,
+    classes: Annotated[int, typer.Option(help="Number of the network's outputs.", min=1)] = 10,
 ) -> None:
-    """The points at which a network can be cut into extractor and head, with the features there."""
+    """List the points where a network can be cut into extractor and head, with the shape of the features."""
     with waiting(LIBRARIES):
         from fedloom.sims.operations.cut_points import names, points
 
@@ -36,21 +39,23 @@ def networks(
 
 @app.command()
 def align(
-    a: Annotated[Path, typer.Argument(help="A network's .safetensors file.")],
-    b: Annotated[Path, typer.Argument(help="Another's.")],
-    network_a: Annotated[str, typer.Option(help="Its name, where the file does not say it: vgg13:norm=batch.")] = "",
-    network_b: Annotated[str, typer.Option(help="The other's, such as torchvision:resnet18.")] = "",
+    a: Annotated[Path, typer.Argument(help="File of the first network (.safetensors).")],
+    b: Annotated[Path, typer.Argument(help="File of the second network.")],
+    network_a: Annotated[str, typer.Option(help="Name of the first network, if its file has none: vgg13:norm=batch.")] = "",
+    network_b: Annotated[str, typer.Option(help="Name of the second network: torchvision:resnet18.")] = "",
     probe: Probe = "cifar10",
     samples: Samples = 200,
-    comparison: Annotated[str, typer.Option(help="cka, wasserstein (pre-activations) or neurons.")] = "cka",
-    free_first: Annotated[bool, typer.Option("--free-first", help="First layers need not correspond.")] = False,
-    free_last: Annotated[bool, typer.Option("--free-last", help="Nor last ones.")] = False,
+    comparison: Annotated[
+        str, typer.Option(help="Measure of similarity: cka, wasserstein (pre-activations) or neurons.")
+    ] = "cka",
+    free_first: Annotated[bool, typer.Option("--free-first", help="Do not force the first layers to match.")] = False,
+    free_last: Annotated[bool, typer.Option("--free-last", help="Do not force the last layers to match.")] = False,
     size: Size = 32,
     grey: Grey = False,
     root: Data = "",
-    out: Annotated[Path, typer.Option(help="The picture of the costs and the map.")] = Path("alignment.png"),
+    out: Annotated[Path, typer.Option(help="Picture of the costs and the map.")] = Path("alignment.png"),
 ) -> None:
-    """Which layer of one network corresponds to which of another."""
+    """Map the layers of one network to the layers of another."""
     with waiting(LIBRARIES):
         from fedloom.sims.operations.align_files import align as compare
         from fedloom.sims.operations.network_files import NetworkFiles
@@ -64,28 +69,31 @@ def align(
 
 @app.command()
 def fuse(
-    networks: Annotated[list[Path], typer.Argument(help="Two or more networks' .safetensors files.")],
-    into: Annotated[str, typer.Option(help="The file (or its number: 1, 2, ...) whose widths the result has.")],
-    depth: Annotated[str, typer.Option(help="The file (or its number) whose layers it has; default: --into.")] = "",
+    networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors).")],
+    into: Annotated[str, typer.Option(help="The file, or its number (1, 2, ...), with the widths of the result.")],
+    depth: Annotated[
+        str, typer.Option(help="The file, or its number, with the layers of the result. Default: --into.")
+    ] = "",
     network: Annotated[
-        list[str] | None, typer.Option(help="What is in each file, in order, 'vgg13:norm=batch'; '' for one that says it.")
+        list[str] | None,
+        typer.Option(help="Name of the network in each file, in order: vgg13:norm=batch; '' if the file has it."),
     ] = None,
     classes: Annotated[
         list[str] | None,
-        typer.Option(help="Names of each network's outputs, cat,dog, in the files' order, where they differ."),
+        typer.Option(help="Names of a network's outputs, if they differ: cat,dog. Once for each file, in order."),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Of the networks in the average: 0.3,0.7, or search. Default: equal.")] = "",
+    weights: Annotated[str, typer.Option(help="Weights of the networks: 0.3,0.7, or search. Default: equal.")] = "",
     probe: Probe = "cifar10",
     samples: Samples = 200,
-    labels: Annotated[str, typer.Option(help="Measure accuracies on this domain's test images.")] = "",
-    refit: Annotated[str, typer.Option(help="What layers are fitted to: selection, regression, plans or none.")] = SELECTION,
-    width: Annotated[float, typer.Option(help="Of the result, in widths of --into: 1, 1.25, 1.5.")] = 1.0,
-    reference: Annotated[bool, typer.Option("--reference", help="As the public code of CLAFusion does.")] = False,
+    labels: Annotated[str, typer.Option(help="Measure accuracy on the test images of this domain.")] = "",
+    refit: Annotated[str, typer.Option(help="How layers are fitted: selection, regression, plans or none.")] = SELECTION,
+    width: Annotated[float, typer.Option(help="Width of the result, relative to --into: 1, 1.25, 1.5.")] = 1.0,
+    reference: Annotated[bool, typer.Option("--reference", help="Fuse like the public code of CLAFusion.")] = False,
     size: Size = 32,
     grey: Grey = False,
     root: Data = "",
-    out: Annotated[Path, typer.Option(help="Where the fused network goes.")] = Path("fused.safetensors"),
-    report: Annotated[bool, typer.Option("--report", help="Write the tables beside it, too, as Markdown.")] = False,
+    out: Annotated[Path, typer.Option(help="File for the fused network.")] = Path("fused.safetensors"),
+    report: Annotated[bool, typer.Option("--report", help="Also write the tables to a Markdown file next to it.")] = False,
 ) -> None:
     """Fuse networks of equal or different depth and width into one."""
     with waiting(LIBRARIES):
@@ -95,7 +103,7 @@ def fuse(
 
     files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
     if reference and (refit != SELECTION or width != 1.0):
-        raise UserError("--reference: the public code knows no --refit and no --width; leave these out")
+        raise UserError("--reference: the public code has no --refit and no --width; leave them out")
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
     written = fusing.check_report(out) if report else None
     search = weights == SEARCH
@@ -112,9 +120,9 @@ def fuse(
 @app.command()
 def heads(
     run: RunPath,
-    png: Annotated[Path | None, typer.Option(help="Draw the heat maps, too, into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw heat maps to this PNG file.")] = None,
 ) -> None:
-    """How good every site's head is on every site's extractor, for the run's method and its baselines."""
+    """Show the accuracy of each site's head on each site's extractor, for a run's method and its baselines."""
     with waiting(LIBRARIES):
         from fedloom.sims.operations.transfer_head import measured
 
@@ -127,11 +135,11 @@ def heads(
 @app.command("transfer-head")
 def transfer_head(
     run: RunPath,
-    giver: Annotated[str, typer.Option("--from", help="The site whose head it is.")],
-    taker: Annotated[str, typer.Option("--to", help="The site whose extractor it is put on.")],
-    out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
+    giver: Annotated[str, typer.Option("--from", help="Site of the head.")],
+    taker: Annotated[str, typer.Option("--to", help="Site of the extractor.")],
+    out: Annotated[Path, typer.Option(help="File for the network.")] = Path("net.safetensors"),
 ) -> None:
-    """One site's head on another site's extractor, as a network, and how good it was measured to be."""
+    """Write a network of one site's head and another site's extractor, and show its measured accuracy."""
     with waiting(LIBRARIES):
         from fedloom.sims.operations.transfer_head import transfer
 

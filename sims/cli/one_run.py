@@ -1,4 +1,4 @@
-"""The commands on one run that is there: resuming it, taking sites out, its certificates and its ledger."""
+"""Commands on one existing run: resume it, forget sites, check its certificates and its ledger."""
 
 import json
 import time
@@ -19,7 +19,7 @@ Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0
 
 @app.command()
 def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Go on with a run that was stopped or killed, after its last committed round."""
+    """Continue a run that was stopped or killed, after its last committed round."""
     began = time.monotonic()
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import resume as go_on
@@ -34,28 +34,33 @@ def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
 def unlearn(
     run: RunPath,
     sites: Sites,
-    request_id: Annotated[str, typer.Option(help="Its name; the same one again changes nothing.")] = "",
-    reason: Annotated[str, typer.Option(help="Why, for the ledger and the certificate.")] = "",
-    repair: Annotated[int, typer.Option(help="Rounds to train further without the sites.", min=0)] = 0,
+    request_id: Annotated[str, typer.Option(help="Name of the request. Repeating a name changes nothing.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the ledger and the certificate.")] = "",
+    repair: Annotated[int, typer.Option(help="Rounds of training without the sites, afterwards.", min=0)] = 0,
     recalibrate: Annotated[
-        bool, typer.Option("--recalibrate", help="Fit the aggregate's head anew to sums that the other sites tell.")
+        bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
     ] = False,
-    retrain: Annotated[bool, typer.Option("--retrain", help="Train a network without them, to compare with.")] = False,
-    rollback: Annotated[bool, typer.Option("--rollback", help="Go back to before they took part, train again.")] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train a network without the sites, for comparison.")] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Go back to the round before the sites joined, and train again.")
+    ] = False,
     without_data: Annotated[
-        bool, typer.Option("--without-data", help="Even where the images to measure with are not there.")
+        bool, typer.Option("--without-data", help="Forget even if the images for measuring are missing.")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove sites: subtract and delete what they gave, and write a certificate. A running server does it between rounds."""
+    """Forget sites: subtract and delete their contributions, and write a certificate.
+
+    If a server is running on the run, it does this between two rounds.
+    """
     with waiting(LIBRARIES, quiet or as_json):
         from fedloom.sims.operations.unlearn import UnlearningRequest
         from fedloom.sims.operations.unlearn import unlearn as fulfil
         from fedloom.sims.progress.listeners import listener_for
 
-    asked = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
-    text, certificate = fulfil(run, asked, listener=listener_for(quiet or as_json))
+    request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+    text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:
         typer.echo(json.dumps(certificate))
@@ -65,9 +70,12 @@ def unlearn(
 def readmit(
     run: RunPath,
     sites: Sites,
-    node: Annotated[int | None, typer.Option(help="It is at this node of Flower's now, and may have what it gave.")] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(help="Id of the Flower node of a site that came back; the node receives the site's contributions."),
+    ] = None,
 ) -> None:
-    """Let forgotten sites take part again; with --node: vouch for a site that came back as another node."""
+    """Let forgotten sites participate again. With --node: confirm that a site came back as another node."""
     from fedloom.sims.operations.readmit import readmit as take_back
 
     typer.echo(take_back(run, sites, node))
@@ -76,18 +84,22 @@ def readmit(
 @app.command()
 def compose(
     run: RunPath,
-    sites: Annotated[str, typer.Option(help="Their names: site-0001,site-0004")],
-    coefficients: Annotated[str, typer.Option(help="One for each: 0.5,0.7; default: as the run does.")] = "",
-    how: Annotated[str, typer.Option(help="gradients or weights; default: as the run does.")] = "",
+    sites: Annotated[str, typer.Option(help="Names of the sites: site-0001,site-0004.")],
+    coefficients: Annotated[str, typer.Option(help="A coefficient for each site: 0.5,0.7. Default: those of the run.")] = "",
+    how: Annotated[str, typer.Option(help="What to sum: gradients or weights. Default: as in the run.")] = "",
     start: Annotated[
         Path | None,
-        typer.Option(help="Another network instead of theta_0: start + sum alpha g, or of weights start + sum alpha theta."),
+        typer.Option(
+            help="Network to start from instead of theta_0: start + sum alpha g, or start + sum alpha theta for weights."
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even if it is not the one that the sites started from.")] = False,
-    measure: Annotated[bool, typer.Option(help="Say what the network knows (needs the data).")] = True,
-    out: Annotated[Path, typer.Option(help="Where the network goes.")] = Path("net.safetensors"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow another --start than the initial network of the sites.")
+    ] = False,
+    measure: Annotated[bool, typer.Option(help="Measure the network's accuracy, which needs the data.")] = True,
+    out: Annotated[Path, typer.Option(help="File for the network.")] = Path("net.safetensors"),
 ) -> None:
-    """Make a network of some of a run's sites alone, from what they contributed: nothing is trained."""
+    """Make a network of some sites of a run from their contributions, without training."""
     with waiting(LIBRARIES):
         from fedloom.sims.operations.compose import CompositionOrder
         from fedloom.sims.operations.compose import compose as make
@@ -100,15 +112,17 @@ def compose(
 
 @app.command()
 def verify(
-    certificate: Annotated[Path, typer.Argument(help="certificates/<request>.json")],
-    run: Annotated[Path | None, typer.Argument(help="The run's folder; not needed with --key.")] = None,
-    key: Annotated[str, typer.Option(help="The operator's public key, a file or its line: check the signature.")] = "",
-    request: Annotated[str, typer.Option(help="The request that it should be about; else the one in the file's name.")] = "",
-    site: Annotated[list[str] | None, typer.Option(help="A site that it should be about; may be repeated.")] = None,
+    certificate: Annotated[Path, typer.Argument(help="A certificate: certificates/<request>.json in a run's folder.")],
+    run: Annotated[Path | None, typer.Argument(help="The run's folder. Optional with --key.")] = None,
+    key: Annotated[str, typer.Option(help="The operator's public key, as a file or a line, to check the signature.")] = "",
+    request: Annotated[
+        str, typer.Option(help="The request that the certificate must be about. Default: the one in the file's name.")
+    ] = "",
+    site: Annotated[list[str] | None, typer.Option(help="A site that the certificate must be about. Repeatable.")] = None,
 ) -> None:
-    """Say what a certificate is about; compare it with a run's ledger, and recompute what can be recomputed.
+    """Show the content of a certificate, compare it with the run's ledger, and recompute its results where possible.
 
-    Exit code 1: a mismatch.
+    Exit code 1 for a mismatch.
     """
     with waiting(LIBRARIES):
         from fedloom.sims.operations.verify import verify_certificate
@@ -120,7 +134,7 @@ def verify(
 
 @app.command()
 def key() -> None:
-    """Print the public key by which others can check this operator's certificates."""
+    """Print the public key with which others can check this operator's certificates."""
     from fedloom.server.unlearning.signing import operator_key, public_line
 
     typer.echo(public_line(operator_key()))
@@ -129,11 +143,13 @@ def key() -> None:
 @app.command()
 def ledger(
     run: RunPath,
-    check: Annotated[bool, typer.Option("--check", help="Verify chain, blobs and sum (exit code 1: problems).")] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Remove blobs that nothing refers to.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Verify the event chain, the files and the sums. Exit code 1 for problems.")
+    ] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete files that nothing refers to.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List a run's events, or check all that is kept of it."""
+    """List the events of a run's ledger, or check the ledger and its files."""
     with waiting(LIBRARIES, as_json):
         from fedloom.sims.operations import ledger as ledgers
         from fedloom.sims.progress.listeners import listener_for

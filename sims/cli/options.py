@@ -1,17 +1,43 @@
-"""What options of the command line hold."""
+"""Options that several commands share."""
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
+import click
 import typer
+from typer.core import TyperArgument
 
 from fedloom.conf.errors import UserError
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, last on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+
+_init = TyperArgument.__init__
+
+
+def _init_with_help(self: TyperArgument, *, help: str | None = None, **options: Any) -> None:
+    """Set the help again, which click 8.5 resets after typer 0.20 has set it."""
+    _init(self, help=help, **options)
+    self.help = help
+
+
+TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
+
+
+def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:
+    """Return whether the user agrees, or has agreed already. Raises UserError if no one answers."""
+    if agreed:
+        return True
+    if not sys.stdin.isatty():
+        raise UserError(f"{command}: stdin is not a terminal, so no one can answer; nothing is changed ({otherwise})")
+    try:
+        return typer.confirm(question)
+    except click.Abort:
+        raise UserError(f"{command}: not confirmed; nothing is changed ({otherwise})") from None
 
 
 def numbers(text: str, option: str) -> list[float] | None:
-    """The numbers in a text such as 0.3,0.7; None if it is empty. Raises UserError naming the option."""
+    """Return the numbers in a text such as 0.3,0.7; None for an empty text. Raises UserError naming the option."""
     try:
         return [float(part) for part in text.split(",")] if text else None
     except ValueError:

@@ -1,15 +1,12 @@
-"""The commands on runs that are there, several at once: `fedloom runs`, `fedloom compare` and `fedloom rm`."""
+"""Commands on several existing runs: `fedloom runs`, `fedloom compare` and `fedloom rm`."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
-from fedloom.conf.errors import UserError
-from fedloom.sims.cli.options import Json
+from fedloom.sims.cli.options import Json, confirmed
 from fedloom.sims.progress.waiting import waiting
 
 app = typer.Typer()
@@ -17,10 +14,10 @@ app = typer.Typer()
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look for runs, also in folders within it.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder with runs, also in folders below it.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List runs: how they stand, method, seed, rounds, test accuracy, size on disk."""
+    """List runs with their status, method, seed, rounds, accuracy and size on disk."""
     from fedloom.sims.operations import run_list
 
     rows = run_list.rows_of(folder)
@@ -34,19 +31,17 @@ def runs(
 
 @app.command()
 def compare(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold some.")],
-    by: Annotated[
-        list[str] | None, typer.Option(help="A row for each value of this key: strategy.name (repeatable).")
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a line for each run and baseline, too.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page with tables and curves, too.")] = None,
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that contain runs.")],
+    by: Annotated[list[str] | None, typer.Option(help="Key with a row for each value: strategy.name. Repeatable.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write a CSV file with a line for each run and baseline.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with tables and curves.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs: means over seeds, paired differences with intervals, curves, cost. Baselines are rows, too."""
+    """Compare runs and their baselines: means over seeds, paired differences with intervals, curves, costs."""
     with waiting("reading the runs"):
-        from fedloom.sims.comparison import compare as beside
+        from fedloom.sims.comparison import compare as compare_runs
 
-        comparison = beside(paths, by or [])
+        comparison = compare_runs(paths, by or [])
     typer.echo(comparison.text(), err=as_json)
     for written in [comparison.write_csv(csv) if csv else None, comparison.write(html) if html else None]:
         if written:
@@ -58,20 +53,15 @@ def compare(
 @app.command()
 def rm(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove runs with all that is kept of them. Refuses what is no run, and a run that a server works on."""
+    """Delete runs with all their files. Refuses folders that are not runs, and runs with a running server."""
     from fedloom.sims.operations import removal, run_list
 
     folders = removal.removable(paths)
-    if not (yes or sys.stdin.isatty()):
-        raise UserError("rm: stdin is no terminal, so that nobody can be asked; nothing is removed (--yes: do not ask)")
     size = sum(run_list.size_of(folder) for folder in folders)
     which = f"{', '.join(map(str, folders))}: {run_list.megabytes(size)} MB"
-    try:
-        agreed = yes or typer.confirm(f"Remove {which}?")
-    except click.Abort:
-        raise UserError("rm: nobody answered; nothing is removed (--yes does not ask)") from None
+    agreed = confirmed(f"Remove {which}?", yes, "rm", "use --yes to skip the question")
     for folder in folders if agreed else []:
         removal.remove(folder)
-    typer.echo(f"removed: {which}" if agreed else "nothing is removed")
+    typer.echo(f"removed: {which}" if agreed else "Nothing is removed.")

@@ -1,1 +1,1 @@
-"""Files that start Ray over several machines for one run: for Slurm, for Kubernetes, and for machines reached by SSH."""
+"""Files that start Ray on several machines for one run: for Slurm, for Kubernetes, and for machines with SSH."""

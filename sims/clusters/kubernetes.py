@@ -1,80 +1,83 @@
-"""A RayJob for Kubernetes with the KubeRay operator: a cluster that is there for one run."""
+"""A RayJob for Kubernetes with the KubeRay operator: a cluster for one run. It ends with the run."""
 
 import re
 import shlex
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
-
-import yaml
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import build, option
-from fedloom.sims.clusters.job import IMAGE, ClusterJob, checked
+from fedloom.sims.clusters.job import IMAGE, ClusterJob, checked, filled
 
-WORK = "/fedloom"  # where the volume is mounted
-_NAME = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)")
-_MEMORY = re.compile(r"[1-9]\d{0,5}(?:Mi|Gi|Ti)")
-_KEPT_SECONDS = 600  # the job's description, after its end
+NAME = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)"), "a Kubernetes name: small letters, digits, '-'"
+MEMORY = re.compile(r"[1-9]\d{0,5}(?:Mi|Gi|Ti)"), "a size, such as 16Gi"
+# In HTTPMode one shell reads the entrypoint; in K8sJobMode two shells do, which need other quotes.
+FILE = """\
+apiVersion: ray.io/v1
+kind: RayJob
+metadata: {{name: {name}, namespace: {namespace}}}
+spec:
+  entrypoint: {entrypoint}
+  submissionMode: HTTPMode
+  shutdownAfterJobFinishes: true
+  ttlSecondsAfterFinished: 600
+  activeDeadlineSeconds: {seconds}
+  rayClusterSpec:
+    rayVersion: {version}
+    headGroupSpec:
+      rayStartParams: {{num-cpus: {cpus}, num-gpus: {gpus}, dashboard-host: "0.0.0.0"}}
+      template: &pod
+        spec:
+          containers:
+          - name: ray
+            image: {image}
+            workingDir: /fedloom
+            env: {environment}
+            resources:
+              requests: &room {room}
+              limits: *room
+            volumeMounts: [{{name: work, mountPath: /fedloom}}]
+          volumes: [{{name: work, persistentVolumeClaim: {{claimName: {claim}}}}}]
+"""
+WORKERS = """\
+    workerGroupSpecs:
+    - groupName: workers
+      replicas: {others}
+      minReplicas: {others}
+      maxReplicas: {others}
+      rayStartParams: {{num-cpus: {cpus}, num-gpus: {gpus}}}
+      template: *pod
+"""
 
 
 @dataclass(frozen=True)
 class Pods:
-    """What Kubernetes alone wants to know."""
+    """The options of Kubernetes."""
 
     claim: str = option("", "persistent volume claim: the run's folder is in its runs/, data in its data/")
     memory: str = option("16Gi", "of each node")
-    namespace: str = option("default", "Kubernetes' own")
+    namespace: str = option("default", "Kubernetes' namespace")
 
 
 def ray_job(job: ClusterJob, options: dict) -> str:
-    """The YAML for `kubectl apply`. The cluster goes when the run ends; what the run wrote stays in the claim's volume."""
-    pods = build(Pods, options)
-    if not (job.nodes.image and pods.claim):
-        raise UserError("--image, --claim: name an image with fedloom in it, and the volume in which the run's folder stays")
-    checked("--image", job.nodes.image, IMAGE, "an image, such as registry/fedloom:0.1")
-    checked("--memory", pods.memory, _MEMORY, "a size, such as 16Gi")
+    """Return the YAML for `kubectl apply`. The run's files remain in the claim's volume."""
+    pods, nodes = build(Pods, options), job.nodes
+    if not (nodes.image and pods.claim):
+        raise UserError("--image, --claim: name an image with fedloom, and the volume for the run's folder")
+    checked("--image", nodes.image, IMAGE)
+    checked("--memory", pods.memory, MEMORY)
     for name in ("claim", "namespace"):
-        checked(f"--{name}", getattr(pods, name), _NAME, "a Kubernetes name: small letters, digits, '-'")
-    rooted = any(word.startswith("run.root=") for word in job.words)
-    command = job.command("auto", *([] if rooted else [f"run.root={WORK}/runs"]))
-    spec = {
-        "entrypoint": shlex.join(command),
-        "submissionMode": "HTTPMode",  # one shell reads the entrypoint; in K8sJobMode there are two, with other quotes
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": _KEPT_SECONDS,
-        "activeDeadlineSeconds": job.seconds,
-        "rayClusterSpec": _cluster(job, pods),
-    }
-    whole = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": job.name, "namespace": pods.namespace}}
-    return yaml.safe_dump({**whole, "spec": spec}, sort_keys=False, width=1000)
-
-
-def _cluster(job: ClusterJob, pods: Pods) -> dict[str, Any]:
-    start = {"num-cpus": str(job.nodes.cpus), "num-gpus": str(job.nodes.gpus)}
-    head = {"rayStartParams": {**start, "dashboard-host": "0.0.0.0"}, "template": pod(job, pods, "ray-head")}
-    others = job.nodes.nodes - 1
-    worker = {"groupName": "workers", "replicas": others, "minReplicas": others, "maxReplicas": others,
-              "rayStartParams": start, "template": pod(job, pods, "ray-worker")}  # fmt: skip
-    return {"rayVersion": version("ray"), "headGroupSpec": head, "workerGroupSpecs": [worker] if others else []}
-
-
-def pod(job: ClusterJob, pods: Pods, name: str) -> dict[str, Any]:
-    """The template of a node's pod: all of a node's cores, memory and GPUs for one container, the volume in it."""
-    room = {"cpu": str(job.nodes.cpus), "memory": pods.memory}
-    room |= {"nvidia.com/gpu": str(job.nodes.gpus)} if job.nodes.gpus else {}
-    environment = {"FEDLOOM_DATA": f"{WORK}/data", **({"PATH": _path(job)} if job.nodes.environment else {})}
-    container = {
-        "name": name,
-        "image": job.nodes.image,
-        "workingDir": WORK,
-        "env": [{"name": key, "value": text} for key, text in environment.items()],
-        "resources": {"requests": room, "limits": dict(room)},
-        "volumeMounts": [{"name": "work", "mountPath": WORK}],
-    }
-    volume = {"name": "work", "persistentVolumeClaim": {"claimName": pods.claim}}
-    return {"spec": {"containers": [container], "volumes": [volume]}}
-
-
-def _path(job: ClusterJob) -> str:
-    return f"{job.nodes.environment}/bin:/usr/local/bin:/usr/bin:/bin"
+        checked(f"--{name}", getattr(pods, name), NAME)
+    has_root = any(word.startswith("run.root=") for word in job.arguments)
+    variables = {"FEDLOOM_DATA": "/fedloom/data"}
+    if nodes.environment:
+        variables["PATH"] = f"{nodes.environment}/bin:/usr/local/bin:/usr/bin:/bin"
+    gpus = {"nvidia.com/gpu": str(nodes.gpus)} if nodes.gpus else {}
+    return filled(
+        FILE + (WORKERS if nodes.nodes > 1 else ""),
+        name=job.name, namespace=pods.namespace, seconds=job.seconds, version=version("ray"), image=nodes.image,
+        entrypoint=shlex.join(job.command("auto", *([] if has_root else ["run.root=/fedloom/runs"]))),
+        cpus=str(nodes.cpus), gpus=str(nodes.gpus), claim=pods.claim, others=nodes.nodes - 1,
+        room={"cpu": str(nodes.cpus), "memory": pods.memory, **gpus},
+        environment=[{"name": name, "value": text} for name, text in variables.items()],
+    )  # fmt: skip

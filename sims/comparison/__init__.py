@@ -1,4 +1,4 @@
-"""Runs beside each other: means over seeds, paired differences, curves and cost."""
+"""Compare runs: means over seeds, paired differences, curves and cost."""
 
 from fedloom.sims.comparison.compare import Comparison, compare
 

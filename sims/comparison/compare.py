@@ -1,4 +1,4 @@
-"""A comparison of runs: tables, a page, data frames."""
+"""Compare runs, as tables, an HTML page and data frames."""
 
 import base64
 import math
@@ -38,12 +38,17 @@ COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds", "peak_memory")
 
 
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
-    """Runs beside each other: rows of what differs apart from the seed, or in the keys `by` (`strategy.name`).
+    """Compare runs and their baselines.
 
-    `runs`: folders of runs, or that hold some; baselines are rows, too. Raises UserError where there is nothing to compare.
+    Args:
+        runs: Folders of runs, or folders that contain runs.
+        by: Keys such as `strategy.name`; each combination of their values is a row. Default: all that differs except seeds.
+
+    Raises:
+        UserError: There is nothing to compare.
     """
-    given = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
-    entries, notes = entries_of([Path(path).expanduser() for path in given])
+    paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    entries, notes = entries_of([Path(path).expanduser() for path in paths])
     refuse_nothing(entries, notes)
     groups, differing, more = grouped(entries, [by] if isinstance(by, str) and by else list(by))
     return Comparison(tuple(groups), tuple(differing), (*notes, *more))
@@ -51,7 +56,7 @@ def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of runs over seeds. `differing`: the keys that tell them apart; `notes`: what is left out, or to mind."""
+    """Rows of runs over seeds. `differing`: the keys in which rows differ. `notes`: warnings, and runs that are left out."""
 
     groups: Sequence[Group]
     differing: Sequence[str]
@@ -59,20 +64,23 @@ class Comparison:
 
     @property
     def differences(self) -> list[Pair]:
-        """Paired differences on the union of all domains, over equal seeds, with their confidence intervals."""
+        """Paired differences on the union of all domains, over common seeds, with confidence intervals."""
         return pairs(self.groups)
 
     def tables(self) -> list[Table]:
-        """Accuracy, paired differences where seeds make pairs of more than one, cost."""
-        found = [pair for pair in self.differences if pair.difference.n > 1]
-        return [accuracy_rows(self.groups), *([difference_table(found)] if found else []), cost_table(self.groups)]
+        """Return tables of accuracy, of paired differences (with at least two common seeds), and of cost."""
+        clear = [pair for pair in self.differences if pair.difference.n > 1]
+        return [accuracy_rows(self.groups), *([difference_table(clear)] if clear else []), cost_table(self.groups)]
 
     def text(self) -> str:
-        """The tables as lines of plain text, and the notes below them."""
+        """Return the tables and the notes as plain text."""
         return "\n".join([*(table.plain() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> "pandas.DataFrame":
-        """A row for each group: seeds, mean and deviation of test accuracy by domain, mean cost; `attrs` has the notes."""
+        """Return a row for each group: seeds, mean and deviation of test accuracy by domain, mean cost.
+
+        `attrs["notes"]` has the notes.
+        """
         import pandas
 
         table = pandas.DataFrame([_row(group, domains_of(self.groups)) for group in self.groups]).set_index("row")
@@ -80,7 +88,7 @@ class Comparison:
         return table
 
     def runs(self) -> "pandas.DataFrame":
-        """A row for each run and baseline: its group, seed, keys that differ, test accuracies, cost."""
+        """Return a row for each run and baseline: group, seed, differing keys, test accuracies, cost."""
         import pandas
 
         return pandas.DataFrame(self._runs())
@@ -100,13 +108,13 @@ class Comparison:
         return self.text()
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values; NaN is None."""
+        """Return everything as plain values; NaN becomes None."""
         rows = [{**_row(group, domains_of(self.groups)), "values": dict(group.values)} for group in self.groups]
-        found = [{"one": pair.one, "other": pair.other, **asdict(pair.difference)} for pair in self.differences]
-        return {"rows": _plain(rows), "differences": _plain(found), "runs": _plain(self._runs()), "notes": list(self.notes)}
+        pairs = [{"one": pair.one, "other": pair.other, **asdict(pair.difference)} for pair in self.differences]
+        return {"rows": _plain(rows), "differences": _plain(pairs), "runs": _plain(self._runs()), "notes": list(self.notes)}
 
     def write_csv(self, path: str | os.PathLike[str]) -> Path:
-        """`runs()` as a file. Raises UserError if it cannot be written."""
+        """Write `runs()` to a CSV file, and return its path. Raise UserError if it cannot be written."""
         try:
             self.runs().to_csv(path, index=False)
         except OSError as error:
@@ -114,13 +122,13 @@ class Comparison:
         return Path(path).expanduser()
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """One self-contained page with tables and curves. Raises UserError if it cannot be written."""
+        """Write a self-contained HTML page, and return its path. Raise UserError if it cannot be written."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
-            return write_page(Path(path).expanduser(), "Fedloom: runs compared", self._sections(Path(folder)))
+            return write_page(Path(path).expanduser(), "Fedloom: comparison of runs", self._sections(Path(folder)))
 
     @property
     def html(self) -> str:
-        """The page's text."""
+        """The HTML page as text."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
             return self.write(Path(folder) / "page.html").read_text(encoding="utf-8")
 
@@ -131,17 +139,17 @@ class Comparison:
             ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes)]),
             ("Accuracy", [accuracy, *pictures(self.groups, folder)]),
             ("Differences and cost", others),
-            ("What was compared", [*differs, runs_table(self.groups), Details("What all have in common", self._common())]),
+            ("Compared runs", [*differs, runs_table(self.groups), Details("Common configuration", self._common())]),
         ]
         return sections
 
     def _common(self) -> str:
-        """The configuration's values that are every row's, a line each."""
+        """Return the configuration values that all rows share, a line each."""
         first = self.groups[0].entries[0]
         return "\n".join(f"{key}: {text_of(value)}" for key, value in first.keys.items() if key not in self.differing)
 
     def _repr_html_(self) -> str:
-        """A notebook shows the tables and the first picture."""
+        """Return the tables, the notes and the first plot, for a notebook."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
             drawn = [base64.b64encode(picture.path.read_bytes()).decode() for picture in pictures(self.groups, Path(folder))]
         images = [f'<img src="data:image/png;base64,{data}">' for data in drawn[:1]]
@@ -150,35 +158,36 @@ class Comparison:
 
 
 def headline(groups: Sequence[Group]) -> str:
-    """The comparison in a sentence."""
+    """Return the comparison in a sentence or two."""
     seeds = sorted({seed for group in groups for seed in group.seeds})
     best = max(groups, key=lambda group: spread(list(group.scores().values()) or [-1.0]).mean)
     many = f"{len(groups)} row{'s' * (len(groups) > 1)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     reached = mean_and_spread(list(best.scores().values())) if best.scores() else "-"
     if len(seeds) == 1 and len(groups) > 1:
-        return f"{many}: {best.label} is highest, with {reached} % of the test images. {ONE_SEED}."
-    told = f"{many}: the best on average is {best.label}, with {reached} % of the test images"
-    alike = [group.label for group in groups if group is not best and not _ahead(best, group)]
-    more = f"; the seeds do not tell it apart from {', '.join(alike[:3])}{' and others' * (len(alike) > 3)}"
-    return f"{told}{more if alike else ''}."
+        return f"{many}: {best.label} has the highest test accuracy, {reached} %. {ONE_SEED}."
+    text = f"{many}: {best.label} has the highest mean test accuracy, {reached} %."
+    unclear = [group.label for group in groups if group is not best and not _ahead(best, group)]
+    rest = " and others" if len(unclear) > 3 else ""
+    more = f" With these seeds, the difference from {', '.join(unclear[:3])}{rest} is not statistically clear."
+    return f"{text}{more if unclear else ''}"
 
 
 def _ahead(one: Group, other: Group) -> bool:
-    """Whether the paired difference's interval is above 0."""
-    found = paired(one.scores(), other.scores())
-    return found is not None and found.low > 0
+    """Return whether the interval of the paired difference is above 0."""
+    difference = paired(one.scores(), other.scores())
+    return difference is not None and difference.low > 0
 
 
 def _row(group: Group, domains: Sequence[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"row": group.label, "seeds": sorted(group.seeds), "runs": len(group.entries)}
     for name in [*domains, UNION]:
-        found = spread(list(group.scores(name).values()) or [math.nan])
-        row |= {f"{name} mean": found.mean, f"{name} std": found.deviation}
+        scores = spread(list(group.scores(name).values()) or [math.nan])
+        row |= {f"{name} mean": scores.mean, f"{name} std": scores.deviation}
     return row | {what: group.cost(what).mean for what in COSTS}
 
 
 def _plain(value: Any) -> Any:
-    """The same for JSON, which has no NaN."""
+    """Return the value for JSON, with None in place of NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

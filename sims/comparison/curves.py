@@ -1,4 +1,4 @@
-"""Joint curves: validation accuracy over rounds, and over what travelled, as means over seeds with a band."""
+"""Plot the rows of a comparison: validation accuracy over rounds and over traffic, as means over seeds with a band."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_CURVES = 2 * len(PALETTE)
-MARKED = 25  # points of a line
-LONGEST = 42  # letters of its name
-Place = Callable[[Entry], dict[int, float]]  # where a round stands on the axis
+MARKED = 25  # longer curves have no markers
+LONGEST = 42  # characters of a curve's label
+Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
-CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds, the band one standard deviation."
+CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
 
 
 def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
-    """The pictures that the runs allow, as PNGs in the folder."""
+    """Draw the plots that the runs allow, as PNGs in `folder`."""
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
         return []
     rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png")
-    found = [Picture(rounds, CAPTION + few)]
+    drawings = [Picture(rounds, CAPTION + few)]
     if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
         bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png")
-        found.append(Picture(bytes, f"The same over what had travelled by then.{few}"))
-    return found
+        drawings.append(Picture(bytes, f"The same accuracy over the total traffic.{few}"))
+    return drawings
 
 
-def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
-    """A line for each group; the band where there are several seeds."""
+def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
+    """Plot a line for each group, with a band if it has several seeds."""
     figure, axes = new_figure(10.5, 4.8)
     ends: list[End] = []
     for number, group in enumerate(groups):
-        points = mean_curve(group, place)
-        xs, means, around = ([point[part] for point in points] for part in range(3))
+        points = mean_curve(group, position)
+        xs, means, deviations = ([point[part] for point in points] for part in range(3))
         colour, style = PALETTE[number % len(PALETTE)], "--" if number >= len(PALETTE) else "-"
         marker = "o" if len(points) <= MARKED else None
         axes.plot(xs, means, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=3, zorder=3)
-        low, high = ([mean + sign * s for mean, s in zip(means, around, strict=True)] for sign in (-1, 1))
+        low, high = ([mean + sign * s for mean, s in zip(means, deviations, strict=True)] for sign in (-1, 1))
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
         ends.append((means[-1], group.label, colour))
     percent_axis(axes.yaxis)
@@ -62,14 +62,14 @@ def figure_of(groups: Sequence[Group], place: Place, label: str) -> Figure:
     return figure
 
 
-def mean_curve(group: Group, place: Place) -> list[tuple[float, float, float]]:
-    """(where, mean, standard deviation) for each of the group's rounds."""
+def mean_curve(group: Group, position: Place) -> list[tuple[float, float, float]]:
+    """Return (x, mean, standard deviation) for each of the group's rounds."""
     entries = [entry for entry in group.entries if entry.curve]
     points = []
     for round in group.rounds:
-        found = spread([entry.curve[round] for entry in entries])
-        where = spread([place(entry)[round] for entry in entries]).mean
-        points.append((where, found.mean, 0.0 if math.isnan(found.deviation) else found.deviation))
+        scores = spread([entry.curve[round] for entry in entries])
+        where = spread([position(entry)[round] for entry in entries]).mean
+        points.append((where, scores.mean, 0.0 if math.isnan(scores.deviation) else scores.deviation))
     return points
 
 
@@ -78,10 +78,10 @@ def _round(entry: Entry) -> dict[int, float]:
 
 
 def _travelled(entry: Entry) -> dict[int, float]:
-    """MB by round, of all rounds up to it."""
+    """Return the total MB up to each round."""
     sent, received = entry.bytes(0), entry.bytes(1)
-    total, found = 0, {}
+    total, by_round = 0, {}
     for round in sorted(sent):
         total += sent[round] + received[round]
-        found[round] = total / 1e6
-    return found
+        by_round[round] = total / 1e6
+    return by_round

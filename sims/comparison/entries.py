@@ -1,4 +1,4 @@
-"""What is compared: every run, and every baseline of a run, with what its folder holds."""
+"""Read the runs and baselines to compare from their folders."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ from fedloom.server.run_folder.listing import is_run, read_config, runs_in, stat
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
 from fedloom.sims.report.tables import accuracies, before_forgetting, has_aggregate
 
-NO_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that say nothing of what is trained how
-NO_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every")
-DATA = ("data.", "sites", "population")  # keys that say what is trained on
+NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that do not describe the method
+NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every")
+DATA = ("data.", "sites", "population")  # keys of the training data
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,28 @@ class Entry:
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """What is trained how: the configuration's values by dotted keys, without where, by what engine, from what seed."""
+        """The configuration's values that describe data and method, by dotted keys: without folder, engine and seed."""
         return {key: value for key, value in flat(dataclasses.asdict(self.config)).items()
-                if key.partition(".")[0] not in NO_METHOD and key not in NO_METHOD_KEYS}  # fmt: skip
+                if key.partition(".")[0] not in NOT_METHOD and key not in NOT_METHOD_KEYS}  # fmt: skip
 
     @cached_property
     def everything(self) -> dict[str, Any]:
-        """All of the configuration's values."""
+        """All values of the configuration, by dotted keys."""
         return flat(dataclasses.asdict(self.config))
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
-        """Test accuracy by domain and on their union: the aggregated network's, else the mean of the sites' own."""
+        """Test accuracy by domain and on the union: of the aggregated network, else the mean over the sites' own."""
         if has_aggregate(self.summary):
             return before_forgetting(self.summary)
         return next(iter(accuracies(self.summary).values()), {})
 
     @cached_property
     def tested_on(self) -> dict[str, Any]:
-        """What makes the test images, and the classes to tell apart, what they are."""
+        """The settings that determine the test images and their classes."""
         data, evaluation = self.config.data, self.config.evaluation
-        variants = {(one.domain, one.rotation, one.invert, tuple(one.classes), one.relabel)
-                    for one in (site.spec for site in self.config.roster)}  # fmt: skip
+        variants = {(spec.domain, spec.rotation, spec.invert, tuple(spec.classes), spec.relabel)
+                    for spec in (site.spec for site in self.config.roster)}  # fmt: skip
         own = {"sites": self.everything["sites"]} if evaluation.where == "sites" else {}
         return {"domains": sorted(variants), "data.heads": data.heads, "data.classes": data.classes,
                 "data.test_limit": data.test_limit, "evaluation.where": evaluation.where, **own}  # fmt: skip
@@ -64,13 +64,13 @@ class Entry:
         scores = {record["round"]: (record.get("accuracy") or {}).get("union") for record in self.metrics}
         return {round: float(score) for round, score in scores.items() if score is not None}
 
-    def bytes(self, place: int) -> dict[int, int]:
-        """Bytes of arrays by round: to the sites (place 0) or from them (1)."""
-        return {record["round"]: traffic_of(record)[place] for record in self.metrics}
+    def bytes(self, direction: int) -> dict[int, int]:
+        """Return the bytes of arrays by round: to the sites (`place` 0) or from them (1)."""
+        return {record["round"]: traffic_of(record)[direction] for record in self.metrics}
 
     @cached_property
     def cost(self) -> dict[str, float]:
-        """Of all rounds: bytes to and from sites, seconds. Of the server: bytes of memory at most (NaN: not told)."""
+        """Bytes to and from sites, and seconds, of all rounds; the server's peak memory in bytes (NaN: unknown)."""
         resources = self.summary.get("resources") or {}
         seconds = sum(float(record.get("seconds") or 0.0) for record in self.metrics)
         return {"bytes_to_sites": sum(self.bytes(0).values()), "bytes_from_sites": sum(self.bytes(1).values()),
@@ -78,60 +78,63 @@ class Entry:
 
 
 def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
-    """The runs in these folders with their baselines, each once, and a line for each that is not whole, or left out.
+    """Return the runs in these folders with their baselines, each once, and a note for each damaged or unfinished one.
 
-    Raises UserError for a folder that holds no run.
+    Raises UserError for a folder without runs.
     """
     folders: dict[Path, Path] = {}
     for path in paths:
-        there = list(runs_in(path))
-        if not there:
-            raise UserError(f"{path}: there is no run of fedloom in it; name folders of runs, or one that holds some")
-        for folder in there:
+        runs = list(runs_in(path))
+        if not runs:
+            raise UserError(f"{path}: contains no run; name folders of runs, or a folder that contains runs")
+        for folder in runs:
             folders.setdefault(folder.resolve(), folder)
-    unfinished = {path: told for path in folders.values() if (told := status(path)) != FINISHED}
-    notes = [f"{path}: is {told}, and not compared ('fedloom resume {path}' goes on)" for path, told in unfinished.items()]
-    places = [place for path in folders.values() if path not in unfinished for place in _places(path)]
-    found, odd = _sound(places)
-    kept = [entry for entry in found if entry.accuracy]
-    return kept, [*notes, *odd, *_unmeasured(found), *_lacking(kept)]
+    unfinished = {path: state for path in folders.values() if (state := status(path)) != FINISHED}
+    notes = [
+        f"{path}: left out, because it is {state}; finish it with `fedloom resume {path}`"
+        for path, state in unfinished.items()
+    ]
+    members = [member for path in folders.values() if path not in unfinished for member in _members(path)]
+    entries, odd = _readable(members)
+    kept = [entry for entry in entries if entry.accuracy]
+    return kept, [*notes, *odd, *_unmeasured_notes(entries), *_incomplete_notes(kept)]
 
 
-def _places(path: Path) -> Iterator[tuple[Path, bool]]:
-    """A run and its baselines: each one's folder, and whether it is a baseline's."""
+def _members(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of a run and of its baselines, and whether it is a baseline."""
     yield path, False
     for inner in sorted((path / BASELINES).glob("*")):
         if is_run(inner):
             yield inner, True
 
 
-def _sound(places: Sequence[tuple[Path, bool]]) -> tuple[list[Entry], list[str]]:
-    """What there is in the folders, and a line for each whose files cannot be made sense of."""
-    found, odd = [], []
-    for path, baseline in places:
+def _readable(members: Sequence[tuple[Path, bool]]) -> tuple[list[Entry], list[str]]:
+    """Return the entries of the folders, and a note for each folder with damaged files."""
+    entries, odd = [], []
+    for path, baseline in members:
         try:
             summary, metrics = checked_summary(path), checked_metrics(path)
-            found.append(Entry(path, read_config(path), summary, list(metrics.values()), baseline))
+            entries.append(Entry(path, read_config(path), summary, list(metrics.values()), baseline))
         except UserError as error:
             odd.append(f"{error}; left out")
-    return found, odd
+    return entries, odd
 
 
-def _unmeasured(found: Sequence[Entry]) -> list[str]:
-    return [f"{entry.folder}: has no test accuracy, and is not compared" for entry in found if not entry.accuracy]
+def _unmeasured_notes(entries: Sequence[Entry]) -> list[str]:
+    return [f"{entry.folder}: left out, because it has no test accuracy" for entry in entries if not entry.accuracy]
 
 
-def _lacking(found: Sequence[Entry]) -> list[str]:
-    """Those whose metrics.jsonl is not of all rounds."""
-    rounds = {entry.folder: (len(entry.metrics), entry.summary.get("rounds")) for entry in found}
-    return [f"{folder}: {METRICS} tells of {told} of {of} rounds; cost and curve are of those"
-            for folder, (told, of) in rounds.items() if of is not None and told != of]  # fmt: skip
+def _incomplete_notes(entries: Sequence[Entry]) -> list[str]:
+    """Return a note for each entry whose metrics.jsonl lacks rounds."""
+    rounds = {entry.folder: (len(entry.metrics), entry.summary.get("rounds")) for entry in entries}
+    return [f"{folder}: {METRICS} has {recorded} of {of} rounds; cost and curve cover only these"
+            for folder, (recorded, of) in rounds.items() if of is not None and recorded != of]  # fmt: skip
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Sections by dotted keys; lists are values."""
-    found: dict[str, Any] = {}
+    """Return the values of nested sections by dotted keys. Lists are values."""
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         inside = isinstance(value, Mapping) and value
-        found |= flat(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
-    return found
+        values |= flat(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
+    return values

@@ -1,4 +1,4 @@
-"""Entries in groups that differ in the seed alone, or in keys that are named; what cannot be compared is told."""
+"""Group entries that differ only in the seed, or that have the same values of chosen keys."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from fedloom.sims.report.spread import Spread, spread
 from fedloom.sims.report.tables import percent
 from fedloom.sims.sweeps.names import label_of
 
-TELLING = ("strategy.name", "objective.name", "objective.mode", "network.name")  # rows are named by these first
-DEFAULT = "default"  # for a key that a configuration leaves out
-MOST_TOLD = 10  # lines of a kind
+DESCRIPTIVE = ("strategy.name", "objective.name", "objective.mode", "network.name")  # the keys that name a row first
+DEFAULT = "default"  # the value of a key that a configuration lacks
+MOST_NOTES = 10  # notes of the same kind
 UNION = "union"
 
 
 @dataclass(frozen=True)
 class Group:
-    """A row: entries of one method, by seed. `values`: what it has of its own."""
+    """A row: the entries of one method, by seed. `values`: its values of the keys in which rows differ."""
 
     label: str
     values: Mapping[str, Any]
@@ -29,35 +29,36 @@ class Group:
 
     @property
     def entries(self) -> list[Entry]:
-        """All of them."""
+        """The entries of all seeds."""
         return [entry for each in self.seeds.values() for entry in each]
 
     def scores(self, domain: str = UNION) -> dict[int, float]:
-        """Test accuracy by seed: the mean of the entries that have it."""
-        given = {seed: [one.accuracy[domain] for one in each if domain in one.accuracy] for seed, each in self.seeds.items()}
-        return {seed: sum(scores) / len(scores) for seed, scores in given.items() if scores}
+        """Return the test accuracy by seed: the mean over the entries that have one."""
+        by_seed = {seed: [entry.accuracy[domain] for entry in entries if domain in entry.accuracy]
+                   for seed, entries in self.seeds.items()}  # fmt: skip
+        return {seed: sum(scores) / len(scores) for seed, scores in by_seed.items() if scores}
 
     @property
     def rounds(self) -> list[int]:
-        """Those in which all entries that were measured in any round were: the points of its curve."""
+        """The rounds of the row's curve: those in which all entries with a curve were measured."""
         measured = [set(entry.curve) for entry in self.entries if entry.curve]
         return sorted(set.intersection(*measured)) if measured else []
 
     def cost(self, what: str) -> Spread:
-        """Of a run: spread over all entries that tell of it."""
-        told = [entry.cost[what] for entry in self.entries if not math.isnan(entry.cost[what])]
-        return spread(told or [math.nan])
+        """Return the spread of a cost (a key of `Entry.cost`) over the entries that have it."""
+        costs = [entry.cost[what] for entry in self.entries if not math.isnan(entry.cost[what])]
+        return spread(costs or [math.nan])
 
 
 def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], list[str], list[str]]:
-    """The groups in the order of their first entries, the keys that differ among them, and lines on what to mind.
+    """Return the groups in the order of their first entries, the keys in which they differ, and notes.
 
     Raises UserError for a key in `by` that no configuration has.
     """
     kept, notes = _comparable(entries)
-    kept, doubles = _once(kept)
+    kept, doubles = _without_repetition(kept)
     differing = _differing(kept)
-    keys = _known(kept, by, notes) if by else _shortest(kept, differing)
+    keys = _checked_keys(kept, by, notes) if by else _shortest(kept, differing)
     rows: dict[str, list[Entry]] = {}
     for entry in kept:
         rows.setdefault(_signature(entry, keys), []).append(entry)
@@ -68,7 +69,7 @@ def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], l
 
 
 def value_of(entry: Entry, key: str) -> Any:
-    """A key's value in the entry's configuration."""
+    """Return the value of a key in the entry's configuration."""
     return entry.everything.get(key, DEFAULT)
 
 
@@ -87,28 +88,28 @@ def _signature(entry: Entry, keys: Sequence[str]) -> str:
 
 
 def _differing(entries: Sequence[Entry]) -> list[str]:
-    """The keys, of what is trained how, that have several values; those that tell most first."""
-    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=_telling)
+    """Return the keys of data and method that have several values, the most descriptive first."""
+    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=_rank)
     return [key for key in keys if len({_signature(entry, [key]) for entry in entries}) > 1]
 
 
-def _telling(key: str) -> int:
-    """The place of a key among those that tell most; of others, which keep their order, the last."""
-    return TELLING.index(key) if key in TELLING else len(TELLING)
+def _rank(key: str) -> int:
+    """Return a key's rank among the most descriptive keys. All others share the last rank."""
+    return DESCRIPTIVE.index(key) if key in DESCRIPTIVE else len(DESCRIPTIVE)
 
 
 def _shortest(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
-    """Keys that tell the same groups apart, without those that follow from the others."""
+    """Return the keys that are enough to distinguish the groups."""
     left = list(keys)
-    apart = len({_signature(entry, left) for entry in entries})
+    number = len({_signature(entry, left) for entry in entries})
     for key in reversed(keys):
-        fewer = [one for one in left if one != key]
-        if len({_signature(entry, fewer) for entry in entries}) == apart:
+        fewer = [other for other in left if other != key]
+        if len({_signature(entry, fewer) for entry in entries}) == number:
             left = fewer
     return left
 
 
-def _known(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) -> list[str]:
+def _checked_keys(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) -> list[str]:
     known = dict.fromkeys(key for entry in entries for key in entry.everything)
     for key in by:
         if key not in known:
@@ -118,7 +119,7 @@ def _known(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) ->
 
 
 def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """Those that were measured on the test images that most were, and a line for each other."""
+    """Return the entries measured on the most frequent test images, and a note for each other entry."""
     marks = [json.dumps(entry.tested_on) for entry in entries]
     most = Counter(marks).most_common(1)[0][0] if marks else ""
     usual = json.loads(most) if most else {}
@@ -127,55 +128,51 @@ def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
         own = json.loads(mark)
         odd = [key for key in dict.fromkeys([*own, *usual]) if own.get(key) != usual.get(key)]
         if odd:
-            notes.append(f"{entry.folder}: was measured on other test images ({', '.join(odd)}), and is not compared")
+            notes.append(f"{entry.folder}: left out, because its test images differ ({', '.join(odd)})")
     return [entry for entry, mark in zip(entries, marks, strict=True) if mark == most], _cut(notes)
 
 
-def _once(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """Each configuration and seed once, the first of them, and a line for each other."""
+def _without_repetition(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    """Return the first entry of each configuration and seed, and a note for each other entry."""
     kept: dict[str, Entry] = {}
     notes = []
     for entry in entries:
         first = kept.setdefault(json.dumps([entry.keys, entry.config.seed], sort_keys=True), entry)
         if first is not entry:
-            here, there = (one.accuracy.get(UNION) for one in (entry, first))
-            apart = f" (though it reached {percent(here)}, there {percent(there)})" if here != there else ""
-            notes.append(f"{entry.folder}: has configuration and seed of {first.folder}, which stands for both{apart}")
+            here, other = (each.accuracy.get(UNION) for each in (entry, first))
+            accuracies = f" (accuracy: {percent(here)} and {percent(other)})" if here != other else ""
+            notes.append(f"{entry.folder}: left out, because {first.folder} has the same configuration and seed{accuracies}")
     return list(kept.values()), _cut(notes)
 
 
 def _data_notes(differing: Sequence[str]) -> list[str]:
     odd = [key for key in differing if key.startswith(DATA)]
-    return [f"The rows were trained on different data: {', '.join(odd)}"] if odd else []
+    return [f"The rows have different training data: {', '.join(odd)}"] if odd else []
 
 
 def _mixed_notes(mixed: Sequence[str]) -> list[str]:
-    return [f"Rows are means over runs that differ in {', '.join(mixed)}, too"] if mixed else []
+    return [f"Rows are means over runs that also differ in {', '.join(mixed)}"] if mixed else []
 
 
 def _forgotten_notes(entries: Sequence[Entry]) -> list[str]:
-    """Runs whose network is no longer the one that was trained."""
+    """Return a note for each run that has forgotten sites."""
     gone = {entry.folder: entry.summary.get("unlearned") or [] for entry in entries}
-    told = {
-        folder: f"{', '.join(map(str, sites))} {'was' if len(sites) == 1 else 'were'}"
-        for folder, sites in gone.items()
-        if sites
-    }
-    return _cut([f"{folder}: {sites} removed from it since" for folder, sites in told.items()])
+    return _cut([f"{folder}: this run has forgotten {', '.join(map(str, sites))}; its results are without "
+                 f"{'it' if len(sites) == 1 else 'them'}" for folder, sites in gone.items() if sites])  # fmt: skip
 
 
 def _apart_notes(groups: Sequence[Group]) -> list[str]:
-    """Rows without a curve, though their runs have some."""
-    return _cut([f"{group.label}: no round was measured in all of its runs; it has no curve" for group in groups
+    """Return a note for each row without a curve whose runs have curves."""
+    return _cut([f"{group.label}: has no curve, because no round was measured in all its runs" for group in groups
                  if not group.rounds and any(entry.curve for entry in group.entries)])  # fmt: skip
 
 
 def _cut(notes: list[str]) -> list[str]:
-    rest = len(notes) - MOST_TOLD
-    return notes if rest <= 0 else [*notes[:MOST_TOLD], f"... and {rest} more like these"]
+    rest = len(notes) - MOST_NOTES
+    return notes if rest <= 0 else [*notes[:MOST_NOTES], f"... and {rest} more like these"]
 
 
 def refuse_nothing(entries: Sequence[Entry], notes: Sequence[str]) -> None:
-    """UserError where there is nothing to compare."""
+    """Raise UserError if there is nothing to compare."""
     if not entries:
-        raise UserError(f"compare: no finished run with test accuracies among them{f' ({notes[0]})' if notes else ''}")
+        raise UserError(f"compare: no finished run with test accuracies{f' ({notes[0]})' if notes else ''}")

@@ -1,4 +1,4 @@
-"""Differences of two methods over the seeds that both have."""
+"""Compute the paired difference of two methods over their common seeds."""
 
 import math
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from scipy.special import stdtrit
 from fedloom.sims.report.spread import spread
 
 CONFIDENCE = 0.95
-ALIKE = 1e-12  # deviation of differences that are the same: they tell nothing of how far others may lie
+ALIKE = 1e-12  # a smaller deviation means equal differences, which give no interval
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of n paired differences, and its confidence interval (NaN for one pair, or where all are the same)."""
+    """The mean of n paired differences and its confidence interval (NaN for one pair, or if all are equal)."""
 
     n: int
     mean: float
@@ -23,15 +23,15 @@ class Difference:
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float], confidence: float = CONFIDENCE) -> Difference | None:
-    """one - other over the seeds that both have, None if there are none.
+    """Return the mean of one - other over the common seeds; None without common seeds.
 
-    The interval is that of the paired t-test: mean ± t(n - 1) * s / sqrt(n), s the differences' standard deviation, t
-    Student's quantile. It takes the differences as normally distributed.
+    The interval is that of the paired t-test, mean ± t(n - 1) * s / sqrt(n), with the standard deviation s of the
+    differences and Student's quantile t. It assumes normally distributed differences.
     """
-    apart = spread([one[seed] - other[seed] for seed in one if seed in other] or [math.nan])
-    if math.isnan(apart.mean):
+    differences = spread([one[seed] - other[seed] for seed in one if seed in other] or [math.nan])
+    if math.isnan(differences.mean):
         return None
-    if apart.n == 1 or apart.deviation < ALIKE:
-        return Difference(apart.n, apart.mean, math.nan, math.nan)
-    reach = float(stdtrit(apart.n - 1, 0.5 + confidence / 2)) * apart.deviation / math.sqrt(apart.n)
-    return Difference(apart.n, apart.mean, apart.mean - reach, apart.mean + reach)
+    if differences.n == 1 or differences.deviation < ALIKE:
+        return Difference(differences.n, differences.mean, math.nan, math.nan)
+    reach = float(stdtrit(differences.n - 1, 0.5 + confidence / 2)) * differences.deviation / math.sqrt(differences.n)
+    return Difference(differences.n, differences.mean, differences.mean - reach, differences.mean + reach)

@@ -1,4 +1,4 @@
-"""The tables of a comparison."""
+"""Build the tables of a comparison."""
 
 import itertools
 import math
@@ -12,15 +12,15 @@ from fedloom.sims.report.spread import Spread, mean_and_spread
 from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut, percent
 from fedloom.sims.sweeps.names import text_of
 
-MOST_PAIRED = 6  # rows of which every pair is told; of more, each with the first
-ONE_SEED = "One seed: whether a difference is more than chance cannot be judged (--seeds 0,1,2 gives three)"
-COSTS = {"bytes_to_sites": 1e6, "bytes_from_sites": 1e6, "seconds": 1.0, "peak_memory": 1e6}  # and what they are shown in
-LONGEST = 60  # letters of a value in a table
+MOST_PAIRED = 6  # up to so many rows, every pair is compared; else each row with the first
+ONE_SEED = "One seed cannot show whether a difference is more than chance (use --seeds 0,1,2)"
+COSTS = {"bytes_to_sites": 1e6, "bytes_from_sites": 1e6, "seconds": 1.0, "peak_memory": 1e6}  # and their units
+LONGEST = 60  # characters of a value in a table
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The difference one - other on the union."""
+    """The difference of two rows, one - other, on the union of all domains."""
 
     one: str
     other: str
@@ -28,19 +28,19 @@ class Pair:
 
 
 def domains_of(groups: Sequence[Group]) -> list[str]:
-    """The domains that some row was measured on, without the union."""
+    """Return the domains on which at least one row was measured, without the union."""
     names = dict.fromkeys(name for group in groups for entry in group.entries for name in entry.accuracy)
     return [name for name in names if name != UNION]
 
 
 def accuracy_rows(groups: Sequence[Group]) -> Table:
-    """Mean and standard deviation over seeds, in %."""
+    """Return the test accuracy of each row: mean and standard deviation over seeds, in %."""
     columns = domains_of(groups)
     shown = columns[:MAX_DOMAINS] if len(columns) > 1 else []
     rows: list[list[Cell]] = [[group.label, len(group.seeds), *(_score(group, name) for name in [*shown, UNION])]
                               for group in groups]  # fmt: skip
     few = f" The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) > 0 else ""
-    note = f"In %: mean ± standard deviation (of a sample) over the seeds.{few}"
+    note = f"In %: mean ± sample standard deviation over the seeds.{few}"
     if len(groups) > 1 and len({seed for group in groups for seed in group.seeds}) == 1:
         note = f"In %. {ONE_SEED}.{few}"
     return Table("Test accuracy", ["", "seeds", *shown, UNION], rows, note)
@@ -52,19 +52,19 @@ def _score(group: Group, name: str) -> str:
 
 
 def pairs(groups: Sequence[Group]) -> list[Pair]:
-    """Differences on the union of all pairs of rows, of many rows from the first; where they have seeds in common."""
+    """Return the differences of all pairs of rows with common seeds; of many rows, only those from the first row."""
     every = itertools.combinations(groups, 2) if len(groups) <= MOST_PAIRED else ((groups[0], one) for one in groups[1:])
-    found = [(other, one, paired(other.scores(), one.scores())) for one, other in every]
-    return [Pair(one.label, other.label, difference) for one, other, difference in found if difference is not None]
+    differences = [(other, one, paired(other.scores(), one.scores())) for one, other in every]
+    return [Pair(one.label, other.label, difference) for one, other, difference in differences if difference is not None]
 
 
-def difference_table(found: Sequence[Pair]) -> Table:
-    """The paired differences with their intervals, in percentage points."""
+def difference_table(differences: Sequence[Pair]) -> Table:
+    """Return the paired differences with their intervals, in percentage points."""
     rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean),
-                               _interval(pair.difference)] for pair in found]  # fmt: skip
-    note = (f"In percentage points of test accuracy on {UNION}, over the seeds that both rows have. Interval: of "
-            f"{CONFIDENCE:.0%} confidence, by Student's t over the pairs (it takes differences as normally distributed); "
-            "not corrected for the number of pairs of rows.")  # fmt: skip
+                               _interval(pair.difference)] for pair in differences]  # fmt: skip
+    note = (f"In percentage points of test accuracy on {UNION}, over the seeds that both rows have. Interval: "
+            f"{CONFIDENCE:.0%} confidence, Student's paired t-test (it assumes normally distributed differences), not "
+            "corrected for the number of pairs.")  # fmt: skip
     return Table("Paired differences", ["", "seeds", "difference", "interval"], rows, note)
 
 
@@ -77,13 +77,13 @@ def _interval(difference: Difference) -> str:
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
-    """Bytes and seconds of all rounds of a run, and the server's memory."""
+    """Return the traffic and time of all rounds, and the server's peak memory, for each row."""
     rows: list[list[Cell]] = [
         [group.label, _rounds(group), *(amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
     ]
-    note = ("Of all rounds of a run: mean ± standard deviation over runs. Seconds compare where machine, engine and load "
-            "are the same; the first round's have the workers' start in them. Peak MB: the most memory that the server held "
-            "in a run, its baselines' included; with engine.name=inline the sites are in it.")  # fmt: skip
+    note = ("Total over all rounds: mean ± standard deviation over runs. Compare seconds only for the same machine, engine "
+            "and load; they include the start of the workers. Peak MB: the server's peak memory, including baselines and, "
+            "with engine.name=inline, the sites.")  # fmt: skip
     return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 
@@ -91,22 +91,22 @@ def _rounds(group: Group) -> str:
     return ", ".join(map(str, sorted({len(entry.metrics) for entry in group.entries})))
 
 
-def amount(found: Spread, unit: float) -> str:
-    """A cost with its deviation, in a unit, as text."""
-    if math.isnan(found.mean):
+def amount(cost: Spread, unit: float) -> str:
+    """Return a cost with its deviation as text, divided by `unit`."""
+    if math.isnan(cost.mean):
         return "-"
-    mean, deviation = found.mean / unit, found.deviation / unit
-    if found.n == 1 or not deviation:
+    mean, deviation = cost.mean / unit, cost.deviation / unit
+    if cost.n == 1 or not deviation:
         return rounded(mean, max(4, len(f"{mean:.0f}")))
-    around = rounded(deviation, 2)
-    places = len(around.partition(".")[2]) if "e" not in around else 0
-    return f"{mean:.{places}f} ± {around}"  # the mean as exact as its deviation
+    deviation_text = rounded(deviation, 2)
+    decimals = len(deviation_text.partition(".")[2]) if "e" not in deviation_text else 0
+    return f"{mean:.{decimals}f} ± {deviation_text}"  # the mean has as many decimals as its deviation
 
 
 def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:
-    """Each row's values of the keys that differ among the rows."""
+    """Return each row's values of the keys in which rows differ."""
     rows: list[list[Cell]] = [[group.label, *(_values(group, key) for key in differing)] for group in groups]
-    return Table("What differs", ["", *differing], rows)
+    return Table("Differing keys", ["", *differing], rows)
 
 
 def _values(group: Group, key: str) -> str:
@@ -115,7 +115,7 @@ def _values(group: Group, key: str) -> str:
 
 
 def runs_table(groups: Sequence[Group]) -> Table:
-    """Every run that is in the rows."""
+    """Return all runs with their rows, seeds and accuracies."""
     rows: list[list[Cell]] = [[str(entry.folder), group.label, str(seed), percent(entry.accuracy.get(UNION))]
                               for group in groups for seed, each in group.seeds.items() for entry in each]  # fmt: skip
     kept, note = cut(rows, "runs")

@@ -1,4 +1,4 @@
-"""Engines: what carries messages between the ServerApp and many simulated sites. One file each, found by name."""
+"""Engines carry messages between the ServerApp and many simulated sites. Each is one file, chosen by name."""
 
 import contextlib
 import importlib
@@ -10,11 +10,11 @@ from fedloom.conf.schema import Config
 from fedloom.sims.engines.adapter import LocalGrid
 from fedloom.sims.engines.share import WHOLE, Share
 
-# Read when Ray is imported. A worker's death is our affair: the pool tells which site did it, and Ray need not shout.
+# Ray reads this at its import. The pool reports a dead worker and its site, so Ray's own message is suppressed.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
-# Modules by name, imported when asked for: Ray is needed by its own engine only.
-SIMULATED = ("inline", "ray")  # whose sites are on the user's own machines
+SIMULATED = ("inline", "ray")  # engines whose sites are on the user's own machines
+# Modules by engine, imported on demand: only the ray engine needs Ray.
 MODULES = {
     "inline": "fedloom.sims.engines.inline",
     "ray": "fedloom.sims.engines.ray",
@@ -23,25 +23,26 @@ MODULES = {
 
 
 def can_start(config: Config) -> bool:
-    """Whether the run's engine is one that we start ourselves: not a federation that `flwr run` speaks to."""
+    """Return whether this program can start the run's engine. A federation without an address needs `flwr run`."""
     return config.engine.name in SIMULATED or bool(config.engine.address)
 
 
 def refuse_engine(config: Config) -> None:
-    """UserError for an engine that is not ours to start."""
+    """Raise UserError if this program cannot start the run's engine."""
     if not can_start(config):
         again = " --run-config 'overrides=\"... run.resume=true\"'" if config.run.resume else ""
         raise UserError(
-            "engine.name: 'flower' is a real federation: name its folder in engine.address ('fedloom federation up' makes "
-            f"one), or start it with `flwr run .{again}`"
+            "engine.name: 'flower' is a real federation: name its folder in engine.address (`fedloom federation up` makes "
+            f"one), or start the run with `flwr run .{again}`"
         )
 
 
 @contextlib.contextmanager
 def open_engine(config: Config, share: Share = WHOLE) -> Iterator[LocalGrid]:
-    """The configured engine as a Flower Grid, its nodes being the configuration's sites; closed at the end in any case.
+    """Start the configured engine. The context is a Flower Grid whose nodes are the configuration's sites.
 
-    `share`: of the machine or cluster, where several runs go on at once.
+    Args:
+        share: The run's part of the machine or cluster, if several runs use it at the same time.
     """
     refuse_engine(config)
     grid = importlib.import_module(MODULES[config.engine.name]).start(config, share=share)

@@ -1,4 +1,4 @@
-"""All that the engines need of Flower's private parts (flwr 1.41), in one place: grids whose nodes live on this machine."""
+"""The only place that uses Flower's private parts (flwr 1.41): grids whose nodes are on this machine."""
 
 import itertools
 import time
@@ -20,53 +20,53 @@ from fedloom.conf.schema import Config
 from fedloom.server.ledger.blobs import RemoteBlobStore
 
 RUN_ID = 1
-FIRST_NODE = 2  # 1 is the SuperLink's
+FIRST_NODE = 2  # node 1 is the SuperLink
 
 
 def take_identity() -> None:
-    """Let this process create Flower messages; Flower's own runtimes do the same before they call an app."""
+    """Allow this process to create Flower messages, as Flower's own runtimes do before they call an app."""
     TaskIdentity.task_id = 1
     TaskIdentity.run_id = RUN_ID
     TaskIdentity.node_id = SUPERLINK_NODE_ID
 
 
 def site_context(index: int, sites: int, store: str) -> Context:
-    """A fresh Flower context for the site at this place; nothing in it outlives a message."""
+    """Return a new Flower context for a site of `sites`. Nothing in it survives the message."""
     node_config = {"partition-id": index, "num-partitions": sites, "store": store, SIMULATED: True}
     return Context(RUN_ID, FIRST_NODE + index, node_config, RecordDict(), {})  # type: ignore[arg-type]
 
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """The app's reply; an error message if it raises or returns nothing."""
+    """Return the app's reply, or an error message if it raises or returns no valid reply."""
     try:
         return checked_reply(message, app(message, context))
     except Exception as error:
-        return failure(message, told(error))
+        return failure(message, error_text(error))
 
 
 def checked_reply(message: Message, reply: object) -> Message:
-    """What an app returned; an error message if it does not answer `message`."""
+    """Return what an app returned, or an error message if that does not answer `message`."""
     if isinstance(reply, Message) and reply.metadata.reply_to_message_id == message.metadata.message_id:
         return reply
-    what = "which answers another one" if isinstance(reply, Message) else "not a Message"
-    return failure(message, f"the ClientApp returned {type(reply).__name__}, {what}")
+    problem = "which answers another one" if isinstance(reply, Message) else "not a Message"
+    return failure(message, f"the ClientApp returned {type(reply).__name__}, {problem}")
 
 
-def told(error: Exception) -> str:
-    """An exception in words: its kind and its text."""
+def error_text(error: Exception) -> str:
+    """Return an exception as text: its class and its message."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def failure(message: Message, reason: str) -> Message:
-    """An error reply to `message`."""
+    """Return an error reply to `message`."""
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
 class LocalGrid(Grid):
-    """A Grid whose nodes are the sites of a configuration. Engines add how a message is carried out."""
+    """A Grid whose nodes are the sites of a configuration. Engines implement how messages are processed."""
 
-    poll_seconds = 0.0  # pull_messages waits by itself
-    simulated = True  # its nodes are who they say they are
+    poll_seconds = 0.0  # pull_messages itself waits
+    simulated = True  # its nodes need no proof of identity
 
     def __init__(self, sites: int, store: Path) -> None:
         take_identity()
@@ -76,33 +76,33 @@ class LocalGrid(Grid):
 
     @abstractmethod
     def submit(self, message: Message) -> None:
-        """Take a message over; its id is set."""
+        """Accept a message; its id is set."""
 
     @abstractmethod
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Replies to these message ids; waits for a moment if there are none."""
+        """Return replies to these message ids. If no reply is there, wait briefly."""
 
     @abstractmethod
     def cancel(self, message_ids: Iterable[str]) -> None:
-        """Give these messages up: nothing of them is kept, and none of them is running any more at the end."""
+        """Give up these messages. On return, none of them is running, and their results are deleted."""
 
     def partial_sum(self, message_id: str) -> PartialSum | None:
-        """The sum that holds the contribution of this message's reply, whose own content then lacks it."""
+        """Return the partial sum with the contribution of this message's reply, or None if the reply itself has it."""
         return None
 
     def parts(self, run: str) -> RemoteBlobStore | None:
-        """What the engine's nodes keep of a run in the server's place; None: nothing."""
+        """Return the store of contributions on the engine's nodes, or None if the server stores them."""
         return None
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
 
     def describe(self) -> str:
-        """The engine in a few words, for the user."""
+        """Return a short description of the engine for the user."""
         return ""
 
     def context(self, message: Message) -> Context:
-        """The context of the site that a message goes to."""
+        """Return the context of the site that receives a message."""
         return site_context(message.metadata.dst_node_id - FIRST_NODE, self.sites, self.store)
 
     def set_run(self, run: Run) -> None:
@@ -140,5 +140,5 @@ class LocalGrid(Grid):
 
 
 def store_folder(config: Config) -> Path:
-    """Where simulated sites keep their own states: in the run's folder."""
+    """Return the folder in which simulated sites store their own states: in the run's folder."""
     return (Path(config.run.root) / config.run.name / "sites").resolve()

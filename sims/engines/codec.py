@@ -1,4 +1,4 @@
-"""Messages as they travel to Ray workers and back: large arrays out of band, shared records once for all."""
+"""Pack messages for Ray workers: large arrays travel out of band, shared records only once."""
 
 import weakref
 from collections.abc import Callable
@@ -13,30 +13,30 @@ from fedloom.clients.protocol.partial_sums import PartialSum
 SHARED_BYTES = 32 * 1024  # smaller records travel inside their messages
 
 PackedArrays = list[tuple[str, str, tuple[int, ...], str, np.ndarray]]
-PackedSum = tuple[PartialSum, dict[str, PackedArrays]]  # all but its records, and these
+PackedSum = tuple[PartialSum, dict[str, PackedArrays]]  # a sum without its records, and the records
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The place of a record that stands in the object store."""
+    """A reference to a record in the object store."""
 
     reference: Any
 
 
 def record_bytes(record: ArrayRecord) -> int:
-    """The size of a record's arrays."""
+    """Return the bytes of a record's arrays."""
     return sum(len(array.data) for array in record.values())
 
 
 def pack_arrays(record: ArrayRecord) -> PackedArrays:
-    """The record with each array's bytes as a uint8 view, which pickles out of band and without a copy."""
+    """Return the record with each array's bytes as a uint8 view. Views are pickled out of band, without a copy."""
     return [
         (key, array.dtype, array.shape, array.stype, np.frombuffer(array.data, np.uint8)) for key, array in record.items()
     ]
 
 
 def unpack_arrays(packed: PackedArrays) -> ArrayRecord:
-    """A new record on the packed bytes: whoever edits it does not reach another message's record."""
+    """Return a new record on the packed bytes. An edit of it does not change another message's record."""
     record = ArrayRecord()
     for key, dtype, shape, stype, data in packed:
         array = Array(dtype, shape, stype, b"")
@@ -46,62 +46,62 @@ def unpack_arrays(packed: PackedArrays) -> ArrayRecord:
 
 
 class SharedRecords:
-    """Puts each large record into the object store once, recognised by identity for as long as it lives."""
+    """Puts each large record into the object store once. A record is recognised by its identity."""
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
         self._put = put
-        self._places: dict[int, Shared] = {}
+        self._references: dict[int, Shared] = {}
 
-    def place(self, record: ArrayRecord) -> Shared | None:
-        """Where the record stands; None if it is small enough to travel in its message."""
-        known = self._places.get(id(record))
+    def reference(self, record: ArrayRecord) -> Shared | None:
+        """Return the record's reference, or None if it is small enough to travel in its message."""
+        known = self._references.get(id(record))
         if known is None and record_bytes(record) >= SHARED_BYTES:
-            known = self._places[id(record)] = Shared(self._put(pack_arrays(record)))
-            weakref.finalize(record, self._places.pop, id(record), None)
+            known = self._references[id(record)] = Shared(self._put(pack_arrays(record)))
+            weakref.finalize(record, self._references.pop, id(record), None)
         return known
 
 
 def pack(message: Message, shared: SharedRecords | None = None) -> tuple[Any, ...]:
-    """A message as plain parts: metadata, error or records; large arrays out of band."""
+    """Return a message as plain parts: metadata, error or records; large arrays travel out of band."""
     if message.has_error():
         return (message.metadata, message.error, None)
     records: list[tuple[str, Any]] = []
     for name, record in message.content.items():
         if isinstance(record, ArrayRecord):
-            records.append((name, (shared.place(record) if shared else None) or pack_arrays(record)))
+            records.append((name, (shared.reference(record) if shared else None) or pack_arrays(record)))
         else:
             records.append((name, record))
     return (message.metadata, None, records)
 
 
 def unpack(parts: tuple[Any, ...], fetch: Callable[[Shared], PackedArrays] | None = None) -> Message:
-    """The inverse of pack; `fetch` brings what stands in the object store."""
+    """Return the message from packed parts. `fetch` returns a record from the object store."""
     metadata, error, records = parts
     if error is not None:
-        return Message(metadata=metadata, error=error)  # type: ignore[call-overload]  # Flower's own, private form
+        return Message(metadata=metadata, error=error)  # type: ignore[call-overload]  # a private form of Flower
     content = RecordDict()
     for name, record in records:
-        whole: Any = fetch(record) if isinstance(record, Shared) and fetch else record
-        content[name] = unpack_arrays(whole) if isinstance(whole, list) else whole
+        packed: Any = fetch(record) if isinstance(record, Shared) and fetch else record
+        content[name] = unpack_arrays(packed) if isinstance(packed, list) else packed
     return Message(metadata=metadata, content=content)  # type: ignore[call-overload]
 
 
 def pack_sum(sum: PartialSum) -> PackedSum:
-    """A partial sum as plain parts."""
+    """Return a partial sum as plain parts."""
     return replace(sum, records={}), {name: pack_arrays(record) for name, record in sum.records.items()}
 
 
 def unpack_sum(packed: PackedSum) -> PartialSum:
-    """The inverse of pack_sum."""
+    """Return the partial sum from packed parts."""
     sum, records = packed
     return replace(sum, records={name: unpack_arrays(record) for name, record in records.items()})
 
 
 def sum_size(packed: PackedSum) -> int:
-    """Bytes of the arrays of a packed sum."""
+    """Return the bytes of a packed sum's arrays."""
     return sum(data.nbytes for record in packed[1].values() for *_, data in record)
 
 
 def size(parts: tuple[Any, ...]) -> int:
-    """Bytes of the arrays that travel inside packed parts."""
+    """Return the bytes of the arrays inside packed parts, without shared records."""
     return sum(data.nbytes for _, record in parts[2] or () if isinstance(record, list) for *_, data in record)

@@ -1,7 +1,7 @@
-"""The engine `flower`: a real federation's nodes, reached over a SuperLink of Flower (flwr 1.41).
+"""The flower engine reaches the nodes of a real federation through Flower's SuperLink (flwr 1.41).
 
-A run is submitted whose ServerApp hands its place over (server.flower.relay); from then on this process speaks to the
-SuperLink itself, so that progress, reports, resuming and unlearning are what they are with every other engine.
+It submits a run whose ServerApp passes its connection data to this process (server.flower.relay). Then this process speaks
+to the SuperLink, so progress, reports, resuming and unlearning work as with all other engines.
 """
 
 import json
@@ -33,8 +33,8 @@ from fedloom.sims.federation.sheets import SERVER as SHEET
 from fedloom.sims.federation.sheets import read_server
 
 CONFIG = "config.toml"  # in Flower's folder
-START_SECONDS = 90.0  # of a ServerApp, on a busy machine
-MOST_PLACE = 1 << 20  # bytes of what the ServerApp tells
+START_SECONDS = 90.0  # for a ServerApp to start on a busy machine
+MOST_PLACE = 1 << 20  # bytes of the ServerApp's connection data
 APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
@@ -46,25 +46,25 @@ APP = {
 
 
 class FlowerGrid(CarefulGrid):
-    """A run's place at a SuperLink. `line`: to the ServerApp that holds it."""
+    """A run at a SuperLink. `place`: its connection data; `line`: the socket to its ServerApp."""
 
-    def __init__(self, place: dict[str, Any], line: socket.socket, told: str, config: Config) -> None:
+    def __init__(self, place: dict[str, Any], line: socket.socket, description: str, config: Config) -> None:
         root = place["certificates"].encode() if place["certificates"] else None
         super().__init__(place["address"], place["insecure"], root, place["token"])
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = place["run"], place["task"], place["node"]
         self.set_run(Run.create_empty(place["run"]))
-        self._line, self._told, self._config = line, told, config
+        self._line, self._description, self._config = line, description, config
 
     def describe(self) -> str:
-        """Where the nodes are, in a line."""
-        return self._told
+        """Return the federation's address and Flower's run."""
+        return self._description
 
     def _connect(self) -> None:
         with none_named():
             super()._connect()
 
     def close(self) -> None:
-        """Give the place back: the run is done."""
+        """End the run at the SuperLink."""
         with self._line as line:
             line.sendall(DONE)
         super().close()
@@ -72,12 +72,13 @@ class FlowerGrid(CarefulGrid):
 
 
 def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
-    """A run's place at the SuperLink that engine.address names, whose nodes are not divided among runs.
+    """Start a run at the SuperLink that engine.address names. Its nodes are not divided among runs.
 
-    UserError if there is none, or it takes no run.
+    Raises:
+        UserError: The SuperLink does not run, or refuses the run.
     """
     home, connection = _connection(config.engine.address)
-    folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # of this user alone; a socket's path must be short
+    folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # for this user only; a socket's path must be short
     try:
         app = folder / "app"
         app.mkdir()
@@ -87,7 +88,7 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
             door.listen(1)
             with under_way("asking the SuperLink for a run"):
                 run = _submit(app, connection, folder / SOCKET, home)
-            with under_way("waiting for its ServerApp"):
+            with under_way("waiting for the run's ServerApp"):
                 line, place = _handed_over(door, run)
         return FlowerGrid(place, line, f"engine flower: {config.engine.address}, Flower's run {run}", config)
     finally:
@@ -95,57 +96,56 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
 
 
 def _connection(address: str) -> tuple[dict[str, str], str]:
-    """Environment and name by which Flower's own command finds the SuperLink. UserError if it would not."""
+    """The environment and name with which Flower's command finds the SuperLink. Raises UserError if it would not."""
     home = server_of(Path(address)) / FLOWER
     if (home.parent / SHEET).is_file():
         read_server(home.parent)
         if not running(home.parent):
-            how = f"fedloom federation server {home.parent}, or up"
+            how = f"start it with `fedloom federation server {home.parent}` or `fedloom federation up`"
             raise UserError(f"engine.address: the server of '{address}' does not run on this machine: {how}")
     if home.is_dir():
         return {"FLWR_HOME": str(home.resolve())}, CONNECTION
     if address not in (known := _connections(get_flwr_home() / CONFIG)):
-        told = f"Flower's own: {', '.join(known)}" if known else "of Flower's own there is none"
-        how = f"'fedloom federation up {address}' makes one"
-        where = f"nor a connection in {get_flwr_home() / CONFIG}"
-        raise UserError(f"engine.address: '{address}' is no federation's folder ({how}), {where} ({told})")
+        connections = f"it has {', '.join(known)}" if known else "it has none"
+        raise UserError(f"engine.address: '{address}' is not a federation's folder (`fedloom federation up {address}` makes "
+                        f"one), nor a connection in {get_flwr_home() / CONFIG} ({connections})")  # fmt: skip
     return {}, address
 
 
 def _connections(path: Path) -> list[str]:
-    """The names under which a configuration of Flower's keeps SuperLinks. UserError if it cannot be read."""
+    """The names of the SuperLinks in Flower's configuration file. Raises UserError if it cannot be read."""
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink", {})
+        section = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink", {})
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    return sorted(name for name, one in given.items() if isinstance(one, dict)) if isinstance(given, dict) else []
+    return sorted(name for name, link in section.items() if isinstance(link, dict)) if isinstance(section, dict) else []
 
 
 def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str:
-    """Have the SuperLink start the ServerApp; the run's id."""
-    words = [str(BIN / "flwr"), "run", str(app), connection, "--run-config", f'{SOCKET}="{door}"', "--format", "json"]
+    """Make the SuperLink start the ServerApp; return the run's id."""
+    command = [str(BIN / "flwr"), "run", str(app), connection, "--run-config", f'{SOCKET}="{door}"', "--format", "json"]
     done = subprocess.run(
-        words, env=without(environment(home)), cwd=app, capture_output=True, text=True, timeout=START_SECONDS
+        command, env=without(environment(home)), cwd=app, capture_output=True, text=True, timeout=START_SECONDS
     )
     try:
         return str(json.loads(done.stdout)["run-id"])
     except (ValueError, KeyError):
-        how = "'fedloom federation status' says how it is"
-        raise UserError(f"engine.address: the SuperLink there takes no run ({how}): {complaint(done)}") from None
+        how = "see `fedloom federation status`"
+        raise UserError(f"engine.address: the SuperLink refused the run ({how}): {complaint(done)}") from None
 
 
 def _handed_over(door: socket.socket, run: str) -> tuple[socket.socket, dict[str, Any]]:
-    """What the ServerApp tells, and the line to it."""
+    """The socket to the ServerApp, and the connection data that it sent."""
     door.settimeout(START_SECONDS)
     try:
         line, _ = door.accept()
         line.settimeout(START_SECONDS)
-        with line.makefile("rb") as told:
-            place = json.loads(told.readline(MOST_PLACE))
+        with line.makefile("rb") as file:
+            place = json.loads(file.readline(MOST_PLACE))
     except (TimeoutError, ValueError) as error:
-        raise UserError(f"engine.address: the ServerApp of Flower's run {run} did not come within {START_SECONDS:g} s; the "
-                        "server's log says why ('fedloom federation logs server')") from error  # fmt: skip
+        raise UserError(f"engine.address: the ServerApp of Flower's run {run} did not start within {START_SECONDS:g} s; see "
+                        "the server's log (`fedloom federation logs server`)") from error  # fmt: skip
     line.settimeout(None)
     return line, place

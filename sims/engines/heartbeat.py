@@ -1,7 +1,7 @@
-"""What a worker is doing right now, in 24 bytes of a file that its pool can read: which call, which message, since when.
+"""A worker's mark: its current call and message, and the start time, in 24 bytes of a file that the pool reads.
 
-It tells whose message was running when a worker died, and which one has outlasted its time. Where worker and pool share no
-file (several nodes), the pool knows only what the worker last told it, and finds a culprit by trying messages alone.
+The mark shows whose message was running when a worker died, and which message exceeds its time limit. On another node the
+pool cannot read the file. It then knows the worker's last report only, and tries messages alone to identify the culprit.
 """
 
 import mmap
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LAYOUT = struct.Struct("<qqd")
-NOTHING, SEVERAL = -1, -2  # in the place of a call, and of a message
+NOTHING, SEVERAL = -1, -2  # instead of a call, and of a message
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The message at `place` (SEVERAL: all of them) of call `call` has been running for `seconds`."""
+    """The message at index `place` (SEVERAL: all messages) of call `call` has been running for `seconds`."""
 
     call: int
     place: int
@@ -27,25 +27,25 @@ class Progress:
 
 @dataclass(frozen=True)
 class MarkFile:
-    """The file of one worker, and the host where it lies."""
+    """The mark file of one worker, and its host."""
 
     path: str
     host: str
 
     def read(self) -> Progress | None:
-        """The worker's mark; None if it runs nothing or cannot be seen from here."""
+        """Return the worker's mark, or None if the worker runs nothing."""
         return _mark(*_LAYOUT.unpack(Path(self.path).read_bytes()[: _LAYOUT.size]))
 
 
 def make(folder: Path, number: int) -> MarkFile:
-    """A new, empty file for the worker of this number."""
+    """Create an empty mark file for the worker with this number."""
     path = folder / f"worker-{number}"
     path.write_bytes(_LAYOUT.pack(NOTHING, NOTHING, 0.0))
     return MarkFile(str(path), socket.gethostname())
 
 
 class Marker:
-    """The worker's side: keeps its mark, and writes it where the pool's host is its own."""
+    """The worker's side. Writes the mark into its file if the pool runs on the same host."""
 
     def __init__(self, file: MarkFile) -> None:
         self._memory: mmap.mmap | None = None
@@ -55,18 +55,18 @@ class Marker:
                 self._memory = mmap.mmap(opened.fileno(), _LAYOUT.size)
 
     def write(self, call: int, place: int) -> None:
-        """From now on, the message at `place` of call `call` is running (NOTHING: none)."""
+        """Record that the message at index `place` of call `call` starts now (NOTHING: no message runs)."""
         self._now = call, place, time.monotonic()
         if self._memory is not None:
             self._memory[: _LAYOUT.size] = _LAYOUT.pack(*self._now)
 
     @property
     def near(self) -> bool:
-        """Whether the pool can read what it writes."""
+        """Whether the pool can read the file."""
         return self._memory is not None
 
     def read(self) -> Progress | None:
-        """The mark, for a pool on another host."""
+        """Return the mark, for a pool on another host."""
         return _mark(*self._now)
 
 

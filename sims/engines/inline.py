@@ -1,4 +1,4 @@
-"""The inline engine: sites run in this process, one after the other. For tests, debugging and tiny models."""
+"""The inline engine runs sites in this process, one after the other. It is for tests, debugging and tiny models."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
 from fedloom.conf.schema import Config
-from fedloom.sims.engines.adapter import LocalGrid, checked_reply, failure, store_folder, told
+from fedloom.sims.engines.adapter import LocalGrid, checked_reply, error_text, failure, store_folder
 from fedloom.sims.engines.share import WHOLE, Share
 
 
 class InlineGrid(LocalGrid):
-    """Messages wait in a queue; a pull carries out the next one, so that replies stream back one by one."""
+    """Queues messages. Each pull processes one of them, so replies arrive one by one."""
 
     def __init__(self, sites: int, store: Path, app: ClientApp = app) -> None:
         super().__init__(sites, store)
@@ -36,16 +36,16 @@ class InlineGrid(LocalGrid):
         try:
             return checked_reply(message, self._app(message, self.context(message)))
         except Exception as error:
-            return failure(message, told(error))
+            return failure(message, error_text(error))
 
     def cancel(self, message_ids: Iterable[str]) -> None:
-        gone = set(message_ids)
-        self._queue = deque(message for message in self._queue if message.metadata.message_id not in gone)
+        cancelled = set(message_ids)
+        self._queue = deque(message for message in self._queue if message.metadata.message_id not in cancelled)
 
     def describe(self) -> str:
-        return "inline: sites one after the other in this process"
+        return "inline: sites run one after the other in this process"
 
 
 def start(config: Config, share: Share = WHOLE) -> InlineGrid:
-    """The engine for a configuration; it takes one core whatever its share."""
+    """Return the engine for a configuration. It uses one core, whatever its share."""
     return InlineGrid(len(config.roster), store_folder(config))

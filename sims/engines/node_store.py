@@ -1,6 +1,6 @@
-"""What a node of a cluster keeps of its sites' contributions (federation.node_store): in a folder, under the run's id.
+"""A cluster node's store of its sites' contributions (federation.node_store): a folder, in it one for each run's id.
 
-Its workers write and read there themselves; others ask the node's keeper, an actor that holds nothing but the folder's name.
+The node's workers read and write it directly. Others ask the node's keeper, an actor that has only the folder's name.
 """
 
 import hashlib
@@ -31,20 +31,20 @@ from fedloom.server.ledger.blobs import UNREADABLE, Blobs, LedgerError, NodeLost
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import SumRow, added_up
 
-ASK_SECONDS = 60.0  # for which a node that Ray takes to be alive may say nothing
-BETWEEN = "\0"  # a record's name and a tensor's, in the file of a sum
+ASK_SECONDS = 60.0  # to wait for a node that is alive for Ray
+BETWEEN = "\0"  # separates a record's and a tensor's name in the file of a sum
 KEY = "federation.node_store"
 
 Summed = tuple[dict[str, np.ndarray], int]
 
 
-def folder_of(given: str) -> Path:
-    """The folder on this node that federation.node_store names: made, and fit to be written. UserError if it cannot be."""
-    path = Path(os.path.expanduser(os.path.expandvars(given)))
+def folder_of(name: str) -> Path:
+    """Create the folder that federation.node_store names on this node. Raises UserError if it cannot be written."""
+    path = Path(os.path.expanduser(os.path.expandvars(name)))
     if "$" in str(path):
-        raise UserError(f"{KEY}: {given}: its variable is not set on this node; set it before Ray starts, or name a folder")
+        raise UserError(f"{KEY}: {name}: its variable is not set on this node; set it before Ray starts, or name a folder")
     if not path.is_absolute():
-        raise UserError(f"{KEY}: got {given}, takes a whole path (from /), which each node reads by itself")
+        raise UserError(f"{KEY}: got {name}, takes a whole path (from /), as each node opens it")
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -54,27 +54,27 @@ def folder_of(given: str) -> Path:
 
 
 class NodeStore:
-    """The part of the node that this process runs on. UserError for a folder that cannot be had."""
+    """The store of the node that this process runs on. Raises UserError if its folder cannot be written."""
 
     def __init__(self, folder: str, node: str) -> None:
-        self.given, self.folder, self.node = folder, folder_of(folder), node
+        self.name, self.folder, self.node = folder, folder_of(folder), node
         self._others: dict[str, Any] = {}
 
     def blobs(self, run: str) -> Blobs:
-        """The contributions that are kept here."""
+        """Return the contributions of a run on this node."""
         return Blobs(self.folder / run / "blobs")
 
     def put(self, run: str, state: State) -> str:
-        """Keep a contribution; its digest."""
+        """Store a contribution and return its digest."""
         return self.blobs(run).put(state)
 
     def get(self, run: str, digest: str, holder: str) -> State:
-        """A contribution that is kept here, or at the node `holder`. ReplyError if that is not there."""
+        """Return a contribution from this node or the node `holder`. Raises ReplyError if it is missing."""
         try:
             if self.blobs(run).path(digest).is_file() or holder in ("", self.node):
                 return self.blobs(run).get(digest)
             if holder not in self._others:
-                self._others[holder] = keeper(self.given, holder)
+                self._others[holder] = keeper(self.name, holder)
             content: Any = ray.get(self._others[holder].read.remote(run, digest), timeout=ASK_SECONDS)
             return _loaded(content, digest, holder)
         except (LedgerError, RayError) as error:
@@ -83,14 +83,14 @@ class NodeStore:
             raise ReplyError(f"{UNREADABLE} from node {holder[:8] or self.node[:8]} ({last})") from None
 
     def leave(self, sum: PartialSum) -> PartialSum:
-        """Keep the records of a sum; the sum without them, and with where they are."""
+        """Store the records of a sum; return the sum with a ticket for the records instead of them."""
         states, ticket = to_states(RecordDict({**sum.records})), uuid.uuid4().hex
-        whole = {record + BETWEEN + name: tensor for record, state in states.items() for name, tensor in state.items()}
-        write_bytes(self._sum(sum.run, ticket), save(whole), durable=False, private=True)
+        tensors = {record + BETWEEN + name: tensor for record, state in states.items() for name, tensor in state.items()}
+        write_bytes(self._sum(sum.run, ticket), save(tensors), durable=False, private=True)
         return replace(sum, records={}, node=self.node, ticket=ticket)
 
     def add_up(self, run: str, tickets: Sequence[str]) -> dict[str, np.ndarray]:
-        """The sum of sums that were left here, which then go."""
+        """Add up stored sums, delete them, and return the total."""
         total = ExactSum(bits=0)
         for ticket in tickets:
             total.merge(load(self._sum(run, ticket).read_bytes()), addends=1)
@@ -103,36 +103,36 @@ class NodeStore:
 
 
 class Keeper(NodeStore):
-    """The actor through which others reach a node's part."""
+    """The actor through which others reach a node's store."""
 
     def names(self, run: str) -> set[str]:
-        """The digests of what is kept here, whole; sums of rounds that came to nothing go."""
+        """Return the digests of all intact contributions. Deletes sums of unfinished rounds."""
         shutil.rmtree(self.folder / run / "sums", ignore_errors=True)
         return self.blobs(run).sound()
 
     def read(self, run: str, digest: str) -> bytes:
-        """The bytes of a contribution."""
+        """Return the bytes of a contribution."""
         return self.blobs(run).path(digest).read_bytes()
 
-    def summed(self, run: str, row: SumRow, names: Sequence[str], given: Sequence[Contribution], bits: int) -> Summed:
-        """These tensors added up over contributions that are kept here, and how many those are."""
-        total = added_up(row, names, given, self.blobs(run).get, bits)
+    def summed(self, run: str, row: SumRow, names: Sequence[str], rows: Sequence[Contribution], bits: int) -> Summed:
+        """Add up these tensors over contributions on this node; return the totals and the number of addends."""
+        total = added_up(row, names, rows, self.blobs(run).get, bits)
         return {name: tensor.numpy() for name, tensor in total.totals.items()}, total.addends
 
     def remove(self, run: str, digests: Collection[str]) -> None:
-        """Let go of contributions."""
+        """Delete contributions."""
         self.blobs(run).remove_all(digests)
 
     def end(self, run: str) -> None:
-        """Let go of all that is kept of a run."""
+        """Delete all files of a run."""
         shutil.rmtree(self.folder / run, ignore_errors=True)
 
 
 def keeper(folder: str, node: str) -> Any:
-    """A keeper of that node, which runs until nobody knows it any more."""
+    """Start a keeper on a node. It ends when its last reference is deleted."""
     actor: Any = ray.remote(Keeper)
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=there).remote(folder, node)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(folder, node)
 
 
 def _loaded(content: bytes, digest: str, node: str) -> State:
@@ -140,10 +140,12 @@ def _loaded(content: bytes, digest: str, node: str) -> State:
 
 
 def sound(content: bytes, digest: str) -> bool:
+    """Return whether the content has this sha256."""
     return hashlib.sha256(content).hexdigest() == digest
 
 
 def checked(content: bytes, digest: str, node: str) -> bytes:
+    """Return the content. Raises NodeLostError if its sha256 differs."""
     if not sound(content, digest):
-        raise NodeLostError(f"node {node[:8]} has damaged what it kept")
+        raise NodeLostError(f"node {node[:8]} sent a damaged contribution")
     return content

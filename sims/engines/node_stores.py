@@ -1,8 +1,8 @@
-"""The nodes that keep their sites' contributions (federation.node_store; each its part), as the server reaches them.
+"""The server's access to nodes that store their sites' contributions (federation.node_store).
 
-What arrives at the server in a round is one sum from each node. It fetches a contribution only when it needs that one, and
-all of them when the run ends. A node is asked through its keeper, an actor that holds nothing but the folder's name: who
-loses it starts another one. What a lost node kept is gone, unless another node sees the same folder (a shared disk).
+In a round the server receives one sum from each node. It fetches a contribution only on demand, and all of them at the end
+of the run. It asks a node through its keeper, an actor that has only the folder's name: a lost keeper is started again. The
+contributions of a lost node are lost, unless another node sees the same folder (a shared disk).
 """
 
 import contextlib
@@ -27,12 +27,12 @@ LOOK_SECONDS = 0.5
 
 
 def alive() -> set[str]:
-    """The nodes that Ray takes to be alive."""
+    """Return the nodes that are alive for Ray."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class Stores:
-    """All nodes' parts, as the server reaches them. `received`: bytes of arrays that came from them."""
+    """The server's access to all nodes. `received`: the bytes of arrays that it got from them."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.received = folder, 0
@@ -44,12 +44,12 @@ class Stores:
             if node not in self._keepers:
                 self._keepers[node] = keeper(self.folder, node)
 
-    def ask(self, node: str, what: str, *words: Any) -> Any:
-        """What a node's keeper says. Raises NodeLostError where there is none any more, or it cannot do it."""
+    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+        """Call a method of a node's keeper. Raises NodeLostError if the node is lost, or the call fails."""
         until, error = time.monotonic() + ASK_SECONDS, "it does not answer"
         while node in alive() and time.monotonic() < until:
             self.begin([node])
-            reference = getattr(self._keepers[node], what).remote(*words)
+            reference = getattr(self._keepers[node], method).remote(*arguments)
             try:
                 while not ray.wait([reference], timeout=LOOK_SECONDS)[0] and node in alive() and time.monotonic() < until:
                     pass
@@ -57,26 +57,26 @@ class Stores:
             except RayError as failed:
                 error = str(failed).strip().splitlines()[-1]
                 self._keepers.pop(node)
-                if getattr(failed, "cause", None) is not None:  # the keeper lives, and what it has is not there
+                if getattr(failed, "cause", None) is not None:  # the keeper lives: the call itself failed
                     break
                 time.sleep(LOOK_SECONDS)
                 continue
             self.received += _bytes(answer)
             return answer
-        raise NodeLostError(f"node {node[:8]} cannot give what it kept ({error})")
+        raise NodeLostError(f"node {node[:8]} cannot send its contributions ({error})")
 
 
 class Parts:
-    """What nodes keep of one run; the server's side, for its ledger (server.ledger.blobs.RemoteBlobStore)."""
+    """The contributions of one run on all nodes, for the server's ledger (server.ledger.blobs.RemoteBlobStore)."""
 
     def __init__(self, stores: Stores, run: str) -> None:
         self.stores, self.run = stores, run
         self.holders: dict[str, str] = {}
-        self._nodes: set[str] = set()  # that were looked at
+        self._nodes: set[str] = set()  # that were asked
         self._odd = True
 
     def look(self) -> bool:
-        """Whether anything may be gone since the last look; then, and at first, all nodes are asked what they have."""
+        """Ask all nodes what they have, if a node may be lost since the last look. Return whether they were asked."""
         now, lost = alive(), {*self.holders.values()} - alive()
         if not (self._odd or lost):
             return False
@@ -90,100 +90,100 @@ class Parts:
         return True
 
     def doubt(self) -> None:
-        """Ask all nodes what they have at the next look."""
+        """Ask all nodes at the next look."""
         self._odd = True
 
     def note(self, node: str, digests: Iterable[str]) -> None:
-        """A node keeps these now."""
+        """Record that a node has these contributions."""
         self.holders |= dict.fromkeys(digests, node)
 
     def names(self) -> set[str]:
-        """The digests of all that nodes keep."""
+        """Return the digests of all contributions on nodes."""
         return set(self.holders)
 
     def holder(self, digest: str) -> str:
-        """The node that has it; empty if none has."""
+        """Return the node that has a contribution, or ""."""
         return self.holders.get(digest, "")
 
     def get(self, digest: str) -> bytes:
-        """A contribution's bytes. Raises NodeLostError."""
+        """Return a contribution's bytes. Raises NodeLostError."""
         node = self.holder(digest)
         content = self._asked(node, "read", digest)
         self._odd |= not sound(content, digest)
         return checked(content, digest, node)
 
     def add_up(self, partials: Sequence[PartialSum]) -> PartialSum:
-        """One sum for several that a node keeps, from it or from another one that sees its folder. Raises NodeLostError."""
+        """Add up partial sums that a node stores, there or at another node with the same folder. Raises NodeLostError."""
         first = partials[0]
-        node, found = self._anywhere(first.node, "add_up", [one.ticket for one in partials])
+        node, arrays = self._anywhere(first.node, "add_up", [partial.ticket for partial in partials])
         states: dict[str, State] = {record: {} for record in first.addends}
-        for name, array in found.items():
+        for name, array in arrays.items():
             record, _, tensor = name.partition(BETWEEN)
             states[record][tensor] = torch.from_numpy(array.copy())
-        addends = {record: sum(one.addends[record] for one in partials) for record in first.addends}
-        samples = {site: number for one in partials for site, number in one.samples.items()}
-        blobs = {site: digest for one in partials for site, digest in one.blobs.items()}
+        addends = {record: sum(partial.addends[record] for partial in partials) for record in first.addends}
+        samples = {site: number for partial in partials for site, number in partial.samples.items()}
+        blobs = {site: digest for partial in partials for site, digest in partial.blobs.items()}
         self.note(node, blobs.values())
-        messages = frozenset[str]().union(*(one.messages for one in partials))
+        messages = frozenset[str]().union(*(partial.messages for partial in partials))
         records = {record: to_arrays(state) for record, state in states.items()}
         return PartialSum(first.run, first.round, messages, samples, addends, records, blobs=blobs)
 
     def summed(self, row: SumRow, names: Sequence[str], given: Sequence[Contribution], bits: int) -> ExactSum:
-        """These tensors added up over contributions, each at the node that has it. Raises NodeLostError."""
+        """Add up these tensors over contributions, each on the node that has it. Raises NodeLostError."""
         total = ExactSum(bits, modular=True)
-        for node in sorted({self.holder(one.blob) for one in given}):
-            mine = [one for one in given if self.holder(one.blob) == node]
+        for node in sorted({self.holder(contribution.blob) for contribution in given}):
+            mine = [each for each in given if self.holder(each.blob) == node]
             arrays, addends = self._asked(node, "summed", row, names, mine, bits)
             total.merge({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, addends)
         return total
 
     def remove(self, digests: Collection[str]) -> None:
-        """Let go of contributions, where they are."""
+        """Delete contributions on their nodes."""
         for node, mine in self._by_node(digests).items():
-            self._tell(node, "remove", mine)
+            self._try(node, "remove", mine)
             for digest in mine:
                 del self.holders[digest]
 
     def end(self) -> None:
-        """Let go of all: the server has it now."""
+        """Delete the run on all nodes: the server has all contributions."""
         for node in {*self.holders.values()}:
-            self._tell(node, "end")
+            self._try(node, "end")
         self.holders = {}
 
     def _by_node(self, digests: Collection[str]) -> Mapping[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        nodes: dict[str, list[str]] = {}
         for digest in digests:
             if node := self.holder(digest):
-                found.setdefault(node, []).append(digest)
-        return found
+                nodes.setdefault(node, []).append(digest)
+        return nodes
 
-    def _anywhere(self, node: str, what: str, *words: Any) -> tuple[str, Any]:
-        """What a node says, or if it is lost the first of the others that knows; with the node's name."""
+    def _anywhere(self, node: str, method: str, *arguments: Any) -> tuple[str, Any]:
+        """Call a node, or if that fails the other nodes until one succeeds; return the node and the result."""
         try:
-            return node, self._asked(node, what, *words)
+            return node, self._asked(node, method, *arguments)
         except NodeLostError:
             for other in sorted(alive() - {node}):
                 with contextlib.suppress(NodeLostError):
-                    return other, self._asked(other, what, *words)
+                    return other, self._asked(other, method, *arguments)
             raise
 
-    def _asked(self, node: str, what: str, *words: Any) -> Any:
+    def _asked(self, node: str, method: str, *arguments: Any) -> Any:
         try:
-            return self.stores.ask(node, what, self.run, *words)
+            return self.stores.ask(node, method, self.run, *arguments)
         except NodeLostError:
             self._odd = True
             raise
 
-    def _tell(self, node: str, what: str, *words: Any) -> None:
-        """Ask for what need not be done any more where the node is lost."""
+    def _try(self, node: str, method: str, *arguments: Any) -> None:
+        """Call a node, or do nothing if the node is lost."""
         try:
-            self._asked(node, what, *words)
+            self._asked(node, method, *arguments)
         except NodeLostError:
             return
 
 
 def _bytes(answer: Any) -> int:
-    """Of arrays in an answer."""
+    """The bytes of the arrays in an answer."""
     if isinstance(answer, bytes):
         return len(answer)
     arrays = answer[0] if isinstance(answer, tuple) else answer if isinstance(answer, dict) else {}

@@ -1,8 +1,8 @@
-"""The pool of Ray workers: who gets what when, and what happens if one of them dies or hangs.
+"""The pool of Ray workers: it distributes messages, and handles workers that die or hang.
 
-A thread of its own receives and dispatches, so that workers never wait for whoever polls. When a worker dies, only the
-message that was running is charged; it is tried again alone, and fails at the second time. Its neighbours are simply
-run again. Where nobody can tell which message was running, all of them are tried alone, and only dying alone is charged.
+A separate thread receives and dispatches, so workers never wait for the caller. When a worker dies, only the message that
+was running is charged. It is tried again alone, and fails at the second death. The other messages simply run again. If the
+running message is unknown, all messages of the call are tried alone, and only a death alone is charged.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from ray.exceptions import (
 
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import EngineConfig
-from fedloom.sims.engines.actor_pool import ActorHandle, ActorPool, told
+from fedloom.sims.engines.actor_pool import ActorHandle, ActorPool, first_line
 from fedloom.sims.engines.chunks import ChunkPolicy
 from fedloom.sims.engines.codec import PackedSum, size
 from fedloom.sims.engines.heartbeat import SEVERAL
@@ -32,13 +32,13 @@ from fedloom.sims.engines.worker import Answers, Packed, Replied, WorkerSpec
 
 ATTEMPTS = 2
 POLL_SECONDS = 0.1
-STOP_SECONDS = 5.0  # that a cancelled call may take to stop by itself; and its worker, once it is ended
+STOP_SECONDS = 5.0  # for a cancelled call to stop, and then for its worker to end
 DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A packed message for the site at a place."""
+    """A packed message for the site with index `site`."""
 
     key: str
     site: int
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A packed reply, or the reason why there is none; and the sums that came with it."""
+    """A packed reply, or the reason why it is missing, and the sums that came with it."""
 
     reply: Replied
     sums: tuple[PackedSum, ...] = ()
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class Call:
-    """A chunk under way. `alone`: a suspect, and nothing else is at that worker. `unwanted`: keys of cancelled messages."""
+    """A chunk in progress. `alone`: a suspect, the only message at its worker. `unwanted`: keys of cancelled messages."""
 
     number: int
     member: ActorHandle
@@ -66,14 +66,16 @@ class Call:
 
 
 class Pool:
-    """Thread-safe: add, dispatch, take and cancel are called by the grid's user. FailedError when no worker can be had."""
+    """Distributes messages to workers. Thread-safe. `take` raises FailedError if no worker is available."""
 
     def __init__(self, recipe: WorkerSpec, workers: int, options: dict[str, Any], engine: EngineConfig) -> None:
         self._crew = ActorPool(recipe, workers, options)
         self._task_timeout = engine.task_timeout
         self._policy = ChunkPolicy(workers, least=engine.vectorise)
         self._numbers = itertools.count()
-        self._homes: dict[int, str] | None = {} if recipe.node_store else None  # the node that keeps each site's part
+        self._homes: dict[int, str] | None = (
+            {} if recipe.node_store else None
+        )  # by site: the node that stores its contributions
         self._queue: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
         self._charges: Counter[str] = Counter()
@@ -85,61 +87,61 @@ class Pool:
         self._thread.start()
 
     def add(self, key: str, site: int, parts: Packed) -> None:
-        """Queue a packed message; `dispatch` sends it on its way."""
+        """Queue a packed message; `dispatch` sends it."""
         with self._changed:
             self._queue.append(Job(key, site, parts))
 
     def dispatch(self) -> None:
-        """Give waiting messages to workers that have room."""
+        """Send waiting messages to free workers."""
         with self._changed:
             self._dispatch()
             self._changed.notify_all()
 
     def take(self, wanted: set[str], timeout: float) -> list[tuple[str, Outcome]]:
-        """Outcomes of these messages, each once; waits up to `timeout` seconds for the first."""
+        """Return the outcomes of these messages, each once. Wait up to `timeout` seconds for the first."""
         with self._changed:
             if not self._broken and self._done.keys().isdisjoint(wanted):
                 self._changed.wait_for(lambda: self._broken or not self._done.keys().isdisjoint(wanted), timeout)
-            found = [(key, self._done.pop(key)) for key in list(self._done) if key in wanted]
-            if self._broken and not found:
+            outcomes = [(key, self._done.pop(key)) for key in list(self._done) if key in wanted]
+            if self._broken and not outcomes:
                 raise FailedError(self._broken)
-            return found
+            return outcomes
 
     def cancel(self, keys: Iterable[str]) -> None:
-        """Give messages up. When it returns none of them is running: a worker that does not stop is ended."""
-        gone = set(keys)
+        """Give up messages. On return, none of them is running: a worker that does not stop is ended."""
+        cancelled = set(keys)
         with self._changed:
-            self._queue = deque(job for job in self._queue if job.key not in gone)
-            self._suspects = deque(job for job in self._suspects if job.key not in gone)
-            for key in gone:
+            self._queue = deque(job for job in self._queue if job.key not in cancelled)
+            self._suspects = deque(job for job in self._suspects if job.key not in cancelled)
+            for key in cancelled:
                 self._done.pop(key, None)
                 self._charges.pop(key, None)
             for reference, call in self._calls.items():
-                if now := gone & {job.key for job in call.jobs}:
+                if now := cancelled & {job.key for job in call.jobs}:
                     call.unwanted |= now
                     self._learn_at_most(call)
                     ray.cancel(reference)
-            if self._stopped(gone):
+            if self._stopped(cancelled):
                 return
             for call in self._calls.values():
-                if call.unwanted & gone:
+                if call.unwanted & cancelled:
                     ray.kill(call.member.actor)
-            if not self._stopped(gone):  # on a machine that is out of reach
-                for member in {call.member for call in self._calls.values() if call.unwanted & gone}:
+            if not self._stopped(cancelled):  # its machine does not answer
+                for member in {call.member for call in self._calls.values() if call.unwanted & cancelled}:
                     self._lose(member, "it did not stop")
 
     def close(self) -> None:
-        """Stop receiving and end the workers, whatever they are at."""
+        """Stop receiving and end the workers at once."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
         self._thread.join(timeout=2.0)
         self._crew.close()
 
-    def _stopped(self, gone: set[str]) -> bool:
-        """Wait until no call with these messages is under way; whether that is so."""
+    def _stopped(self, cancelled: set[str]) -> bool:
+        """Wait until no call with these messages is in progress; return whether that happened."""
         return self._changed.wait_for(
-            lambda: bool(self._broken) or not any(call.unwanted & gone for call in self._calls.values()), STOP_SECONDS
+            lambda: bool(self._broken) or not any(call.unwanted & cancelled for call in self._calls.values()), STOP_SECONDS
         )
 
     def _dispatch(self) -> None:
@@ -147,21 +149,21 @@ class Pool:
         guarded = {call.member.number for call in self._calls.values() if call.alone}
         ready = self._crew.ready()
         for member in ready:
-            spare = len(ready) > 1 or not self._queue  # who kills the last worker has to wait for everybody else
+            spare = len(ready) > 1 or not self._queue  # a suspect could kill the last worker: the others go first
             if self._suspects and not load[member.number] and spare:
                 guarded.add(member.number)
                 self._call(member, [self._suspects.popleft()], alone=True)
         for depth in range(self._policy.depth()):
-            waiting = len(self._queue)  # of one level, all workers get the same
+            waiting = len(self._queue)  # at one depth, all workers get the same number
             for member in ready:
                 if self._queue and load[member.number] == depth and member.number not in guarded:
                     wanted = self._policy.size(waiting, size(self._queue[0].parts))
-                    if jobs := self._drawn(member, wanted, {one.node for one in ready}):
+                    if jobs := self._drawn(member, wanted, {worker.node for worker in ready}):
                         load[member.number] += 1
                         self._call(member, jobs, alone=False)
 
     def _drawn(self, member: ActorHandle, wanted: int, nodes: set[str]) -> list[Job]:
-        """The next jobs for a worker. Where nodes keep what sites gave, a site stays at its node while that has workers."""
+        """The next jobs for a worker. If nodes store contributions, a site stays at its node while the node has workers."""
         if self._homes is None:
             return [self._queue.popleft() for _ in range(min(wanted, len(self._queue)))]
         homes = self._homes
@@ -179,10 +181,10 @@ class Pool:
         try:
             while self._open:
                 self._receive()
-        except Exception as error:  # whoever waits has to hear of it, whatever it is
+        except Exception as error:  # the caller waits for it, whatever it is
             with self._changed:
                 if self._open:
-                    self._broken = str(error) if isinstance(error, FailedError) else f"Ray failed ({told(error)})"
+                    self._broken = str(error) if isinstance(error, FailedError) else f"Ray failed ({first_line(error)})"
                 self._changed.notify_all()
 
     def _receive(self) -> None:
@@ -190,14 +192,16 @@ class Pool:
             if not self._calls:
                 self._changed.wait(POLL_SECONDS)
             waiting, questions = list(self._calls), self._crew.questions()
-        if not ray.is_initialized():  # else the next call would start another one
-            raise FailedError("Ray was shut down while sites were at work; what was committed is kept, resume it")
+        if not ray.is_initialized():  # otherwise, the next call would start another one
+            raise FailedError(
+                "Ray was shut down while sites were training. Finished rounds are saved: run `fedloom resume RUN`"
+            )
         if waiting:
             ray.wait([*waiting, *questions], num_returns=1, timeout=POLL_SECONDS)
         ready = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
         results = [(reference, _result(reference)) for reference in ready]
         with self._changed:
-            for reference, result in sorted(results, key=lambda pair: isinstance(pair[1], Exception)):  # good news first
+            for reference, result in sorted(results, key=lambda pair: isinstance(pair[1], Exception)):  # successes first
                 if reference in self._calls:
                     self._settle(reference, result)
             for member, reason in self._crew.look(bool(self._calls or self._queue or self._suspects)):
@@ -220,27 +224,27 @@ class Pool:
                 self._homes |= dict.fromkeys((job.site for job in call.jobs), call.member.node)
             for job, reply in zip(call.jobs, result.replies, strict=True):
                 self._finish(job, Outcome(reply, tuple(result.sums)))
-        elif len(call.jobs) > 1:  # the fault is somewhere in the chunk
+        elif len(call.jobs) > 1:  # one of the messages is at fault
             self._again(call, call.jobs, alone=True)
         else:
             cause: Any = getattr(result, "cause", None)  # of a RayTaskError
-            self._finish(call.jobs[0], Outcome(told(cause if isinstance(cause, Exception) else result)))
+            self._finish(call.jobs[0], Outcome(first_line(cause if isinstance(cause, Exception) else result)))
 
     def _lose(self, member: ActorHandle, reason: str, late: bool = False) -> None:
-        """A worker is gone: charge who was running, run all others again, elsewhere; and start another worker."""
+        """Handle a lost worker: charge the message that was running, run the others again, and start another worker."""
         references = sorted((each for each, call in self._calls.items() if call.member is member), key=self._number)
         calls = [self._calls.pop(reference) for reference in references]
-        mark = member.surely() or (member.told if late else None)
+        mark = member.exact_mark() or (member.reported if late else None)
         for call in reversed(calls):
-            surely = mark is not None and mark.call == call.number
-            if surely or (call is calls[0] and mark is None):
-                self._charge(call, mark.place if mark is not None and surely else SEVERAL, reason, late)
+            marked = mark is not None and mark.call == call.number
+            if marked or (call is calls[0] and mark is None):
+                self._charge(call, mark.place if mark is not None and marked else SEVERAL, reason, late)
             else:
                 self._again(call, call.jobs)
         self._crew.replace(member)
 
     def _charge(self, call: Call, place: int, reason: str, late: bool) -> None:
-        """Of a call whose worker is gone: the message at `place`, or that may be any (SEVERAL)."""
+        """Charge the message at index `place` of a lost worker's call; SEVERAL: it is unknown which."""
         place = 0 if len(call.jobs) == 1 else place
         if place < 0:
             self._again(call, call.jobs, alone=True)
@@ -258,7 +262,7 @@ class Pool:
             self._suspects.append(job)
 
     def _again(self, call: Call, jobs: Iterable[Job], alone: bool = False) -> None:
-        """Queue the jobs again, ahead of others and in their order, but for those that nobody wants any more."""
+        """Queue the jobs again, before all others and in their order, without those that were cancelled."""
         wanted = [job for job in jobs if job.key not in call.unwanted]
         (self._suspects if alone else self._queue).extendleft(reversed(wanted))
 
@@ -267,14 +271,14 @@ class Pool:
         self._done[job.key] = outcome
 
     def _learn_at_most(self, call: Call) -> None:
-        """How long a call's messages take, at most, from one that is given up while it runs."""
+        """Learn an upper limit for the messages' duration from a call that is cancelled while it runs."""
         mark = call.member.mark()
         if mark is not None and mark.call == call.number:
             messages = len(call.jobs) if mark.place == SEVERAL else mark.place + 1
             self._policy.learn(time.monotonic() - call.begun, messages)
 
     def _stop_late(self) -> None:
-        """End workers whose present message has outlasted its time."""
+        """End workers whose current message exceeds its time limit."""
         running = {call.number: call for call in self._calls.values()}
         for member in self._crew.ready() if self._task_timeout else ():
             mark = member.mark()

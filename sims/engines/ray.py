@@ -1,4 +1,4 @@
-"""The ray engine: sites run in a pool of Ray actors, on this machine or on a cluster."""
+"""The ray engine runs sites in a pool of Ray actors, on this machine or on a cluster."""
 
 import contextlib
 import logging
@@ -42,14 +42,14 @@ from fedloom.sims.engines.worker import WorkerSpec
 
 CLIENT_APP = "fedloom.clients.app:app"
 COMBINE = "fedloom.clients.protocol.partial_sums:combine"
-# Read when Ray starts or joins: leave CUDA_VISIBLE_DEVICES as it is, and do not warn that it will be left so.
+# Ray reads this when it starts or joins: it leaves CUDA_VISIBLE_DEVICES unchanged, without a warning.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 WAIT_SECONDS = 0.2
-WORKER_BYTES = 2**30  # a worker with torch, and a small network's training
+WORKER_BYTES = 2**30  # of a worker with torch that trains a small network
 
 
 class RayGrid(LocalGrid):
-    """Packs messages for the pool of workers and unpacks their replies."""
+    """Packs messages for the pool of workers, and unpacks their replies."""
 
     def __init__(self, sites: int, store: Path, pool: Pool, description: str, own: bool, node_store: str = "") -> None:
         super().__init__(sites, store)
@@ -58,7 +58,7 @@ class RayGrid(LocalGrid):
         self._messages: dict[str, Message] = {}
         self._stores = Stores(node_store) if node_store else None
         self._received = 0
-        self._sums: dict[str, PartialSum] = {}  # by the message whose reply is in it
+        self._sums: dict[str, PartialSum] = {}  # by message: the sum with its reply's contribution
 
     def submit(self, message: Message) -> None:
         key = message.metadata.message_id
@@ -90,18 +90,18 @@ class RayGrid(LocalGrid):
 
     @property
     def received(self) -> int:
-        """Bytes of arrays that came here from workers and nodes."""
+        """The bytes of arrays received from workers and nodes."""
         return self._received + (self._stores.received if self._stores else 0)
 
     def cancel(self, message_ids: Iterable[str]) -> None:
-        gone = list(message_ids)
-        self._pool.cancel(gone)
-        for key in gone:
+        cancelled = list(message_ids)
+        self._pool.cancel(cancelled)
+        for key in cancelled:
             self._messages.pop(key, None)
             self._sums.pop(key, None)
 
     def close(self) -> None:
-        """Let the workers go; and Ray, unless it ran in this process before."""
+        """End the workers, and Ray unless it ran in this process before."""
         try:
             self._pool.close()
         finally:
@@ -113,16 +113,23 @@ class RayGrid(LocalGrid):
 
 
 def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: Share = WHOLE) -> RayGrid:
-    """Start Ray (or join the cluster at engine.address) and the workers. Raises UserError if Ray cannot start.
+    """Start Ray, or join the cluster at engine.address, and start the workers.
 
-    Without an address, a Ray that this process has started before is used, and kept. `combine` is for partial sums.
+    Without an address, a Ray that already runs in this process is used, and not ended.
+
+    Args:
+        app, combine: "module:attribute" of the ClientApp, and of the function that adds up partial sums.
+        share: The run's part of the machine or cluster.
+
+    Raises:
+        UserError: Ray cannot start, or has no room for a worker.
     """
     engine, sites, store, plugins = config.engine, len(config.roster), store_folder(config), plugins_of(config)
     own = not ray.is_initialized()
     refuse_gpus(engine)
     workers = _begun(config, sites, share) if own else _kept(engine, sites)
     try:
-        with under_way("looking for room"):
+        with under_way("waiting for free CPUs and GPUs"):
             refuse_full(engine)
     except BaseException:
         if own:
@@ -139,26 +146,27 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
 
 
 def _where(engine: EngineConfig) -> str:
-    """The cluster that the workers are on, told behind their number."""
+    """The workers' cluster as the end of the description; empty on this machine."""
     nodes = len(alive()) if engine.address else 0
     return f", on a cluster of {nodes} node{'s' * (nodes > 1)}" if nodes else ""
 
 
 def plugins_of(config: Config) -> tuple[str, ...]:
-    """The modules outside this project that register what the sites need, for workers to import.
+    """Return the modules outside this project that sites need; workers import them.
 
-    Raises UserError for what is registered in a script: workers cannot import that.
+    Raises:
+        UserError: Something is registered in a script, which workers cannot import.
     """
     foreign = {what: module for what, module in _modules(config) if module.partition(".")[0] != NAME}
     for what, module in foreign.items():
         if module == "__main__":
             raise UserError(f"{what}: is registered in the script itself, which Ray's workers cannot import; "
-                            "put it into a module, or take engine.name=inline")  # fmt: skip
+                            "move it into a module, or use engine.name=inline")  # fmt: skip
     return tuple(sorted(set(foreign.values())))
 
 
 def _modules(config: Config) -> Iterator[tuple[str, str]]:
-    """What the configuration names and the module that it is from: networks, objective, domains, ways to divide."""
+    """The parts that the configuration names, each with its module: networks, objective, domains and others."""
     specs = [site.spec for site in config.roster]
     sections = [config.network, *(spec.network for spec in specs)]
     names = {
@@ -169,21 +177,21 @@ def _modules(config: Config) -> Iterator[tuple[str, str]]:
         ("domain", lookup): {spec.domain for spec in specs if not known(spec.domain)},
         ("partitioner", find_way): {spec.partition.name for spec in specs},
     }
-    for (kind, find), given in names.items():
-        for name in sorted(name for name in given if name):
+    for (kind, find), used in names.items():
+        for name in sorted(name for name in used if name):
             module = present_name(name.partition(":")[0]) if is_reference(name) else getattr(find(name), "__module__", "")
             yield f"{kind} '{name}'", module or ""
 
 
 def own_paths() -> tuple[str, ...]:
-    """The folders that this process imports from beside Python's own, such as the working directory."""
+    """Return the folders from which this process imports, such as the working directory, without Python's own."""
     folders = dict.fromkeys(os.path.abspath(path) for path in sys.path)
     python = tuple({os.path.join(os.path.realpath(base), "") for base in (sys.prefix, sys.base_prefix)})
     return tuple(path for path in folders if os.path.isdir(path) and not os.path.realpath(path).startswith(python))
 
 
 def _begun(config: Config, sites: int, share: Share) -> int:
-    """Start Ray or join a cluster; the number of workers."""
+    """Start Ray or join a cluster; return the number of workers."""
     engine = config.engine
     address = _reached(engine.address) if engine.address else ""
     workers = min(sites, engine.workers or workers_for(engine, share.of_machine(_this_machine())))
@@ -192,11 +200,11 @@ def _begun(config: Config, sites: int, share: Share) -> int:
             _join(address, config.data if engine.ship_data else None) if address else _start(engine, workers)
         if address:
             workers = min(sites, engine.workers or workers_for(engine, share.of_cluster(ray.cluster_resources())))
-    except Exception as error:  # a machine that is too busy is a bare one of Ray's
+    except Exception as error:  # Ray raises a bare Exception on a machine that is too busy
         ray.shutdown()
-        told = f"engine.address: the Ray at {address} cannot be joined" if address else "Ray did not start"
+        problem = f"engine.address: the Ray at {address} cannot be joined" if address else "Ray did not start"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{told} ({reason}); engine.name=inline works without it") from None
+        raise UserError(f"{problem} ({reason}). engine.name=inline works without Ray") from None
     return workers
 
 
@@ -206,7 +214,7 @@ def _reached(address: str) -> str:
 
 
 def _kept(engine: EngineConfig, sites: int) -> int:
-    """The number of workers in the Ray that runs in this process. Raises UserError if they do not fit."""
+    """Return the number of workers for the Ray that already runs in this process. Raises UserError if they do not fit."""
     if engine.address:
         raise UserError("engine.address: Ray runs in this process already; leave the address out, or call ray.shutdown()")
     room = workers_for(engine, ray.cluster_resources())
@@ -222,9 +230,9 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Give the processes that Ray starts groups of their own: who signals ours (timeout, a shell) means this one alone.
+    """Start Ray's processes in their own process groups: a signal to ours (timeout, a shell) then misses them.
 
-    If Ray's died first, it would take this process with it before anything is put in order.
+    If Ray's processes died first, Ray would end this process before it can clean up.
     """
     _starting.set()
     try:
@@ -235,7 +243,7 @@ def apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep this process's handlers of SIGINT and SIGTERM: Ray sets its own, which aborts without cleaning up."""
+    """Restore this process's handlers of SIGINT and SIGTERM: Ray sets its own, which abort without cleaning up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,9 +256,9 @@ def own_signals() -> Iterator[None]:
 
 
 def workers_for(engine: EngineConfig, resources: Mapping[str, float]) -> int:
-    """How many workers fit into what there is (CPU, GPU: numbers; memory: bytes), at least one."""
+    """Return how many workers fit into the resources (CPU, GPU: numbers; memory: bytes), at least one."""
     needs = {"CPU": engine.num_cpus, "GPU": engine.num_gpus, "memory": WORKER_BYTES}
-    return max(1, min(int(resources.get(what, 0.0) / need) for what, need in needs.items() if need > 0))
+    return max(1, min(int(resources.get(name, 0.0) / need) for name, need in needs.items() if need > 0))
 
 
 def _this_machine() -> dict[str, float]:
@@ -265,7 +273,7 @@ def _start(engine: EngineConfig, workers: int) -> None:
 
 @contextlib.contextmanager
 def loopback() -> Iterator[None]:
-    """Let the Ray that starts now listen on 127.0.0.1 alone: on Linux it takes any interface unless it is told this way."""
+    """Make a Ray that starts in this context listen on 127.0.0.1 only; on Linux its default is all interfaces."""
     before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
@@ -280,10 +288,10 @@ def loopback() -> Iterator[None]:
 
 
 def _join(address: str, ship: DataConfig | None) -> None:
-    """Join a cluster; our code, and the data or where it is, reach its nodes through the runtime environment."""
+    """Join a cluster. The runtime environment sends its nodes this package, and the data or the data folder's path."""
     data = {"FEDLOOM_DATA": os.environ["FEDLOOM_DATA"]} if "FEDLOOM_DATA" in os.environ else {}
     runtime: dict[str, Any] = {"env_vars": data}
-    if ship is not None:  # a worker's working directory is then its node's copy of the folder
+    if ship is not None:  # a worker's working directory is its node's copy of the folder
         runtime = {"env_vars": {SHIPPED: "."}, "working_dir": str(data_folder(ship))}
     with tempfile.TemporaryDirectory() as folder:
         runtime["py_modules"] = [str(copy_package(Path(folder)))]

@@ -1,6 +1,6 @@
-"""Whether a Ray cluster answers at engine.address, asked before it is joined.
+"""Ask whether a Ray cluster answers at engine.address before joining it.
 
-Where nobody does, Ray itself waits for minutes and hears no signal.
+Without an answer, Ray itself waits for minutes and ignores signals.
 """
 
 import contextlib
@@ -17,44 +17,45 @@ from ray.core.generated.ray_client_pb2_grpc import RayletDriverStub
 
 from fedloom.conf.errors import UserError, plain
 
-ANSWER_SECONDS = 20.0  # for which a cluster may say nothing; for as long gRPC tries to connect
+ANSWER_SECONDS = 20.0  # to wait for an answer; gRPC tries to connect for as long
 AUTO, CLIENT = "auto", "ray://"
 FORM = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
-MEND = ("is 'ray start --head --port=6379' running there, and is this its port (engine.address=HOST:6379)? "
-        "'ray status --address={place}' asks it")  # fmt: skip
-MEND_CLIENT = "is Ray's client server there (engine.address=ray://HOST:10001)? On a machine of the cluster take HOST:6379"
-WORDS: Any = gcs_service_pb2  # generated: without types
+MEND = ("is `ray start --head --port=6379` running there, and is this its port (engine.address=HOST:6379)? "
+        "Check it with `ray status --address={place}`")  # fmt: skip
+MEND_CLIENT = "is Ray's client server there (engine.address=ray://HOST:10001)? On a machine of the cluster, use HOST:6379"
+WORDS: Any = gcs_service_pb2  # generated, without types
 CLIENT_WORDS: Any = ray_client_pb2
 NO_RAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 def reach(address: str, seconds: float = ANSWER_SECONDS) -> str:
-    """Where the cluster is that engine.address names, host:port or ray://host:port, once it has answered.
+    """Return the cluster's address, host:port or ray://host:port, after the cluster has answered.
 
-    Raises UserError for an address that is none, or where no Ray answers within `seconds`.
+    Raises:
+        UserError: The address is not valid, or no Ray answers within `seconds`.
     """
-    found = _found() if address == AUTO else address
-    client, place = found.startswith(CLIENT), found.removeprefix(CLIENT)
+    cluster = _automatic() if address == AUTO else address
+    client, place = cluster.startswith(CLIENT), cluster.removeprefix(CLIENT)
     if not (form := FORM.fullmatch(place)) or not 0 < int(form[2]) < 2**16:
         raise UserError(f"engine.address: got {plain(address)}, takes HOST:PORT of a cluster's head (HOST:6379), "
-                        "ray://HOST:10001 or auto; without it a Ray of this machine is started")  # fmt: skip
+                        "ray://HOST:10001 or auto; leave it out to start Ray on this machine")  # fmt: skip
     if reason := _silent(place, client, seconds):
         mend = MEND_CLIENT if client else MEND.format(place=place)
-        raise UserError(f"engine.address: there is no Ray cluster at {found} ({reason}): {mend}")
-    return found
+        raise UserError(f"engine.address: there is no Ray cluster at {cluster} ({reason}): {mend}")  # plain: ignore
+    return cluster
 
 
-def _found() -> str:
-    """What Ray takes auto to be: $RAY_ADDRESS, or the cluster that was started on this machine last."""
+def _automatic() -> str:
+    """The address that Ray uses for auto: $RAY_ADDRESS, or the cluster that was last started on this machine."""
     try:
         return get_ray_address_from_environment(AUTO, None) or ""
     except (ConnectionError, ValueError):
-        raise UserError("engine.address: got auto, and no cluster runs on this machine, nor does RAY_ADDRESS name one: "
-                        "start it ('ray start --head --port=6379'), or give engine.address=HOST:6379") from None  # fmt: skip
+        raise UserError("engine.address: got auto, but no cluster runs on this machine, and RAY_ADDRESS is not set: start "
+                        "one (`ray start --head --port=6379`), or set engine.address=HOST:6379") from None  # fmt: skip
 
 
 def _silent(place: str, client: bool, seconds: float) -> str:
-    """Why nobody answers there as Ray does; empty if it does, or refuses us for a reason that joining it will tell."""
+    """Why no Ray answers; empty if one does. Ray may still refuse: joining then reports the reason."""
     connection: Any = init_grpc_channel(place, GLOBAL_GRPC_OPTIONS)
     with contextlib.closing(connection) as channel:
         try:

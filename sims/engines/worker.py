@@ -1,4 +1,4 @@
-"""The Ray actor: imports the ClientApp once, then answers chunks of messages."""
+"""The Ray actor: it imports the ClientApp once, then answers chunks of messages."""
 
 import functools
 import importlib
@@ -22,18 +22,18 @@ from fedloom.sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pa
 from fedloom.sims.engines.heartbeat import NOTHING, SEVERAL, Marker, MarkFile, Progress
 from fedloom.sims.engines.node_store import NodeStore
 
-KEPT_RECORDS = 16  # shared records of the present round, and some of the one before
+CACHED_RECORDS = 16  # shared records of this round and some of the previous one
 
 Packed = tuple[Any, ...]
-Replied = Packed | str  # a packed reply, or the reason why there is none
+Replied = Packed | str  # a packed reply, or the reason why it is missing
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is made of. `app` and `combine` (or empty) are "module:attribute".
+    """The configuration of a worker. `app` and `combine` are "module:attribute"; `combine` may be empty.
 
-    `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules that hold what is the user's own;
-    `paths`: folders that they may be in. `node_store`: where the node keeps contributions and sums; empty: the server does.
+    `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules with the user's own code, in the
+    folders `paths`. `node_store`: the node's folder for contributions and sums; empty: the server stores them.
     """
 
     app: str
@@ -48,7 +48,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of a call: a reply for each of its messages, in order, and sums over some of them, packed."""
+    """The result of a call: a reply for each message, in order, and sums over some of them, packed."""
 
     seconds: float
     replies: list[Replied]
@@ -77,11 +77,11 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> tuple[str, str, bool, Progress | None]:
-        """Why it cannot work (empty: it can), its node, whether the pool can read its mark, and the mark; at any time."""
+        """Return why this worker cannot work (or ""), its node, whether the pool can read its mark file, and the mark."""
         return self.fault, self.node, self._marker.near, self._marker.read()
 
     def run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
-        """Answer (site, packed message) pairs in order. A call that is cancelled ends after the message that is running."""
+        """Answer (site, packed message) pairs in order. A cancelled call ends after the running message."""
         begin = time.perf_counter()
         try:
             return self._run(call, chunk, begin)
@@ -98,7 +98,7 @@ class Worker:
             except Exception as error:
                 replied[place] = f"its message cannot be read ({type(error).__name__}: {error})"
         replies = self._as_one(call, asked) if self.recipe.cohort > 1 else self._in_turn(call, asked)
-        if len(replies) < len(asked):  # cancelled: nobody wants the rest
+        if len(replies) < len(asked):  # cancelled
             return Answers(time.perf_counter() - begin, [], [])
         sums: Sequence[PartialSum] = ()
         if self.combine is not None:
@@ -106,11 +106,11 @@ class Worker:
             replies, sums = self.combine([message for message, _ in asked.values()], replies)
         replied |= {place: pack(reply) for place, reply in zip(asked, replies, strict=True)}
         return Answers(
-            time.perf_counter() - begin, [replied[place] for place in range(len(chunk))], [pack_sum(one) for one in sums]
+            time.perf_counter() - begin, [replied[place] for place in range(len(chunk))], [pack_sum(sum) for sum in sums]
         )
 
     def _in_turn(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
-        """The replies, in order; fewer than messages if the call is cancelled meanwhile."""
+        """The replies, in order; fewer than messages if the call is cancelled."""
         replies: list[Message] = []
         cancelled = ray.get_runtime_context().is_canceled
         for place, (message, context) in asked.items():
@@ -121,7 +121,7 @@ class Worker:
         return replies
 
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
-        """Train sites of one shape together; whatever is no train message is answered in turn."""
+        """Train sites of one shape together; answer other messages in turn."""
         from fedloom.clients.job import moment, read_job
         from fedloom.clients.training.vectorised import same_shape, train_cohort
 
@@ -135,7 +135,7 @@ class Worker:
                 jobs = [read_job(message, context) for message, context in asked.values()]
                 groups = same_shape(jobs, self.recipe.cohort)
                 trained = [(group, train_cohort([jobs[place] for place in group])) for group in groups]
-        except Exception:  # of the joint step, such as too little memory for all: each site gets its own chance
+        except Exception:  # the joint step failed, for example for lack of memory: train each site alone
             return self._in_turn(call, asked)
         for group, outcomes in trained:
             for place, done in zip(group, outcomes, strict=True):
@@ -149,14 +149,14 @@ class Worker:
         if key not in self._records:
             try:
                 self._records[key] = ray.get(shared.reference)
-            except (OSError, RaySystemError, LocalRayletDiedError):  # the node is going down: its sites are for others
+            except (OSError, RaySystemError, LocalRayletDiedError):  # the node is ending: others take its sites
                 os._exit(1)
-            while len(self._records) > KEPT_RECORDS:
+            while len(self._records) > CACHED_RECORDS:
                 self._records.popitem(last=False)
         self._records.move_to_end(key)
         return self._records[key]
 
 
-def _imported(place: str) -> Any:
-    module, _, attribute = place.partition(":")
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""The papers' tables, measured again. Each module has a function `reproduce`."""
+"""The commands `fedloom reproduce NAME`: tables and figures of papers, measured again."""
 
 MODULES = {
     "aggregation": "fedloom.sims.experiments.aggregation",

@@ -1,4 +1,4 @@
-"""Runs of two tasks, looked at: combinations over a grid of coefficients, and fused at several scales."""
+"""Measurements on finished runs of two tasks: a grid of coefficients, large coefficients, and several scales of fusion."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Grid = list[list[float]]  # accuracy by alpha (row) and beta
 
 @dataclass(frozen=True)
 class Networks:
-    """theta_0 and the networks that two sites trained from it, with what measures them. `domains`: of the two sites."""
+    """theta_0, the networks that two sites trained from it, and their evaluator. `domains` are the two sites'."""
 
     evaluator: Evaluator
     start: State
@@ -32,7 +32,7 @@ class Networks:
 
     @classmethod
     def of(cls, config: Config) -> "Networks":
-        """Those of a finished run."""
+        """Read the networks of a finished run."""
         folder = RunFolder(Path(config.run.root) / config.run.name)
         with Ledger.open(folder.path, server=False) as ledger:
             aggregation = TrainingRun(config, folder, ledger, evaluator := Evaluator(config)).state
@@ -41,36 +41,35 @@ class Networks:
             start = start_of(aggregation.view())
         return cls(evaluator, start, ends, [label(site.spec) for site in config.roster])
 
-    def measured(self, composer: Composer, alphas: Sequence[float], split: str, most: int) -> list[float]:
-        """Accuracy of a combination on the two domains."""
-        composer(alphas)
-        shares = self.evaluator.measure(split, most)
-        return [shares[domain] for domain in self.domains]
-
-
-def grids(networks: Networks, how: str, split: str, most: int) -> dict[str, Grid]:
-    """By domain: the accuracy of each pair of coefficients."""
-    composer = Composer(networks.evaluator.network, networks.start, networks.ends, how)
-    cells = [[networks.measured(composer, (alpha, beta), split, most) for beta in STEPS] for alpha in STEPS]
-    return {domain: [[cell[k] for cell in row] for row in cells] for k, domain in enumerate(networks.domains)}
+    def measured(self, how: str, pairs: Sequence[Sequence[float]], split: str, most: int) -> list[list[float]]:
+        """Return, for each pair of coefficients, the accuracy on both domains; `most` images of each (0: all)."""
+        composer, results = Composer(self.evaluator.network, self.start, self.ends, how), []
+        for pair in pairs:
+            composer(pair)
+            shares = self.evaluator.measure(split, most)
+            results.append([shares[domain] for domain in self.domains])
+        return results
 
 
 def scales(networks: Networks) -> list[list[float]]:
-    """Test accuracy on the two domains of alpha = beta in SCALES, weighted fusion."""
-    composer = Composer(networks.evaluator.network, networks.start, networks.ends, WEIGHTS)
-    return [networks.measured(composer, (scale, scale), "test", 0) for scale in SCALES]
+    """Return the test accuracy on both domains of weighted fusion with alpha = beta in SCALES."""
+    return networks.measured(WEIGHTS, [(scale, scale) for scale in SCALES], "test", 0)
 
 
 def pairs(networks: Networks, most: int) -> dict[str, list[list[float]]]:
-    """By way of combining: test accuracy on the two domains for each of PAIRS."""
-    composers = {
-        how: Composer(networks.evaluator.network, networks.start, networks.ends, how) for how in (GRADIENTS, WEIGHTS)
-    }
-    return {how: [networks.measured(composer, pair, "test", most) for pair in PAIRS] for how, composer in composers.items()}
+    """Return, by way of combining, the test accuracy on both domains for each of PAIRS."""
+    return {how: networks.measured(how, PAIRS, "test", most) for how in (GRADIENTS, WEIGHTS)}
 
 
 def all_grids(networks: Networks, images: Mapping[str, int]) -> dict[str, dict[str, dict[str, Grid]]]:
-    """By way of combining, split and domain; `images`: how many of each domain are looked at, by split."""
+    """Return grids of accuracy by way of combining, split and domain; `images` of each domain by split."""
     return {
-        how: {split: grids(networks, how, split, most) for split, most in images.items()} for how in (GRADIENTS, WEIGHTS)
+        how: {split: _grids(networks, how, split, most) for split, most in images.items()} for how in (GRADIENTS, WEIGHTS)
     }
+
+
+def _grids(networks: Networks, how: str, split: str, most: int) -> dict[str, Grid]:
+    size = len(STEPS)
+    cells = networks.measured(how, [(alpha, beta) for alpha in STEPS for beta in STEPS], split, most)
+    return {domain: [[cells[a * size + b][k] for b in range(size)] for a in range(size)]
+            for k, domain in enumerate(networks.domains)}  # fmt: skip

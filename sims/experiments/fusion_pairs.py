@@ -1,4 +1,4 @@
-"""Networks to be fused, trained apart on the same or on different images of CIFAR-10, and images that none of them saw."""
+"""The parents for fusion, trained apart on CIFAR-10, and images that no parent saw."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
-from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.server.evaluation.evaluator import count_right
-from fedloom.sims.experiments.pairs import Recipe, Share, trained
+from fedloom.sims.experiments.pairs import Recipe, Share, trained_apart
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
 
-FOLDER = Path("runs/fusion")
 SAME, OTHER = 200, 1000  # unlabelled images for parents of the same data, and of different data
 RECIPE = Recipe(epochs=10, rate=0.05, flip=True, weight_decay=5e-4)
 CIFAR = Task("cifar10", 32, False, samples=5000)
@@ -24,8 +22,10 @@ SITE = Share("cifar10", 32, False, samples=3000, held=3000)
 
 @dataclass(frozen=True)
 class Parents:
-    """Networks by name: the first gives the depth, the second the widths. `split`: how their data differ, of SPLITS; "":
-    all have the images of `task`."""
+    """Networks to fuse: the first gives the depth, the second the widths.
+
+    `split` names how their data differ (a key of SPLITS); empty: all have the images of `task`.
+    """
 
     networks: tuple[str, ...]
     split: str = ""
@@ -34,7 +34,7 @@ class Parents:
     probe: int = OTHER
 
     def tasks(self, seed: int) -> list[Task]:
-        """Of each network."""
+        """Return each network's task."""
         if not self.split:
             return [self.task] * len(self.networks)
         assert isinstance(self.task, Share)
@@ -42,7 +42,7 @@ class Parents:
 
 
 def _classes(task: Share, parts: int) -> list[Share]:
-    """Each has classes of its own, drawn by the seed, as many as the others."""
+    """Return shares with disjoint classes, drawn by the seed, the same number for each."""
     drawn = torch.randperm(10, generator=torch_generator(task.seed, task.domain, "classes")).tolist()
     return [replace(task, classes=tuple(sorted(drawn[part::parts]))) for part in range(parts)]
 
@@ -75,20 +75,17 @@ PAIRS = {
 }
 
 
-def parents(pair: str, seed: int) -> list[nn.Module]:
-    """The trained networks in evaluation mode, from disk if they were trained before."""
-    chosen, folder = PAIRS[pair], FOLDER / "networks"
-    made = []
-    for index, (text, task) in enumerate(zip(chosen.networks, chosen.tasks(seed), strict=True)):
-        name = parse_name(text, task.channels, task.size, 10)
-        made.append(trained(folder, name, task, chosen.recipe, 1000 * index + seed))
-    return made
+def parents(folder: Path, pair: str, seed: int) -> list[nn.Module]:
+    """Return the trained networks in evaluation mode."""
+    chosen = PAIRS[pair]
+    return trained_apart(folder / "networks", chosen.networks, chosen.tasks(seed), chosen.recipe, seed)
 
 
 def probe(pair: str, seed: int, samples: int = 0) -> Tensor:
-    """`samples` (0: as many as the pair is for) images that no parent saw, float32 [samples, c, size, size] in [-1, 1].
+    """Return images that no parent saw, float32 [samples, c, size, size] in [-1, 1].
 
-    Those of fewer are among those of more; none is a validation image. Raises UserError if there are not so many.
+    None of them is a validation image, and a smaller number is a subset of a larger one. `samples` 0 takes the pair's
+    number. Raises UserError if there are too few.
     """
     public, wanted = _held(pair, seed)[0], samples or PAIRS[pair].probe
     if wanted > len(public):
@@ -97,19 +94,19 @@ def probe(pair: str, seed: int, samples: int = 0) -> Tensor:
 
 
 def watched(pair: str, seed: int, part: str) -> Images:
-    """Labelled images that no parent saw: "validation" (settings are chosen on these alone) or "test"."""
+    """Return labelled images that no parent saw: "validation", on which settings are chosen, or "test"."""
     return _held(pair, seed)[1] if part == "validation" else images(PAIRS[pair].tasks(seed)[0], part)
 
 
 def accuracy_of(network: nn.Module, pair: str, seed: int, part: str, most: int = 0) -> float:
-    """Fraction of right answers on the first `most` (0: all) of the "validation" or "test" images."""
+    """Return the fraction of right answers on the first `most` (0: all) images of a part."""
     looked_at = watched(pair, seed, part)
     looked_at = Images(looked_at.x[:most], looked_at.y[:most]) if most else looked_at
     return count_right(network.eval(), looked_at, EVALUATION_BATCH, torch.device("cpu")) / len(looked_at)
 
 
 def _held(pair: str, seed: int) -> tuple[Images, Images]:
-    """Images of the training part that no site has, in two: public ones, at most half and OTHER of them, and validation."""
+    """Return unseen images of the training part, split into public ones (at most half, and at most OTHER) and validation."""
     unseen = images(PAIRS[pair].tasks(seed)[0], "validation")
     order = torch.randperm(len(unseen), generator=torch_generator(seed, pair, "public"))
     public, rest = order.split([count := min(OTHER, len(unseen) // 2), len(unseen) - count])

@@ -1,14 +1,11 @@
-"""sum aggregation as the paper trains it: N_1 ... N_n and N* in one process, on Eq. 5 as it stands.
+"""Sum aggregation as the paper trains it: N_1 ... N_n and N* in one process, on Eq. 5.
 
-The federation's `regularised` mode is our form of it: there no site sees the others' steps. Here all do, in one step.
+The mode `regularised` of a federation differs: there, no site sees the steps of the others.
 """
 
 import copy
-import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +18,8 @@ from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
-from fedloom.sims.experiments.kept import fingerprint, kept
+from fedloom.sims.experiments.pairs import cosine
+from fedloom.sims.experiments.study import Study, fingerprint
 from fedloom.sims.operations.domain_task import Task, images
 
 TEST_BATCH = 500
@@ -31,10 +29,10 @@ Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test i
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how. `strength`: weight of L_agg in Eq. 5, 1 in the paper; 0: all networks are trained apart,
-    each with a head of its own (the paper's baseline), and there is no N*.
+    """A training. `strength` is the weight of L_agg in Eq. 5 (1 in the paper).
 
-    `start`: OWN or COMMON. `steps` of SGD with momentum 0.9 and a cosine, on `batch` images of each data set.
+    With `strength` 0, the networks are trained apart, each with its own head (the paper's baseline), without an N*.
+    `start` is OWN or COMMON. SGD has momentum 0.9 and a cosine, on `batch` images of each data set in a step.
     """
 
     tasks: tuple[Task, ...]
@@ -48,7 +46,7 @@ class Setting:
 
 
 class Joint(nn.Module):
-    """N_1 ... N_n, N* and the classifier that all of them share."""
+    """N_1 ... N_n and N*, with one classifier for all of them."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -59,7 +57,7 @@ class Joint(nn.Module):
         self.strength = setting.strength
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """Eq. 5: cross-entropies of every N_i on its own images and of N* on all, and L_agg."""
+        """Return Eq. 5: the cross-entropies of every N_i on its own images and of N* on all, and L_agg."""
         entropies = [
             F.cross_entropy(self.head(network(x)), y) for network, x, y in zip(self.own, inputs, labels, strict=True)
         ]
@@ -67,33 +65,33 @@ class Joint(nn.Module):
         return torch.stack(entropies).sum() + union + self.strength * self.penalty()
 
     def penalty(self) -> Tensor:
-        """Eq. 3, squared Frobenius norms: the sum over convolutions of ||W* - (W_1 + ... + W_n)||^2."""
+        """Return Eq. 3 with squared Frobenius norms: the sum over convolutions of ||W* - (W_1 + ... + W_n)||^2."""
         parts = [dict(network.named_parameters()) for network in self.own]
         squares = [(star - torch.stack([part[name] for part in parts]).sum(0)).square().sum()
                    for name, star in convolutions(self.star).items()]  # fmt: skip
         return torch.stack(squares).sum()
 
     def summed(self, numbers: Sequence[int], norms: nn.Module | None = None) -> Network:
-        """The network whose convolutions are the sum over N_i at these places; its norms are those of `norms` (None: N*)."""
+        """Return the network whose convolutions are the sum over these N_i, with the norms of `norms` (None: N*)."""
         parts = [convolutions(self.own[number]) for number in numbers]
         weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
         return _network(self.star if norms is None else norms, weights, self.head)
 
 
 class Apart(nn.Module):
-    """N_1 ... N_n, each with a head of its own: the baseline."""
+    """N_1 ... N_n, each with its own head: the baseline."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self.networks = nn.ModuleList(_drawn(setting, str(index)) for index in range(len(setting.tasks)))
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """The sum of the networks' own cross-entropies, which have no weight in common."""
+        """Return the sum of the networks' cross-entropies. They share no weight."""
         pairs = zip(self.networks, inputs, labels, strict=True)
         return torch.stack([F.cross_entropy(network(x), y) for network, x, y in pairs]).sum()
 
     def summed(self) -> Network:
-        """Convolutions summed; norms and heads, which the paper says nothing of, are means."""
+        """Return the sum of the convolutions, with the mean of norms and heads. The paper does not specify these."""
         states = [network.state_dict() for network in self.networks]
         mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
         combined = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
@@ -102,56 +100,53 @@ class Apart(nn.Module):
         return _network(first.extractor, {}, first.head, combined)
 
 
-def measured(setting: Setting, folder: Path) -> Accuracies:
-    """Train, and measure N_1 ..., N*, their sum, and the sum without each; taken from the folder if it is there."""
-    key = dataclasses.asdict(setting) | {"network": {**vars(setting.network), "options": dict(setting.network.options)}}
-    return kept(folder / f"joint-{setting.seed}-{fingerprint(key)}.json", key, lambda: _measured(setting))
+def measured(study: Study, setting: Setting) -> Accuracies:
+    """Train, and return the test accuracies of N_1 ..., N*, their sum, and the sum without each."""
+    return study.once(f"joint-{setting.seed}-{fingerprint(setting)}", setting, lambda: _measured(setting))
 
 
 def trained(setting: Setting) -> Joint | Apart:
-    """All networks after the last step."""
+    """Return all networks after the last step."""
     together = Joint(setting) if setting.strength else Apart(setting)
-    training = TrainingConfig(rate=setting.rate, clip=5.0)
-    parts = [images(task, "train") for task in setting.tasks]
-
-    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
-        return together.loss(inputs.split(setting.batch), labels.split(setting.batch))
-
-    descend(list(together.parameters()), loss, _steps(setting, parts), recipe_of(training))
+    parts, size = [images(task, "train") for task in setting.tasks], setting.batch
+    steps, training = _steps(setting, parts), TrainingConfig(rate=setting.rate, clip=5.0)
+    descend(
+        list(together.parameters()), lambda x, y: together.loss(x.split(size), y.split(size)), steps, recipe_of(training)
+    )
     return together
 
 
 def convolutions(extractor: nn.Module) -> Mapping[str, nn.Parameter]:
-    """The weights that are aggregated, by name."""
+    """Return the weights that are aggregated, by name."""
     return {name: weight for name, weight in extractor.named_parameters() if weight.ndim == 4}
 
 
 def _measured(setting: Setting) -> Accuracies:
-    together = trained(setting)
-    places = range(len(setting.tasks))
+    together, indices = trained(setting), range(len(setting.tasks))
     if isinstance(together, Apart):
-        networks: dict[str, nn.Module] = {f"N{index + 1}": together.networks[index] for index in places}
-        return {name: _accuracies(one, setting) for name, one in [*networks.items(), ("sum", together.summed())]}
-    results = {f"N{index + 1}": _network(together.own[index], {}, together.head) for index in places}
-    results |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(places)}
-    for index in places:
-        others = [one for one in places if one != index]
-        results[f"forget N{index + 1}"] = together.summed(others)
-        if len(others) == 1:
-            results[f"forget N{index + 1}, own norms"] = together.summed(others, together.own[others[0]])
-    return {name: _accuracies(one, setting) for name, one in results.items()}
+        networks: dict[str, nn.Module] = {f"N{index + 1}": together.networks[index] for index in indices}
+        networks["sum"] = together.summed()
+    else:
+        networks = {f"N{index + 1}": _network(together.own[index], {}, together.head) for index in indices}
+        networks |= {"N*": _network(together.star, {}, together.head), "sum": together.summed(indices)}
+        for index in indices:
+            others = [other for other in indices if other != index]
+            networks[f"forget N{index + 1}"] = together.summed(others)
+            if len(others) == 1:
+                networks[f"forget N{index + 1}, own norms"] = together.summed(others, together.own[others[0]])
+    return {name: _accuracies(network, setting) for name, network in networks.items()}
 
 
 def _accuracies(network: nn.Module, setting: Setting) -> dict[str, float]:
-    """On every domain, and on all of their images. BatchNorm takes the statistics of the batch, in which all domains are."""
+    """Return the accuracy on each domain and on the union. BatchNorm uses the statistics of mixed batches."""
     parts = [images(task, "test") for task in setting.tasks]
     x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
     order = torch.randperm(len(y), generator=torch_generator(0, "test"))
     right = torch.zeros(len(y))
     network.train()  # GroupNorm is the same in both modes
     with torch.inference_mode():
-        for places in order.split(TEST_BATCH):
-            right[places] = (network(to_float(x[places])).argmax(1) == y[places]).float()
+        for indices in order.split(TEST_BATCH):
+            right[indices] = (network(to_float(x[indices])).argmax(1) == y[indices]).float()
     shares = right.split([len(part) for part in parts])
     return {**{task.domain: float(share.mean()) for task, share in zip(setting.tasks, shares, strict=True)},
             "union": float(right.mean())}  # fmt: skip
@@ -167,7 +162,7 @@ def _drawn(setting: Setting, name: str) -> Network:
 def _network(
     extractor: nn.Module, weights: Mapping[str, Tensor], head: nn.Module, everything: Mapping[str, Tensor] | None = None
 ) -> Network:
-    """A copy, with other weights for its extractor or for all of it."""
+    """Return a copy with other weights for its extractor, or for all of it."""
     network = Network(copy.deepcopy(extractor), copy.deepcopy(head))
     network.load_state_dict(
         {**network.state_dict(), **{f"extractor.{name}": weight for name, weight in weights.items()}, **(everything or {})}
@@ -176,13 +171,16 @@ def _network(
 
 
 def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """A batch of each data set in every step, one after the other; each begins anew when it is through."""
+    """Yield the rate and a batch of each data set for every step. A data set starts again when it is used up."""
     draws = [_batches(len(part), setting, task) for part, task in zip(parts, setting.tasks, strict=True)]
     for step in range(setting.steps):
-        rate = setting.rate * 0.5 * (1.0 + math.cos(math.pi * step / setting.steps))
-        places = [next(draw) for draw in draws]
-        x = torch.cat([part.x[own] for part, own in zip(parts, places, strict=True)])
-        yield rate, to_float(x), torch.cat([part.y[own] for part, own in zip(parts, places, strict=True)])
+        indices = [next(draw) for draw in draws]
+        x = torch.cat([part.x[own] for part, own in zip(parts, indices, strict=True)])
+        yield (
+            cosine(setting.rate, step, setting.steps),
+            to_float(x),
+            torch.cat([part.y[own] for part, own in zip(parts, indices, strict=True)]),
+        )
 
 
 def _batches(number: int, setting: Setting, task: Task) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
-"""Networks trained apart, for experiments on fusion. They are kept on disk."""
+"""Training of networks outside a federation, each saved on disk."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import random_flip, to_float
-from fedloom.clients.networks import NetworkName, initialise, load_network, save_network
+from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.sites import Site
-from fedloom.sims.experiments.kept import fingerprint
+from fedloom.sims.experiments.study import fingerprint
 from fedloom.sims.operations.domain_task import Task, images, placed
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a network on images with labels
@@ -24,10 +24,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a network on images w
 
 @dataclass(frozen=True)
 class Share(Task):
-    """What one of several sites has of a domain: images of some classes (none named: of all), or its part of a division.
+    """A site's part of a domain: its classes (empty: all), and `part` of `parts`.
 
-    `part` of `parts` by `partition`: "iid", or "dirichlet" over the labels with `alpha`; `samples` (> 0) of it. `held`
-    images are no site's (part "validation").
+    `partition` is "iid", or "dirichlet" over the labels with `alpha`. The part has `samples` images (> 0). `held` images
+    belong to no site (part "validation").
     """
 
     classes: tuple[int, ...] = ()
@@ -38,23 +38,20 @@ class Share(Task):
     held: int = 1000
 
     def options(self) -> list[str]:
-        """Further overrides."""
         return [f"data.validation_limit={self.held}"]
 
     def entry(self) -> str:
-        """The configuration's entry of `sites`."""
         division = f"{{name: {self.partition}, alpha: {self.alpha}, min_samples: {self.samples}}}"
         classes = f"classes: {list(self.classes)}, "
         return f"{{domain: {self.domain}, samples: {self.samples}, {classes}count: {self.parts}, partition: {division}}}"
 
     def site(self) -> Site:
-        """Whose images the training images are."""
         return self.config().roster[self.part]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: SGD with momentum; the rate falls to 0 along a cosine, or stays."""
+    """How a network is trained: SGD with momentum, at a rate that falls to 0 along a cosine or stays."""
 
     epochs: int
     rate: float
@@ -67,12 +64,12 @@ class Recipe:
 
 
 def plain_loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy."""
+    """Return the cross-entropy."""
     return F.cross_entropy(network(images), labels)
 
 
 def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: Loss = plain_loss) -> None:
-    """Train in place; batches drawn by (task.seed, purpose)."""
+    """Train in place, on batches drawn by (task.seed, purpose)."""
     training = TrainingConfig(
         epochs=recipe.epochs, batch=recipe.batch, rate=recipe.rate, momentum=recipe.momentum,
         weight_decay=recipe.weight_decay, clip=recipe.clip,
@@ -86,9 +83,8 @@ def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: L
 
 
 def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: int) -> nn.Module:
-    """A network of that name trained from the start drawn by `seed`; taken from the folder if it was trained before."""
-    facts = [asdict(task), asdict(recipe), seed, {**vars(name), "options": dict(name.options)}]
-    path = folder / f"{name.name.replace(':', '-')}-{fingerprint(facts, 16)}.safetensors"
+    """Return a network of that name, trained from the start that `seed` draws. It is read from the folder if it is there."""
+    path = folder / f"{name.name.replace(':', '-')}-{fingerprint([task, recipe, seed, name], 16)}.safetensors"
     if path.is_file():
         return load_network(path)[0]
     network = name.build()
@@ -96,6 +92,17 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
     train(network, task, recipe, name.name, str(seed))
     save_network(path, network.eval(), name)
     return network
+
+
+def trained_apart(folder: Path, names: Sequence[str], tasks: Sequence[Task], recipe: Recipe, seed: int) -> list[nn.Module]:
+    """Return a trained network for each name and task, each from its own start."""
+    return [trained(folder, parse_name(name, task.channels, task.size, 10), task, recipe, 1000 * index + seed)
+            for index, (name, task) in enumerate(zip(names, tasks, strict=True))]  # fmt: skip
+
+
+def cosine(rate: float, step: int, steps: int) -> float:
+    """Return the learning rate at a step: it falls from `rate` to 0 along half a cosine."""
+    return rate * (0.5 * (1.0 + math.cos(math.pi * step / steps)))
 
 
 def _steps(task: Task, recipe: Recipe, *purpose: str) -> Iterator[tuple[float, Tensor, Tensor]]:
@@ -106,7 +113,7 @@ def _steps(task: Task, recipe: Recipe, *purpose: str) -> Iterator[tuple[float, T
     for _ in range(recipe.epochs):
         for batch in torch.randperm(len(every), generator=generator).split(recipe.batch):
             inputs = to_float(every.x[batch])
-            rate = recipe.rate * (0.5 * (1.0 + math.cos(math.pi * done / total)) if recipe.cosine else 1.0)
+            rate = cosine(recipe.rate, done, total) if recipe.cosine else recipe.rate
             done += 1
             if len(batch) > 1:  # BatchNorm has no variance of a single image
                 yield rate, random_flip(inputs, generator) if recipe.flip else inputs, every.y[batch]

@@ -1,7 +1,7 @@
-"""FedAvg (McMahan et al. 2017, Alg. 1) as a plain loop in torch, on the splits of a configuration: ours is held against it.
+"""FedAvg (McMahan et al. 2017, Alg. 1) as a plain loop in torch, to compare with.
 
-Nothing of the round loop, the engines, the ledger and the exact sums is used: torch.optim.SGD, a data loader's batches, a
-weighted mean of state dictionaries.
+It uses torch.optim.SGD, the batches of a data loader, and a weighted mean of state dictionaries. It uses no round loop,
+engine, ledger or exact sum of this project.
 """
 
 import torch
@@ -25,20 +25,20 @@ LEFT_OUT = {
     "privacy": ["noise"],
     "data": ["heads"],
     "evaluation": ["statistics"],
-}  # options by section, of which the loop takes the default alone
+}  # options by section that must have their defaults
 TAKEN = {
     "training.schedule": {"name": "constant"},
     "training.optimizer": {"name": "sgd"},
     "strategy": {"name": "fedavg", "weighting": "samples"},
     "objective": {"name": "fedavg", "mode": "", "batchnorm": "averaged"},
-}  # all that it takes of these
+}  # the only supported values of these
 
 
 def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
-    """The network after config.rounds rounds of all sites, and its accuracy on all test images. `seed`: of the batches.
+    """Return the network after config.rounds rounds of all sites, and its accuracy on all test images.
 
-    Takes epochs, batch size, rate (constant) and momentum of the configuration. The network starts as its seed draws it, and
-    its whole numbers stay so. UserError as check_plain.
+    `seed` draws the batches. The configuration gives the start, the epochs, the batch size, the constant rate and the
+    momentum. Integer tensors keep their start values. Raises UserError as `check_plain`.
     """
     check_plain(config)
     torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
 
 
 def check_plain(config: Config) -> None:
-    """UserError for what the loop does not do."""
+    """Raise UserError for options that the loop does not support."""
     for section, keys in LEFT_OUT.items():
         here = getattr(config, section)
         for key in keys:
@@ -73,20 +73,18 @@ def check_plain(config: Config) -> None:
             raise _refused(key, dict(section))
     for site in config.roster:
         if site.spec.flip or architecture_of(config, site) != architecture_of(config):
-            raise _refused("sites", f"flip or a network of its own for {site.name}")
+            raise _refused("sites", f"flip, or another network, for {site.name}")
 
 
 def _refused(key: str, value: object) -> UserError:
-    return UserError(f"{key}: got {value}, which FedAvg's plain loop does not do; leave it out, or name the methods to be "
-                     "measured without the loop: tables=fedavg,scaffold")  # fmt: skip
+    return UserError(f"{key}: got {value}, which the plain loop of FedAvg does not support; leave it out, or select methods "
+                     "without the loop: tables=fedavg,scaffold")  # fmt: skip
 
 
 def _train(network: Network, part: TensorDataset, config: Config) -> None:
     training = config.training
     optimiser = torch.optim.SGD(network.parameters(), lr=training.rate, momentum=training.momentum)
-    lone = (
-        0 < len(part) % training.batch < min_batch_size(architecture_of(config))
-    )  # a last batch that the network cannot take
+    lone = 0 < len(part) % training.batch < min_batch_size(architecture_of(config))  # a last batch too small for the network
     for _ in range(training.epochs):
         for images, labels in DataLoader(part, batch_size=training.batch, shuffle=True, drop_last=lone):
             optimiser.zero_grad()

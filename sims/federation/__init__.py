@@ -1,1 +1,1 @@
-"""A federation's machines: keys and certificates, the server's SuperLink, and a node for each site."""
+"""The machines of a federation: keys and certificates, the server's SuperLink, and a node for each site."""

@@ -1,4 +1,4 @@
-"""What a door holds of requests and answers: so many bytes at once, in all and of one speaker, and they must keep moving."""
+"""Bound the bytes of requests and answers at a door, in all and for one caller, and end those that stop moving."""
 
 import asyncio
 import contextlib
@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator, Callable, Hashable
 
 from starlette.types import Message, Receive, Send
 
-MOST_BYTES = 128 << 20  # of a request
-LARGEST_PART = 64 << 20  # of a part of a message; Flower sends arrays in parts of 5 MiB
-MOST_HELD = 512 << 20  # of all requests that are under way at a door
-MOST_SHARE = 128 << 20  # of those of one speaker
-SMALL = 64 << 10  # a body that never waits for others' (heartbeats, say), and the least that a request counts as
-UNFOLDS = 32  # times the bytes of a body that its reading takes, where it is a list of small things
-MOST_WAITING = 64  # requests of one speaker that wait for room
-ROOM_SECONDS = 10.0  # to wait for room; Flower's programs wait 30 s for an answer, and try again after a 503
-PIECE_SECONDS = 60.0  # between two pieces of a body
-SLOWEST = 16 << 10  # bytes per second of a body or an answer, on the whole
+MOST_BYTES = 128 << 20  # bytes of a request
+LARGEST_PART = 64 << 20  # bytes of a part of a message; Flower sends arrays in parts of 5 MiB
+MOST_HELD = 512 << 20  # bytes of all current requests at a door
+MOST_SHARE = 128 << 20  # bytes of those of one caller
+SMALL = (
+    64 << 10
+)  # bytes of a body that never waits for other callers (a heartbeat, say), and the least that a request counts
+UNFOLDS = 32  # bytes of memory to read one byte of a body that lists small things
+MOST_WAITING = 64  # waiting requests of one caller
+ROOM_SECONDS = 10.0  # seconds to wait for room; Flower's programs wait 30 s for an answer, and try again after a 503
+PIECE_SECONDS = 60.0  # seconds between two pieces of a body
+SLOWEST = 16 << 10  # bytes per second of a body or an answer, on average
 
 
 class Full(Exception):
@@ -25,7 +27,7 @@ class Full(Exception):
 
 
 class Room:
-    """The bytes of the bodies that are under way at a door: `most` in all, `share` of one speaker."""
+    """Room for the bodies of current requests at a door: `most` bytes in all, `share` bytes for one caller."""
 
     def __init__(self, most: int = MOST_HELD, share: int = MOST_HELD) -> None:
         self._most, self._share = most, share
@@ -35,14 +37,14 @@ class Room:
 
     @property
     def held_bytes(self) -> int:
-        """Of all bodies that are under way now."""
+        """The bytes of all current bodies."""
         return self._held.total()
 
     @contextlib.asynccontextmanager
     async def held(self, speaker: Hashable, size: int, times: int = 1) -> AsyncIterator[Callable[[int], None]]:
-        """Hold room for a body as long as its request is under way; what takes note of bytes of the answer, too.
+        """Reserve room for a body during its request. Yields a function that adds bytes of the answer.
 
-        `times`: the bytes of memory that a byte of it takes. Full: there is no room, and none becomes free.
+        `times`: bytes of memory for each byte of the body. Raises Full if no room becomes free in time.
         """
         counted, small = max(size * times, SMALL), size <= SMALL
         if not self._fits(speaker, counted, small):
@@ -58,7 +60,7 @@ class Room:
             yield grow
         finally:
             self._held[speaker] -= counted
-            self._held += Counter()  # whoever holds nothing is forgotten
+            self._held += Counter()  # drops callers that hold nothing
             self._freed.set()
             self._freed = asyncio.Event()
 
@@ -67,7 +69,7 @@ class Room:
         return of_all and self._held[speaker] + size <= self._share
 
     async def _wait(self, speaker: Hashable, size: int, small: bool) -> None:
-        """Until there is room."""
+        """Wait for room. Raises Full if that takes too long."""
         if self._waiting[speaker] >= MOST_WAITING:
             raise Full
         self._waiting[speaker] += 1
@@ -83,7 +85,7 @@ class Room:
 
 
 class Measured:
-    """What comes of a body, which must not stop coming, nor come by drops for ever."""
+    """The ASGI `receive` of a body, which disconnects a caller that stops sending or is too slow."""
 
     def __init__(self, receive: Receive, size: int) -> None:
         self._receive, self._whole = receive, False
@@ -91,7 +93,7 @@ class Measured:
 
     async def __call__(self) -> Message:
         if self._whole:
-            return await self._receive()  # until the caller goes away
+            return await self._receive()  # waits until the caller disconnects
         try:
             message = await asyncio.wait_for(self._receive(), min(PIECE_SECONDS, self._end - time.monotonic()))
         except TimeoutError:
@@ -101,9 +103,9 @@ class Measured:
 
 
 class Answered:
-    """What is answered, in pieces: the next one follows when the caller has read most of what came before.
+    """The ASGI `send` of an answer, in pieces; each waits until the caller has read most of the previous ones.
 
-    `grow`: takes note of bytes that wait to be read. TimeoutError: the caller does not read them.
+    `grow`: counts the bytes that wait for the caller. Raises TimeoutError if the caller does not read them.
     """
 
     def __init__(self, send: Send, grow: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a federation's machines, seen from one of them: a line for each thing that was looked at."""
+"""Check the machines of a federation from one of them, with a line for each check."""
 
 import datetime
 import email.utils
@@ -25,29 +25,29 @@ SOON = datetime.timedelta(days=30)
 APART_SECONDS = 60.0  # of two clocks
 WAIT_SECONDS = 10.0
 GOOD = "good"
-VERSIONS, PROXY = "versions", "proxy"  # rows for the reader's information
+VERSIONS, PROXY = "versions", "proxy"  # rows for information only
 NOT_FOR_NODES = ("/v1/control/list-runs", "/v1/runtime/acquire-task", "/v1/fleet/register-node")
 
 Row = tuple[str, str, str]
 
 
 def check(folder: Path) -> list[Row]:
-    """Machine, what was looked at, and "good" or what is wrong and how to mend it.
+    """Return rows (machine, what was checked, "good" or the fault and its cure).
 
-    `folder`: with the machines' folders, or that of one machine. UserError if it is neither.
+    `folder`: of a federation, or of one machine. Raises UserError for any other folder.
     """
     homes = machines_of(folder)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("fedloom", "flwr"))
     rows: list[Row] = [("here", VERSIONS, versions), *_proxies()]
     for home in homes:
         look = _server if (home / sheets.SERVER).is_file() else _site
-        rows += [(home.resolve().name, what, told) for what, told in look(home)]
+        rows += [(home.resolve().name, what, finding) for what, finding in look(home)]
     return rows
 
 
 def sound(rows: Iterable[Sequence[str]]) -> bool:
-    """Whether nothing is wrong with what was looked at."""
-    return all(told == GOOD for _, what, told in rows if what not in (VERSIONS, PROXY))
+    """Return whether no check has failed."""
+    return all(finding == GOOD for _, what, finding in rows if what not in (VERSIONS, PROXY))
 
 
 def _server(home: Path) -> Iterator[tuple[str, str]]:
@@ -56,117 +56,124 @@ def _server(home: Path) -> Iterator[tuple[str, str]]:
     except UserError as error:
         yield sheets.SERVER, str(error)
         return
-    yield "program", GOOD if running(home) else "does not run: fedloom federation server ."
-    yield "certificate", _dates(home / sheet.certificate)
-    yield "private key", _private(home / sheet.key)
-    yield "folder", _locked(home)
-    here = "127.0.0.1" if sheet.host in ("0.0.0.0", "::") else sheet.host
-    yield "port", _tried(lambda: _spoken(here, sheet.port, home / sheet.authority))
+    yield "program", GOOD if running(home) else "is not running; run 'fedloom federation server .'"
+    yield "certificate", _check_dates(home / sheet.certificate)
+    yield "private key", _check_key(home / sheet.key)
+    yield "folder", _check_folder(home)
+    address = "127.0.0.1" if sheet.host in ("0.0.0.0", "::") else sheet.host
+    yield "port", _or_fault(lambda: _check_server(address, sheet.port, home / sheet.authority))
 
 
 def _site(home: Path) -> Iterator[tuple[str, str]]:
     sheet = sheets.read(SiteSheet, home / sheets.SITE)
-    yield "program", GOOD if running(home) else f"does not run: fedloom federation node {sheets.SITE}"
+    yield "program", GOOD if running(home) else f"is not running; run 'fedloom federation node {sheets.SITE}'"
     if sheet.certificate:
-        yield "certificate", _dates(home / sheet.certificate)
+        yield "certificate", _check_dates(home / sheet.certificate)
     if sheet.key:
-        yield "private key", _private(home / sheet.key)
-    yield "folder", _locked(home)
+        yield "private key", _check_key(home / sheet.key)
+    yield "folder", _check_folder(home)
     try:
         sheets.check_superlink(sheet.superlink)
         if not (sheet.certificate and sheet.key):
             raise UserError(
-                "has no certificate or no key: anybody on the network could be the server, or this site; plan again"
+                "has no certificate or no key, so anyone on the network could pose as the server or this site; plan again"
             )
     except UserError as error:
         yield "server", str(error)
         return
     host, _, port = sheet.superlink.rpartition(":")
-    yield f"server at {sheet.superlink}", _tried(lambda: _spoken(host.strip("[]"), int(port), home / sheet.certificate))
+    yield (
+        f"server at {sheet.superlink}",
+        _or_fault(lambda: _check_server(host.strip("[]"), int(port), home / sheet.certificate)),
+    )
 
 
 def _proxies() -> Iterator[Row]:
-    """The proxies that this machine's environment names: nodes go by them to a server elsewhere."""
+    """Yield the proxies in this machine's environment, which nodes use to reach a server elsewhere."""
     for name, text in named(os.environ).items():
-        use = "a node asks it for the way to a server elsewhere (no_proxy: HOST leaves it out)"
+        use = "nodes use it to reach a server elsewhere (no_proxy=HOST bypasses it)"
         if name not in usable(os.environ):
-            use = "not used, as the package socksio is not installed"
+            use = "not used, since the package socksio is not installed"
         yield "here", PROXY, f"{name} is {plain(text).rpartition('@')[2]}: {use}"  # without a password
 
 
-def _dates(path: Path) -> str:
-    """Of a certificate: whether it is valid now, and for how long."""
+def _check_dates(path: Path) -> str:
+    """Check whether a certificate is valid now and for some time."""
     try:
-        found = x509.load_pem_x509_certificate(path.read_bytes())
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        return f"{path.name} cannot be read ({error}); put it back from the plan"
+        return f"{path.name} cannot be read ({error}); restore it from the plan"
     now = datetime.datetime.now(datetime.UTC)
-    begins, ends = found.not_valid_before_utc, found.not_valid_after_utc
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not begins <= now <= ends:
-        return f"{path.name} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}: make a new plan, or set the clock"
+        return f"{path.name} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}; make a new plan, or set the clock"
     if now > ends - SOON:
-        return f"{path.name} ends on {ends:%Y-%m-%d}: make a new plan before"
+        return f"{path.name} ends on {ends:%Y-%m-%d}; make a new plan before that"
     return GOOD
 
 
-def _private(path: Path) -> str:
+def _check_key(path: Path) -> str:
     if not path.is_file():
-        return f"{path.name} is not there; 'fedloom federation rekey' makes another"
+        return f"{path.name} is missing; 'fedloom federation rekey' makes a new one"
     mode = stat.S_IMODE(path.stat().st_mode)
-    return f"{path.name} may be read by others: chmod 600 {path.name}" if mode & 0o077 else GOOD
+    return f"other users can read {path.name}; run 'chmod 600 {path.name}'" if mode & 0o077 else GOOD
 
 
-def _locked(folder: Path) -> str:
-    return "others of this machine get into it: chmod 700" if stat.S_IMODE(folder.stat().st_mode) & 0o077 else GOOD
+def _check_folder(folder: Path) -> str:
+    return (
+        "other users of this machine can open it; run 'chmod 700' on it"
+        if stat.S_IMODE(folder.stat().st_mode) & 0o077
+        else GOOD
+    )
 
 
-def _tried(ask: Callable[[], str]) -> str:
-    """What is wrong with a connection, in words."""
+def _or_fault(ask: Callable[[], str]) -> str:
+    """Return what `ask` finds, or why the connection failed."""
     try:
         return ask()
     except ssl.SSLCertVerificationError as error:
-        return f"is not the server of this certificate, or clocks differ ({error.verify_message})"
+        return f"does not match this certificate, or the clocks differ ({error.verify_message})"
     except ssl.SSLError as error:
-        return f"speaks no TLS, or another one ({error.reason})"
+        return f"has no TLS, or an incompatible version ({error.reason})"
     except (OSError, http.client.HTTPException) as error:
-        return f"cannot be reached ({error or type(error).__name__}): is it up, and does a firewall let this port through?"
+        return f"cannot be reached ({error or type(error).__name__}); is it running, and does a firewall block the port?"
 
 
-def _spoken(host: str, port: int, authority: Path) -> str:
-    """Speak to the server as nodes do: what it lets others do, and whether its clock is ours."""
+def _check_server(host: str, port: int, authority: Path) -> str:
+    """Connect to the server as nodes do, and check what it answers to outsiders, and its clock."""
     if obeyed := [path for path in NOT_FOR_NODES if _answer(host, port, authority, "POST", path)[0] != 404]:
         return (
-            f"whoever reaches it may control it ({obeyed[0]} is answered): stop it, and have this version serve a new plan"
+            f"anyone who reaches it can control it (it answers {obeyed[0]}); stop it, and serve a new plan with this version"
         )
-    told = _answer(host, port, authority, "GET", "/")[1]
+    date = _answer(host, port, authority, "GET", "/")[1]
     try:
-        there = email.utils.parsedate_to_datetime(told or "").timestamp()
+        theirs = email.utils.parsedate_to_datetime(date or "").timestamp()
     except (ValueError, OverflowError, OSError):
         return "answers, but not as Flower's SuperLink does"
-    apart = there - datetime.datetime.now(datetime.UTC).timestamp()
-    return GOOD if abs(apart) <= APART_SECONDS else f"its clock differs by {apart:+.0f} s: set both by NTP"
+    difference = theirs - datetime.datetime.now(datetime.UTC).timestamp()
+    return GOOD if abs(difference) <= APART_SECONDS else f"its clock differs by {difference:+.0f} s; set both clocks by NTP"
 
 
 def _answer(host: str, port: int, authority: Path, method: str, path: str) -> tuple[int, str | None]:
-    """The status and the date of an answer. TimeoutError if it is not there in time, even if it comes bit by bit."""
-    found: Future[tuple[int, str | None]] = Future()
+    """Return the status and the date of an answer. Raises TimeoutError if it is not complete in time."""
+    answer: Future[tuple[int, str | None]] = Future()
 
     def ask() -> None:
         try:
-            found.set_result(_asked(host, port, authority, method, path))
+            answer.set_result(_request(host, port, authority, method, path))
         except Exception as error:
-            found.set_exception(error)
+            answer.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True).start()  # a process that ends does not wait for it
-    return found.result(WAIT_SECONDS)
+    threading.Thread(target=ask, daemon=True).start()  # a daemon, so that this process can end before it
+    return answer.result(WAIT_SECONDS)
 
 
-def _asked(host: str, port: int, authority: Path, method: str, path: str) -> tuple[int, str | None]:
+def _request(host: str, port: int, authority: Path, method: str, path: str) -> tuple[int, str | None]:
     context = ssl.create_default_context(cafile=str(authority))
     line = http.client.HTTPSConnection(host, port, timeout=WAIT_SECONDS, context=context)
     try:
         line.request(method, path, headers={"content-type": "application/protobuf"})
-        told = line.getresponse()
-        return told.status, told.getheader("date")
+        answer = line.getresponse()
+        return answer.status, answer.getheader("date")
     finally:
         line.close()

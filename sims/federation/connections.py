@@ -1,4 +1,4 @@
-"""How a door of a federation holds connections: a head comes in time, and who is not yet known crowds out nobody who is."""
+"""Bound the connections at a door: heads must arrive in time, and unknown callers cannot displace members."""
 
 import contextlib
 import socket
@@ -10,19 +10,19 @@ from typing import Any
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 20.0  # for a request's head to come as a whole
-MOST_UNKNOWN = 512  # connections whose caller has not proved yet who it is
+HEAD_SECONDS = 20.0  # for the complete head of a request
+MOST_UNKNOWN = 512  # connections whose callers are not identified yet
 MOST_OF_MEMBER = 64  # connections of one member; its node uses ten
-MOST_CONNECTIONS = 4096  # of all kinds; beyond, requests are answered 503
+MOST_CONNECTIONS = 4096  # in all; further requests get the answer 503
 
 Peer = tuple[str, int]  # address and port of a caller
 
 
 class Crowd:
-    """The connections at a door: those whose callers are not known yet, and those of each member.
+    """The connections at a door: those with unknown callers, and those of each member.
 
-    If there are too many, the oldest one is closed: of the unknown ones that of the address that has most of them, so that a
-    flood from one address closes no connection of another; of a member's one of its own.
+    A member with too many connections loses its oldest one. If there are too many unknown callers, the address with the
+    most of them loses its oldest one. So a flood from one address cannot close connections of others.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Crowd:
         return len(self._unknown)
 
     def came(self, peer: Peer, line: socket.socket) -> None:
-        """Take note of a connection that has just been made."""
+        """Record a new connection."""
         if len(self._unknown) >= MOST_UNKNOWN:
             self._unknown = _open(self._unknown)
         if len(self._unknown) >= MOST_UNKNOWN:
             most = Counter(host for host, _ in self._unknown).most_common(1)[0][0]
-            oldest = next(where for where in self._unknown if where[0] == most)
+            oldest = next(peer for peer in self._unknown if peer[0] == most)
             _close(self._unknown.pop(oldest))
         self._unknown[peer] = line
 
     def known(self, peer: Peer, member: int | None = None) -> None:
-        """Take note that the caller of a connection has proved who it is: this member, or the machine's own program."""
+        """Record that the caller of a connection is this member, or a program of this machine (None)."""
         line = self._unknown.pop(peer, None)
         if line is None or member is None:
             return
@@ -56,7 +56,7 @@ class Crowd:
 
 
 def _open(lines: Mapping[Peer, socket.socket]) -> dict[Peer, socket.socket]:
-    return {where: line for where, line in lines.items() if line.fileno() >= 0}
+    return {peer: line for peer, line in lines.items() if line.fileno() >= 0}
 
 
 def _close(line: socket.socket) -> None:
@@ -65,21 +65,21 @@ def _close(line: socket.socket) -> None:
 
 
 class Listening(socket.socket):
-    """A listening socket that takes over another one, and shows each new connection to a crowd."""
+    """A listening socket that takes over another one, and records each new connection in a crowd."""
 
     def __init__(self, listening: socket.socket, crowd: Crowd) -> None:
         super().__init__(fileno=listening.detach())
         self._crowd = crowd
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection, and where it comes from."""
+        """Return the next connection and the address of its caller."""
         line, peer = super().accept()
         self._crowd.came((str(peer[0]), int(peer[1])), line)
         return line, peer
 
 
 class Patient(H11Protocol):
-    """Uvicorn's HTTP/1.1, but that a request's head has to come in time: nobody holds a connection by sending nothing."""
+    """Uvicorn's HTTP/1.1, with a time limit for the head of a request, so that silent callers lose their connection."""
 
     _late: TimerHandle | None = None
 
@@ -113,7 +113,7 @@ class Patient(H11Protocol):
 
 
 def settings(app: ASGIApp, certificate: str, key: str, log_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of uvicorn, for a door."""
+    """Return uvicorn's settings for a door."""
     return {
         "app": app, "http": Patient, "ws": "none", "ssl_certfile": certificate, "ssl_keyfile": key, "log_config": log_config,
         "server_header": False, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 3,

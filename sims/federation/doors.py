@@ -1,8 +1,8 @@
-"""The doors of a federation's ports: a server's for nodes, a server's for its own user, and a node's for its own programs.
+"""The doors of a federation's ports: the server's for nodes, the server's for its owner, and a node's for its programs.
 
-Flower (1.41) answers everything at one port: whoever reaches it may start runs, and let nodes in or throw them out. Here
-each door answers its own paths alone, and asks who speaks before it reads what is said (`bodies.py`: how much of it at
-once; `connections.py`: how many may ask).
+Flower (1.41) answers everything at one port, so that anyone who reaches it can start runs, and admit or remove nodes. Here
+each door answers only its own paths, and identifies the caller before it reads a body. `bodies.py` bounds the bytes,
+`connections.py` the callers.
 """
 
 import base64
@@ -57,9 +57,9 @@ FLEET = frozenset(
         "pull-object",
         "confirm-message-received",
     )
-)  # what a node asks for
-CONTROL = "/v1/control/"  # what starts runs
-ACQUIRE = "/v1/runtime/acquire-task"  # what the executor asks for
+)  # paths for nodes
+CONTROL = "/v1/control/"  # path prefix for the commands that start runs
+ACQUIRE = "/v1/runtime/acquire-task"  # path for the executor
 RUNTIME = frozenset(
     f"/v1/runtime/{name}"
     for name in (
@@ -74,28 +74,31 @@ RUNTIME = frozenset(
         "pull-messages",
         "get-nodes",
     )
-)  # what ServerApps and ClientApps ask for
-OF_BYTES = "/push-object"  # what is sent there is read as it is
-OF_NODES = {"/v1/fleet/push-object": LARGEST_PART, "/v1/fleet/push-messages": 2 << 20}  # bytes of a body; others: SMALL
+)  # paths for ServerApps and ClientApps
+OF_BYTES = "/push-object"  # its bodies are plain bytes
+OF_NODES = {
+    "/v1/fleet/push-object": LARGEST_PART,
+    "/v1/fleet/push-messages": 2 << 20,
+}  # most bytes of a body; other paths: SMALL
 OF_OWN = {
-    "/v1/control/start-run": 32 << 20,  # Flower's own limit to an app's bundle is 10 MB
+    "/v1/control/start-run": 32 << 20,  # Flower's limit for an app's bundle is 10 MB
     "/v1/runtime/push-object": LARGEST_PART,
-    "/v1/runtime/push-messages": MOST_BYTES,  # heads of all orders of a round, with the ids of their parts
+    "/v1/runtime/push-messages": MOST_BYTES,  # the heads of a round's orders, with the ids of their parts
     "/v1/runtime/pull-messages": 4 << 20,  # ids of orders
-    "/v1/runtime/push-task-output": MOST_BYTES,  # with what an app keeps
+    "/v1/runtime/push-task-output": MOST_BYTES,  # with the app's state
     "/v1/runtime/push-logs": 16 << 20,
 }
-NODE: ContextVar[int | None] = ContextVar("node", default=None)  # whose request is answered; None: not a node's
-HOST = [(b"host", b"superlink")]  # in place of what a caller says: no answer depends on it
+NODE: ContextVar[int | None] = ContextVar("node", default=None)  # the caller of the current request; None: not a node
+HOST = [(b"host", b"superlink")]  # replaces the caller's header; no answer depends on it
 
 
 @dataclass(frozen=True)
 class Door:
-    """An ASGI application that passes on what `admits`; all other requests end here, with their bodies unread.
+    """An ASGI application that passes on admitted requests to `app`, and refuses all others without reading their bodies.
 
-    `admits`: the status of an answer to a path with these headers; 0: the request is passed on. It may block.
-    `speaker`: the node whose request it is, by its headers. `largest`: bytes of a body, by its path; others: SMALL. `wary`:
-    whether callers may send what unfolds to many times its bytes. `crowd`: of connections; `room`: for bodies.
+    `admits`: returns the status of a refusal for a path and its headers, or 0 to pass the request on; may block.
+    `speaker`: returns the node that sent a request with these headers. `largest`: most bytes of a body by path; other paths:
+    SMALL. `wary`: count bodies with the memory that their content may need. `crowd`: connections. `room`: for bodies.
     """
 
     app: ASGIApp
@@ -122,25 +125,25 @@ class Door:
         return await PlainTextResponse("", status, {"connection": "close"})(scope, receive, send)
 
     async def _pass_on(self, node: int | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer. Full: there is no room for the body, of which nothing is read."""
+        """Let the application answer. Raises Full, before it reads the body, if the room is full."""
         headers = dict(scope["headers"])
         size = int(headers[b"content-length"])
-        seen = [(name, content) for name, content in scope["headers"] if name != b"host"]
+        others = [(name, content) for name, content in scope["headers"] if name != b"host"]
         times = UNFOLDS if self.wary and not scope["path"].endswith(OF_BYTES) else 1
         async with self.room.held(node, size, times) as grow:
             token = NODE.set(node)
             try:
-                await self.app({**scope, "headers": HOST + seen}, Measured(receive, size), Answered(send, grow))
+                await self.app({**scope, "headers": HOST + others}, Measured(receive, size), Answered(send, grow))
             finally:
                 NODE.reset(token)
 
     async def _refused(self, scope: Scope) -> int:
-        """The status that ends a request, before anything of its body is read; 0: none."""
+        """Return the status of a refusal, before the body is read, or 0."""
         if scope["method"] != "POST" or scope["query_string"] or scope["raw_path"] != scope["path"].encode():
             return 404
         headers = dict(scope["headers"])
         if len(headers) != len(scope["headers"]):
-            return 400  # a header twice: two readers may not agree which counts
+            return 400  # a repeated header; readers may disagree on which counts
         if status := await run_in_threadpool(self.admits, scope["path"], headers):
             return status
         size = headers.get(b"content-length", b"")
@@ -151,9 +154,9 @@ class Door:
 
 
 def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
-    """The door for nodes: each proves with every request that it holds the private key of one that is let in.
+    """Return the door for nodes, which sign each request with the private key of an admitted node.
 
-    `node_of`: the id of the node of a public key (PEM), if there is one.
+    `node_of`: returns the node id of a public key (PEM), or None.
     """
 
     def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
@@ -172,9 +175,9 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
 
 
 def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object]) -> Door:
-    """The door for whoever may read the server's folder, who starts runs with this token; and for its own programs.
+    """Return the door for the owner of the server's folder, who starts runs with the token, and for the server's programs.
 
-    `secret`, `task_of`: as `for_apps`.
+    `secret`, `task_of`: as for `for_apps`.
     """
     expected, of_apps = f"Bearer {token}".encode(), for_apps(app, secret, task_of).admits
 
@@ -187,9 +190,9 @@ def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[st
 
 
 def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> Door:
-    """The door for a machine's own programs: what starts Apps signs with the secret, Apps bring their tasks' tokens.
+    """Return the door for a machine's programs: the executor signs with the secret, Apps have the tokens of their tasks.
 
-    `task_of`: the task that a token stands for; None: there is none. Flower checks both again, against the body, too.
+    `task_of`: returns the task of a token, or None. Flower checks both again, together with the body.
     """
     key = derive_auth_secret(secret)
 
@@ -207,7 +210,7 @@ def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> D
 
 
 def _of_executor(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the holder of a key signed a request for a task just now. KeyError, ValueError: it does not say."""
+    """Return whether the executor signed a request for a task just now. Raises KeyError or ValueError for bad headers."""
     names = (SUPEREXEC_AUTH_TIMESTAMP_HEADER, SUPEREXEC_AUTH_NONCE_HEADER, SUPEREXEC_AUTH_BODY_SHA256_HEADER)
     time, nonce, body = (_header(headers, name).decode("ascii") for name in names)
     expected = compute_superexec_signature(
@@ -218,7 +221,7 @@ def _of_executor(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _signed(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the holder of a public key (PEM) signed a request's time just now. KeyError, ValueError: it says none."""
+    """Return whether the owner of a public key (PEM) signed a request just now. KeyError, ValueError: bad headers."""
     time = _header(headers, TIMESTAMP_HEADER).decode("ascii")
     signature = base64.b64decode(_header(headers, FLEET_HTTP_SIGNATURE_HEADER), validate=True)
     age = (now() - datetime.datetime.fromisoformat(time)).total_seconds()
@@ -226,7 +229,7 @@ def _signed(key: bytes, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _recent(age: float) -> bool:
-    """Whether what was signed so many seconds ago still counts, as Flower does."""
+    """Return whether a signature of this age in seconds is valid, by Flower's limits."""
     return -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
 
 

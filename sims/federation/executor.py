@@ -1,7 +1,7 @@
-"""What starts a machine's Apps: a ServerApp at the server, a ClientApp at a site, for one kind of task each.
+"""Start the Apps of a machine: ServerApps at the server, ClientApps at a site.
 
-Flower's own writes a task's token on the command line of the App that does it, where every user of the machine may read it;
-and it takes tasks of every kind. Here the token goes through a pipe or a socket that this user alone can open.
+Flower's executor writes a task's token on the App's command line, where every user of the machine can read it. It takes
+all kinds of tasks. This one takes one kind, and passes the token through a pipe or a socket that only this user can open.
 """
 
 import contextlib
@@ -14,29 +14,28 @@ import threading
 import time
 from pathlib import Path
 
-DOOR = "clientapp.socket"  # in the node's folder, where its programs run
+DOOR = "clientapp.socket"  # in the node's folder
 START_SECONDS, PAUSE_SECONDS = 60.0, 0.05
-AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)  # before it is started again
-STEADY_SECONDS = 60.0  # after which it counts as having been well
-FAILURES = frozenset({500, 502, 503, 504})  # answers after which it asks again
+AGAIN_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds before a restart
+STEADY_SECONDS = 60.0  # after which it counts as healthy
+FAILURES = frozenset({500, 502, 503, 504})  # statuses after which it asks again
 
 
 class Executor:
-    """A process that does what the Runtime API at an address has to do, as long as this process lives.
+    """A child process that runs the tasks of the Runtime API at an address; it is restarted if it ends.
 
-    If it ends, it is started again. `secret`: by which it is known there; it goes through a pipe. `apps`: which it runs
-    (sims.federation.own_app).
+    `secret`: authenticates it there; passed through a pipe. `apps`: which Apps it runs (sims.federation.own_app).
     """
 
     def __init__(self, address: str, authority: Path, secret: str, kind: str, apps: str, warm: bool = False) -> None:
         self._words = [address, str(authority), kind, str(os.getpid()), apps, "warm" if warm else ""]
-        self._secret, self._told = secret.encode(), threading.Event()
+        self._secret, self._ended = secret.encode(), threading.Event()
         self.child = self._start()
         threading.Thread(target=self._keep, daemon=True).start()
 
     def terminate(self) -> None:
-        """End it for good."""
-        self._told.set()
+        """End the process without a restart."""
+        self._ended.set()
         self.child.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -56,16 +55,20 @@ class Executor:
             if time.monotonic() - began > STEADY_SECONDS:
                 pauses = iter(AGAIN_SECONDS)
             pause = next(pauses, AGAIN_SECONDS[-1])
-            if self._told.is_set():
+            if self._ended.is_set():
                 return
-            print(f"what starts Apps ended ({self.child.returncode}); again in {pause:g} s", file=sys.stderr, flush=True)
-            if self._told.wait(pause):
+            print(
+                f"the executor of Apps ended ({self.child.returncode}); it starts again in {pause:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            if self._ended.wait(pause):
                 return
             self.child = self._start()
 
 
 def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: str) -> None:
-    """Until the parent ends."""
+    """Run tasks until the parent process ends."""
     secret = sys.stdin.buffer.read()
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
     from flwr.supercore.retry import http_retry
@@ -79,7 +82,7 @@ def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: 
     tasks = _Warm(apps) if warm else _Cold(apps)
 
     class Quiet(SubprocessExecutor):
-        """Takes tasks of one kind, and says their tokens to nobody but their Apps."""
+        """Takes tasks of one kind, and passes their tokens to their Apps only."""
 
         def get_eligible_capacity(self, *_: object, **__: object) -> tuple[set[TaskType], set[str]]:
             return {TaskType(kind)}, set()
@@ -111,14 +114,14 @@ def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: 
 
 
 class _Cold:
-    """A new program for each task."""
+    """Starts a new process for each task."""
 
     def __init__(self, apps: str) -> None:
         self._apps = apps
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, words: list[str], out: int | None) -> None:
-        """Have Flower's command do a task."""
+        """Run a task with Flower's command."""
         command = [sys.executable, "-m", "fedloom.sims.federation.task", self._apps]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out)
         self._started.append(child)
@@ -127,15 +130,15 @@ class _Cold:
             pipe.write(json.dumps(words).encode())
 
     def reap(self) -> None:
-        """Take note of those that have ended."""
+        """Forget the processes that have ended."""
         self._started = [child for child in self._started if child.poll() is None]
 
 
 class _Warm(_Cold):
-    """One program that has imported all that a ClientApp needs, and forks for each task (sims.federation.warm)."""
+    """Uses one process with all imports of a ClientApp, which forks for each task (sims.federation.warm)."""
 
     def start(self, words: list[str], out: int | None) -> None:
-        """Hand the task over, if need be to a program that is started first. OSError if that does not come."""
+        """Pass a task to the process, which is started if necessary. Raises OSError if it does not start."""
         with contextlib.suppress(OSError):
             return hand_over(words)
         command = [sys.executable, "-m", "fedloom.sims.federation.warm", str(os.getpid()), self._apps]
@@ -151,7 +154,7 @@ class _Warm(_Cold):
 
 
 def hand_over(words: list[str]) -> None:
-    """Give the words to the program that waits. OSError if there is none."""
+    """Send the command line to the waiting process. Raises OSError if no process waits."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(DOOR)
         line.sendall(json.dumps(words).encode() + b"\n")

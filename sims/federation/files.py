@@ -1,4 +1,4 @@
-"""Files of a federation's folders: written as a whole or not at all, and read only where they are what they should be."""
+"""Write the files of a federation's folders completely or not at all, and read small regular files only."""
 
 import contextlib
 import errno
@@ -12,33 +12,33 @@ MOST_KEY = 4096  # bytes of a public key's file
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Readable by its owner alone, from the first byte on; whoever reads it finds all of it, or what was there before."""
+    """Write a file that only its owner can read. Readers see the old content or all of the new one."""
     write_together({path: content})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Several files, in this order, each as `write_private`: none of them is touched before all are on the disk.
+    """Write several files, in this order, like `write_private`. None is replaced before all are on the disk.
 
-    OSError: they cannot be written; nothing of them is left behind.
+    Raises OSError if they cannot be written, and then leaves no new files behind.
     """
-    beside = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in contents}
+    new_files = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in contents}
     try:
         for path, content in contents.items():
-            beside[path].unlink(missing_ok=True)
-            with os.fdopen(os.open(beside[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
+            new_files[path].unlink(missing_ok=True)
+            with os.fdopen(os.open(new_files[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        for path, new in beside.items():
+        for path, new in new_files.items():
             new.replace(path)
     finally:
-        for new in beside.values():
+        for new in new_files.values():
             with contextlib.suppress(OSError):
                 new.unlink()
 
 
 def read_small(path: Path, most: int = MOST_KEY) -> bytes:
-    """A file's content. OSError for what is larger, or is not a file: a pipe, say, that nobody writes to."""
+    """Return a file's content. Raises OSError for a larger file, or one that is not regular, such as a pipe."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -1,6 +1,6 @@
-"""Heartbeats that go on: Flower's own (1.41) end with the first answer that they do not expect, and nobody restarts them.
+"""Continue heartbeats after unexpected answers. Flower's (1.41) end at the first one.
 
-A node without heartbeats is offline for the server; a task without them has failed.
+Without heartbeats, the server counts a node as offline and a task as failed.
 """
 
 import os
@@ -13,9 +13,9 @@ _once = HeartbeatSender._heartbeat
 
 
 def keep_beating() -> None:
-    """From now on a heartbeat of this process is sent again, with pauses, whatever is answered to it.
+    """Make this process repeat failed heartbeats, with pauses, after any answer.
 
-    But for an answer by which the server does not know the node any more: then the process is told to stop.
+    If the server no longer knows the node, the process stops itself with SIGTERM.
     """
     HeartbeatSender._heartbeat = _again  # type: ignore[method-assign]
 
@@ -25,9 +25,9 @@ def _again(sender: HeartbeatSender) -> None:
         _once(sender)
     except HeartbeatFailure:
         raise
-    except RuntimeError:  # a node that is not known has to say anew that it is there
+    except RuntimeError:  # the node is unknown, and must register again
         os.kill(os.getpid(), signal.SIGTERM)
     except Exception as error:
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED:
-            raise  # the task has ended, or the node's key is not let in
+            raise  # the task has ended, or the node is not admitted
         raise HeartbeatFailure from error

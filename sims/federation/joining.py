@@ -1,7 +1,6 @@
-"""Sites whose keys nobody else ever has: each makes its own, asks the operator to be let in, and learns the others' keys.
+"""Let sites join that make their own keys: a site sends a request, the operator admits it, all sites get the members' file.
 
-Two files travel, with nothing secret in them: a site's request, to the operator, and the members' file, to all sites.
-What is in them is only as true as the channel they came by: people compare fingerprints.
+Neither file is secret. Since the channel may change them, people compare fingerprints.
 """
 
 import errno
@@ -37,54 +36,54 @@ from fedloom.sims.federation.sheets import SiteSheet
 
 REQUEST = "join.request"
 MOST_REQUEST, MOST_MEMBERS = 1 << 14, 1 << 24  # bytes
-MOST_KEY = 1000  # letters of a public key
+MOST_KEY = 1000  # characters of a public key
 
 
 def ask(folder: Path, name: str, superlink: str, again: bool) -> str:
-    """Make a site's key and its request in its folder, and its sheet if there is none; the key's fingerprint.
+    """Write a site's key, its request, and its sheet if missing. Return the key's fingerprint.
 
-    `again`: in place of the key that is there. UserError if there is one, and for a name or address that cannot be.
+    `again`: replace an existing key. Raises UserError for an existing key without it, and for an invalid name or address.
     """
     _check_name(name, "NAME")
     sheet = folder / sheets.SITE
     if not sheet.is_file():
         sheets.check_superlink(superlink)
     elif sheets.read(SiteSheet, sheet).name != name:
-        raise UserError(f"{sheet}: is the sheet of another site; name another folder (--folder)")
+        raise UserError(f"{sheet}: belongs to another site; name another folder (--folder)")
     key = folder / NODE_KEY
     if key.exists() and not again:
-        raise UserError(f"{key}: is there already; --rekey makes another in its place")
+        raise UserError(f"{key}: exists already; --rekey replaces it")
     with written(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_away(folder)
-        new, made = NodeKey(), {}
+        new, files = NodeKey(), {}
         if not sheet.is_file():
             own = SiteSheet(name=name, superlink=superlink, certificate=AUTHORITY, key=NODE_KEY, peers=PEERS)
-            made[sheet] = sheets.text(own)
+            files[sheet] = sheets.text(own)
         request = {"name": name, "key": new.line, "signature": new.signed(signing_payload("join", name, new.line)).hex()}
-        write_together({**made, folder / REQUEST: write_yaml(request).encode(), **new.files(folder)})
+        write_together({**files, folder / REQUEST: write_yaml(request).encode(), **new.files(folder)})
     return fingerprint(new.line)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a site asks: to be let in under this name with this key."""
+    """A site's request to be admitted under this name with this key."""
 
     name: str
     key: str
 
     @property
     def fingerprint(self) -> str:
-        """Of the key."""
+        """The fingerprint of the key."""
         return fingerprint(self.key)
 
 
 def read_request(path: Path) -> Request:
-    """The request in a file. UserError for anything else, also where whoever wrote it does not hold the key."""
-    given = _read(path, MOST_REQUEST)
-    name, key, signature = (given.get(one) for one in ("name", "key", "signature"))
+    """Return the request in a file. Raises UserError for any other file, and for one that its key did not sign."""
+    content = _read(path, MOST_REQUEST)
+    name, key, signature = (content.get(field) for field in ("name", "key", "signature"))
     if not (isinstance(name, str) and isinstance(key, str) and isinstance(signature, str) and len(key) < MOST_KEY):
-        raise UserError(f"{path}: is not a site's request; 'fedloom federation join' writes one")
+        raise UserError(f"{path}: is not a site's request; make one with 'fedloom federation join'")
     _check_name(name, f"{path}: name")
     line = public_key(key)
     try:
@@ -92,26 +91,26 @@ def read_request(path: Path) -> Request:
     except ValueError:
         good = False
     if not good:
-        raise UserError(f"{path}: is not signed by the key in it: it was altered, or the key is another's")
+        raise UserError(f"{path}: is not signed by the key in it; the file was altered, or the key belongs to someone else")
     return Request(name, line)
 
 
 def check_admission(folder: Path, request: Request, again: bool) -> None:
-    """UserError if a request cannot be granted in a server's folder. `again`: another key of a known site is taken."""
+    """Raise UserError if the server must not admit this request. `again`: accept another key of a known site."""
     server = server_of(folder)
     sheets.read_server(server)
     known = members(server)
     if other := next((name for name, key in known.items() if key == request.key and name != request.name), ""):
-        raise UserError(f"{request.name}: its key is {other}'s already; each site needs one of its own")
+        raise UserError(f"{request.name}: {other} has the same key; each site needs its own key")
     if any(name != request.name and name.casefold() == request.name.casefold() for name in known):
-        raise UserError(f"{request.name}: a site of almost the same name is a member; have it take another")
+        raise UserError(f"{request.name}: a member has almost the same name; the site must choose another")
     if known.get(request.name, request.key) != request.key and not again:
-        told = f"is a member with another key, {fingerprint(known[request.name])}"
-        raise UserError(f"{request.name}: {told}; --rekey takes that one back, if the site says that it is lost")
+        other = f"is a member with another key, {fingerprint(known[request.name])}"
+        raise UserError(f"{request.name}: {other}; if the site has lost that key, --rekey replaces it")
 
 
 def admit(folder: Path, request: Request) -> Path:
-    """Write a site's key where the server finds it; the server's folder."""
+    """Write a site's key to the server's folder, and return that folder."""
     server = server_of(folder)
     with written(folder):
         (server / KEYS).mkdir(exist_ok=True)
@@ -122,7 +121,7 @@ def admit(folder: Path, request: Request) -> Path:
 
 @dataclass(frozen=True)
 class Members:
-    """What the operator says of the federation: the server's address, its authority's certificate (PEM), all sites' keys."""
+    """The members' file: the server's address, its authority's certificate (PEM), and the keys of all sites."""
 
     superlink: str
     certificate: str
@@ -135,11 +134,11 @@ class Members:
 
 
 def read_members(path: Path) -> Members:
-    """The members' file of a server. UserError for anything else."""
-    given = _read(path, MOST_MEMBERS)
-    superlink, certificate, sites = (given.get(one) for one in ("superlink", "certificate", "sites"))
+    """Return the content of a members' file. Raises UserError for any other file."""
+    content = _read(path, MOST_MEMBERS)
+    superlink, certificate, sites = (content.get(field) for field in ("superlink", "certificate", "sites"))
     if not (isinstance(superlink, str) and isinstance(certificate, str) and isinstance(sites, dict)):
-        raise UserError(f"{path}: is not a members' file; the operator's 'fedloom federation admit' writes it")
+        raise UserError(f"{path}: is not a members' file; the operator makes it with 'fedloom federation admit'")
     sheets.check_superlink(superlink)
     known: dict[str, str] = {}
     for name, key in sites.items():
@@ -148,48 +147,48 @@ def read_members(path: Path) -> Members:
     if len(set(known.values())) < len(known):
         raise UserError(f"{path}: two sites have the same key")
     try:
-        found = Members(superlink, certificate, known)
-        _ = found.authority
+        read = Members(superlink, certificate, known)
+        _ = read.authority
     except ValueError:
-        raise UserError(f"{path}: certificate: cannot be read; have the operator send the file again") from None
-    return found
+        raise UserError(f"{path}: certificate: cannot be read; ask the operator to send the file again") from None
+    return read
 
 
-def changes(folder: Path, given: Members) -> list[list[str]]:
-    """What a site's folder would learn from a members' file: rows of what it is, how it changes, its fingerprint.
+def changes(folder: Path, new: Members) -> list[list[str]]:
+    """Return rows (who, change, fingerprint) of what a members' file would change in a site's folder.
 
-    UserError if the file is of a federation in which this site is not, or has another key.
+    Raises UserError if the file does not have this site with this key.
     """
     sheet = sheets.read(SiteSheet, folder / sheets.SITE)
     own = public_key((folder / f"{NODE_KEY}.pub").read_text(encoding="ascii")) if _has_public(folder) else ""
-    if given.sites.get(sheet.name) != own:
-        told = fingerprint(own) if own else "its fingerprint"
-        raise UserError(f"{sheet.name}: is not in the members' file, or with a key that is not this site's: send the "
-                        f"operator {REQUEST} and compare {told}")  # fmt: skip
+    if new.sites.get(sheet.name) != own:
+        mark = fingerprint(own) if own else "its fingerprint"
+        raise UserError(f"{sheet.name}: is not in the members' file with this site's key; send the operator {REQUEST} "
+                        f"and compare {mark}")  # fmt: skip
     before = _peers(folder / (sheet.peers or PEERS))
     held = _held_authority(folder / (sheet.certificate or AUTHORITY))
-    rows = [["the server's authority", _change(held, given.authority), given.authority]]
-    if given.superlink != sheet.superlink:
-        rows.append(["the server's address", f"{sheets.SITE} says {sheet.superlink}, and keeps it", given.superlink])
-    for name in sorted({*before, *given.sites}):
-        old, new = (fingerprint(one[name]) if name in one else "" for one in (before, given.sites))
-        rows.append([name, _change(old, new), new or old])
+    rows = [["the server's authority", _change(held, new.authority), new.authority]]
+    if new.superlink != sheet.superlink:
+        rows.append(["the server's address", f"none: {sheets.SITE} has {sheet.superlink}", new.superlink])
+    for name in sorted({*before, *new.sites}):
+        old, now = (fingerprint(keys[name]) if name in keys else "" for keys in (before, new.sites))
+        rows.append([name, _change(old, now), now or old])
     return rows
 
 
-def accept(folder: Path, given: Members) -> None:
-    """Let a site believe a members' file from now on."""
+def accept(folder: Path, members: Members) -> None:
+    """Write the certificate and the keys of a members' file to a site's folder."""
     sheet = sheets.read(SiteSheet, folder / sheets.SITE)
     with written(folder):
         write_together({
-            folder / (sheet.certificate or AUTHORITY): given.certificate.encode("ascii"),
-            folder / (sheet.peers or PEERS): peers_text(given.sites).encode("ascii"),
+            folder / (sheet.certificate or AUTHORITY): members.certificate.encode("ascii"),
+            folder / (sheet.peers or PEERS): peers_text(members.sites).encode("ascii"),
         })  # fmt: skip
 
 
 def _change(old: str, new: str) -> str:
     if old == new:
-        return "as before"
+        return "unchanged"
     return "new" if not old else "gone" if not new else f"ANOTHER KEY than {old}"
 
 
@@ -208,7 +207,7 @@ def _held_authority(path: Path) -> str:
     try:
         return _authority(path.read_bytes()) if path.is_file() else ""
     except ValueError:
-        return "one that cannot be read"
+        return "an unreadable one"
 
 
 def _authority(pem: bytes) -> str:
@@ -220,18 +219,18 @@ def _authority(pem: bytes) -> str:
 
 def _check_name(name: object, where: str) -> None:
     if not (isinstance(name, str) and name.isascii() and is_name(name) and name != SERVER):
-        told = plain(str(name))[:60]
-        raise UserError(f"{where}: got '{told}', takes letters (a to z), digits, '-', '_' and '.', and not '{SERVER}'")
+        text = plain(str(name))[:60]
+        raise UserError(f"{where}: got '{text}', takes letters (a to z), digits, '-', '_' and '.', but not '{SERVER}'")
 
 
 def _read(path: Path, most: int) -> Mapping[str, Any]:
-    """The section in a file from elsewhere, which is not trusted with anything."""
+    """Return the keys in a file from another machine, which is not trusted."""
     try:
-        given = read_yaml(read_small(path, most).decode("utf-8"))
+        content = read_yaml(read_small(path, most).decode("utf-8"))
     except OSError as error:
-        if error.errno == errno.EFBIG:  # no file of ours has so many bytes
+        if error.errno == errno.EFBIG:  # no file of ours is so large
             return {}
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-    return given if isinstance(given, dict) else {}
+    return content if isinstance(content, dict) else {}

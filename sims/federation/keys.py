@@ -1,5 +1,7 @@
-"""Keys and certificates of a federation, made by the `cryptography` package: an authority of its own, the server's
-certificate, and a key for each site, by which Flower knows its node."""
+"""Make the keys and certificates of a federation with the package `cryptography`.
+
+An authority signs the server's certificate. A key identifies the node of each site.
+"""
 
 import base64
 import datetime
@@ -24,9 +26,9 @@ LASTS = datetime.timedelta(days=3650)
 
 
 def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
-    """A new authority's certificate, and the server's for these names and addresses with its key, into the folder.
+    """Write a new authority's certificate, and the server's certificate and key for these hosts, into the folder.
 
-    The authority's own key is thrown away: nobody can have another certificate made.
+    The authority's private key is not stored, so that no one can make another certificate.
     """
     root, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer, subject = _name("Fedloom federation"), _name(hosts[0])
@@ -42,7 +44,7 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> None:
 
 
 class NodeKey:
-    """A site's new key, as `ssh-keygen -t ecdsa -b 384` makes it. `line`: its public half."""
+    """A new key of a site, as from `ssh-keygen -t ecdsa -b 384`. `line`: the public half."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP384R1())
@@ -50,51 +52,51 @@ class NodeKey:
         self.line = public.decode()
 
     def files(self, folder: Path) -> dict[Path, bytes]:
-        """What it is in a site's folder, the private half last."""
+        """Return the key's files in a site's folder, the private half last."""
         private = _private_bytes(self._key, serialization.PrivateFormat.OpenSSH)
         return {folder / f"{NODE_KEY}.pub": f"{self.line}\n".encode(), folder / NODE_KEY: private}
 
     def signed(self, text: bytes) -> bytes:
-        """Its signature (clients.protocol.signatures.is_signed)."""
+        """Return the signature of a text (see clients.protocol.signatures.is_signed)."""
         return self._key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 
 def write_node_key(folder: Path) -> str:
-    """A site's first key, into its folder; the public half, one line."""
+    """Write a new key into a site's folder, and return the public half as a line."""
     key = NodeKey()
     write_together(key.files(folder))
     return key.line
 
 
 def check_private(path: Path) -> None:
-    """UserError for a file that is not a site's private key."""
+    """Raise UserError unless the file is a site's private key."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{path}: is not a key as 'fedloom federation join' makes it; name the right file, or put it back")
+        raise UserError(f"{path}: is not a site's key (from 'fedloom federation join'); name the right file, or restore it")
 
 
 def check_certificate(path: Path) -> list[x509.Certificate]:
-    """The certificates of a file. UserError for one without any."""
+    """Return the certificates in a file. Raises UserError if it has none."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError):
-        raise UserError(f"{path}: is not a certificate (PEM); name the right file, or put it back") from None
+        raise UserError(f"{path}: is not a certificate (PEM); name the right file, or restore it") from None
 
 
 def check_pair(certificate: Path, key: Path, authority: Path) -> None:
-    """UserError unless a server's certificate is of its key, and from the authority."""
+    """Raise UserError unless a server's certificate belongs to its key, and the authority signed it."""
     chain, issuers = check_certificate(certificate), check_certificate(authority)
     try:
         private = serialization.load_pem_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
-        raise UserError(f"{key}: is not a private key (PEM); name the right file, or put it back") from None
+        raise UserError(f"{key}: is not a private key (PEM); name the right file, or restore it") from None
     if private.public_key() != chain[0].public_key():
-        raise UserError(f"{certificate}: is not the certificate of the key {key}; put both back from the plan")
-    if not any(_issued(one, issuer) for one in chain for issuer in issuers):
-        raise UserError(f"{certificate}: is not from the authority {authority}; put both back from the plan")
+        raise UserError(f"{certificate}: is not the certificate of the key {key}; restore both from the plan")
+    if not any(_issued(link, issuer) for link in chain for issuer in issuers):
+        raise UserError(f"{certificate}: is not from the authority {authority}; restore both from the plan")
 
 
 def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
@@ -106,19 +108,19 @@ def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
 
 
 def public_key(line: str) -> str:
-    """The key of a line of OpenSSH's, without what is said of it. UserError for one that is not an ECDSA key."""
+    """Return the key in an OpenSSH line, without its comment. Raises UserError for a key that is not ECDSA."""
     parts = line.split()
     try:
         key = load_ssh_public_key(" ".join(parts[:2]).encode("ascii"))
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise UserError(f"'{plain(line)[:60]}' is not a public key; takes a line as 'ssh-keygen -t ecdsa' writes it")
+        raise UserError(f"'{plain(line)[:60]}' is not a public key; takes a line in the format of 'ssh-keygen -t ecdsa'")
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
 def fingerprint(line: str) -> str:
-    """Of a public key, as `ssh-keygen -lf` says it: what people read out to each other."""
+    """Return the fingerprint of a public key, as `ssh-keygen -lf` prints it, for people to compare."""
     digest = hashlib.sha256(base64.b64decode(public_key(line).split()[1])).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 

@@ -1,6 +1,6 @@
-"""What runs leave in a SuperLink's database that ended without saying so: messages, and parts of them.
+"""Delete the messages of crashed runs from a SuperLink's database.
 
-Flower (1.41) deletes them only when somebody asks for something of such a run; nobody does after a crash.
+Flower (1.41) deletes them only at the next request about such a run, which never comes after a crash.
 """
 
 from flwr.common.constant import Status
@@ -11,9 +11,9 @@ RUNS = "SELECT run_id FROM run_objects UNION SELECT run_id FROM message_ins UNIO
 
 
 def clear(state: SqlLinkState) -> bool:
-    """Delete what is held of runs that have ended; whether there was anything."""
+    """Delete the data of runs that have ended, and return whether there was any."""
     held = {int64_to_uint64(row["run_id"]) for row in state.query(RUNS)}
-    ended = [run for run, told in state.get_run_status(held).items() if told.status == Status.FINISHED]
+    ended = [run for run, state_of in state.get_run_status(held).items() if state_of.status == Status.FINISHED]
     for run in ended:
         state.cleanup_run(run)
     return bool(ended)

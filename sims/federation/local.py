@@ -1,4 +1,4 @@
-"""A federation on this machine: up, status, logs, down."""
+"""Run a federation on this machine: up, status, logs, down."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,18 +12,18 @@ from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server
 from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
-MOST_TOLD = 300  # letters
+MOST_TOLD = 300  # characters
 DOWN, UNWATCHED = "down", "which nothing restarts if it ends"
 
 
 def up(folder: Path, number: int, tls: bool = True) -> list[str]:
-    """Start a SuperLink and so many nodes, or those whose folders are there already; the sites, when all have joined."""
+    """Start a SuperLink and `number` nodes, or those with existing folders. Return the sites when all have joined."""
     if not sites_of(folder):
-        sites = [{"name": f"site-{place:04}"} for place in range(number)]
+        sites = [{"name": f"site-{index:04}"} for index in range(number)]
         write_plan(Plan(port=free_port(), tls=tls, sites=sites), folder)
     names = sites_of(folder)
     if not (folder / SERVER / sheets.SERVER).is_file():
-        raise UserError(f"{folder}: has no {SERVER}/{sheets.SERVER}; this is no federation's folder")
+        raise UserError(f"{folder}: has no {SERVER}/{sheets.SERVER}, so it is not the folder of a federation; name another")
     start_server(folder)
     for name in names:
         if not running(folder / name):
@@ -33,7 +33,7 @@ def up(folder: Path, number: int, tls: bool = True) -> list[str]:
 
 
 def start_server(folder: Path) -> None:
-    """Start the SuperLink if it does not run, and wait until it knows all keys."""
+    """Start the SuperLink if it is not running, and wait until it knows all keys."""
     if not running(folder / SERVER):
         refuse_port(folder / SERVER, sheets.read_server(folder / SERVER))
         launch(folder / SERVER, "federation", "server", ".")
@@ -41,26 +41,26 @@ def start_server(folder: Path) -> None:
 
 
 def down(folder: Path) -> list[str]:
-    """Stop the machines of the folder, the nodes first; what was stopped. UserError for one that holds none."""
+    """Stop the machines of the folder, the nodes first, and return the names of those that were running."""
     return [_name(home) for home in reversed(machines_of(folder)) if stop(home)]
 
 
 def status(folder: Path) -> list[list[str]]:
-    """A row for each machine of the folder, or for the one that it is: its name, its processes, what the SuperLink says."""
+    """Return a row for each machine of the folder: its name, its processes, its state at the SuperLink."""
     server = server_of(folder)
-    there = running(server)
-    online = _online(server) if there else {}
+    up = running(server)
+    online = _online(server) if up else {}
     rows = []
     for home in machines_of(folder):
-        told = f"{count(len(online), 'node')} online" if there else ""
+        seen = f"{count(len(online), 'node')} online" if up else ""
         if home != server:
-            told = _seen(server, home.name, online) if server.is_dir() else "see the server's machine"
-        rows.append([_name(home), _processes(running(home)), told])
+            seen = _seen(server, home.name, online) if server.is_dir() else "see the server's machine"
+        rows.append([_name(home), _processes(running(home)), seen])
     return rows
 
 
 def ailing(rows: list[list[str]]) -> list[str]:
-    """Machines of a status that are not up, or that the server does not see."""
+    """Return the machines of a status that are not running, or not online at the server."""
     seen = ("", "see the server's machine")
     return [
         name for name, here, there in rows
@@ -73,22 +73,20 @@ def _name(home: Path) -> str:
 
 
 def _seen(server: Path, site: str, online: Mapping[str, str]) -> str:
-    """What the SuperLink says of a site."""
+    """Return the state of a site at the SuperLink."""
     id = registered(server / KEYS / f"{site}.pub")
     return f"node {id}: {online.get(id, 'offline')}" if id else "not authenticated"
 
 
 def logs(folder: Path, names: list[str], lines: int) -> list[tuple[str, str]]:
-    """The last lines of each machine's log. UserError for a name that is none."""
+    """Return (machine, last lines of its log) for each machine. Raises UserError for an unknown machine."""
     homes = {_name(home): home for home in machines_of(folder)}
     if odd := [name for name in names if name not in homes]:
         raise unknown("machine", odd[0], homes)
-    found = [(name, homes[name] / LOG) for name in names or homes]
-    if not any(path.is_file() for _, path in found):
-        raise UserError(
-            f"{folder}: there is no log of {', '.join(names) or 'any machine'}: nothing has run in its folder yet"
-        )
-    texts = [(name, path.read_text(encoding="utf-8", errors="replace")) for name, path in found if path.is_file()]
+    files = [(name, homes[name] / LOG) for name in names or homes]
+    if not any(path.is_file() for _, path in files):
+        raise UserError(f"{folder}: has no log of {', '.join(names) or 'any machine'}; start a machine first")
+    texts = [(name, path.read_text(encoding="utf-8", errors="replace")) for name, path in files if path.is_file()]
     return [(name, plain("\n".join(text.splitlines()[-lines:]), lines=True)) for name, text in texts]
 
 
@@ -106,24 +104,24 @@ def _all_online(server: Path, number: int) -> bool:
     try:
         return len(_online(server)) >= number
     except UserError:
-        return False  # it is coming back
+        return False  # the server is restarting
 
 
 def _online(server: Path) -> dict[str, str]:
-    return {one["node-id"]: one["status"] for one in nodes(server) if one["status"] == "online"}
+    return {node["node-id"]: node["status"] for node in nodes(server) if node["status"] == "online"}
 
 
-def _processes(given: Running) -> str:
-    if given and not given.keeper:
-        return f"process {given.program}, {UNWATCHED}: 'down', then start it again"
-    return f"up, process {given.keeper}" if given else DOWN
+def _processes(found: Running) -> str:
+    if found and not found.keeper:
+        return f"process {found.program}, {UNWATCHED}; stop it with 'down' and start it again"
+    return f"up, process {found.keeper}" if found else DOWN
 
 
-def _await(folder: Path, there: Callable[[], bool], what: str, seconds: float, *names: str) -> None:
-    """Until it is there; UserError with the log's last line if it is not in time, or if a program ended for good."""
+def _await(folder: Path, ready: Callable[[], bool], what: str, seconds: float, *names: str) -> None:
+    """Wait until `ready`. Raises UserError with the last lines of the logs if that takes longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    while not there():
+    while not ready():
         if time.monotonic() > deadline:
-            told = " ".join(text.splitlines()[-1] for _, text in logs(folder, list(names), 1) if text)
-            raise UserError(f"{folder}: {what} did not come within {seconds:g} s: {told[:MOST_TOLD]}")
+            last = " ".join(text.splitlines()[-1] for _, text in logs(folder, list(names), 1) if text)
+            raise UserError(f"{folder}: {what} did not start within {seconds:g} s: {last[:MOST_TOLD]}")
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""What runs on a federation's machines: the server's SuperLink, and a node of Flower at each site."""
+"""Run the machines of a federation: the server's SuperLink, and a Flower node at each site."""
 
 import errno
 import json
@@ -21,14 +21,14 @@ from fedloom.sims.federation.programs import BIN, HOME, environment, free_port, 
 from fedloom.sims.federation.proxies import without
 from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
-SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it has a program to start once in a run
+SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it starts one program in a run
 NODE_CONFIG = "node.toml"
 START_SECONDS = 60.0
-TOLD = 300  # letters of what a program said
+TOLD = 300  # characters of a program's output
 
 
 def run_server(folder: Path) -> None:
-    """Keep the SuperLink of a server's folder running, until told to stop; the sites' keys in it may join."""
+    """Keep the SuperLink of a server's folder running until a signal stops it. Sites with a key in the folder may join."""
     refuse_port(folder, sheets.read_server(folder))
     with written(folder):
         lock_away(folder)
@@ -37,23 +37,25 @@ def run_server(folder: Path) -> None:
 
 
 def refuse_port(folder: Path, sheet: ServerSheet) -> None:
-    """UserError for a server's port that it cannot listen at, unless it is at work already."""
+    """Raise UserError if the server cannot listen at its port, unless it is running already."""
     if running(folder):
         return
     where = f"{folder / sheets.SERVER}: port"
-    change = f"change it there and in superlink of each {sheets.SITE}, or make a plan with another port"
+    change = f"change it there and in superlink of each {sheets.SITE}, or plan with another port"
     try:
         listen(sheet.host, sheet.port).close()
     except socket.gaierror as error:
-        raise UserError(f"{folder / sheets.SERVER}: host: '{sheet.host}' is no address here ({error.strerror})") from None
+        raise UserError(
+            f"{folder / sheets.SERVER}: host: '{sheet.host}' is not an address of this machine ({error.strerror})"
+        ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"{where} {sheet.port} is in use by another program: stop that, or {change}") from None
-        raise UserError(f"{where} {sheet.port} at {sheet.host} is not to be had ({error.strerror}): {change}") from None
+            raise UserError(f"{where} {sheet.port} is in use by another program; stop that program, or {change}") from None
+        raise UserError(f"{where} {sheet.port} at {sheet.host} is not available ({error.strerror}); {change}") from None
 
 
 def run_node(path: Path) -> None:
-    """Keep the node of a site's sheet running, until told to stop."""
+    """Keep the node of a site running until a signal stops it. `path`: the site's sheet."""
     sheet, folder = sheets.read(SiteSheet, path), path.parent.resolve()
     if not sheet.superlink:
         raise UserError(f"{path}: superlink: takes the server's address, HOST:PORT")
@@ -71,46 +73,48 @@ def run_node(path: Path) -> None:
     program = [sys.executable, "-m", "fedloom.sims.federation.supernode"]
     warm = "warm" if sheet.warm else "cold"
     more = {HOME: str(folder / FLOWER), **sheet.environment}
-    given = [warm, sheet.apps or OWN, str(sheet.largest_order), *words]
-    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), *given], more)
+    arguments = [warm, sheet.apps or OWN, str(sheet.largest_order), *words]
+    keep_running(folder, lambda: [*program, str(sheet.port or free_port()), *arguments], more)
 
 
 def _check_files(path: Path, sheet: SiteSheet) -> None:
-    """UserError if a file is not there by which the server and the site know each other."""
+    """Raise UserError if a file is missing that identifies the server or the site."""
     for key, name in {"certificate": sheet.certificate, "key": sheet.key}.items():
         if not name:
-            raise UserError(f"{path}: {key}: is empty, so anybody on the network could be the server or this site; "
-                            "have a plan made, or 'fedloom federation join'")  # fmt: skip
+            raise UserError(f"{path}: {key}: is empty, so anyone on the network could pose as the server or this site; "
+                            "make a plan, or run 'fedloom federation join'")  # fmt: skip
     for name in filter(None, (sheet.certificate, sheet.key, sheet.peers)):
         if not (path.parent / name).is_file():
-            how = "; 'fedloom federation accept' takes it from the operator's file" if name != sheet.key else ""
-            raise UserError(f"{path}: there is no {path.parent.resolve() / name}{how}")
+            how = "; 'fedloom federation accept' copies it from the operator's file" if name != sheet.key else ""
+            raise UserError(f"{path}: the file {path.parent.resolve() / name} is missing{how}")
     check_private(path.parent / sheet.key)
     check_certificate(path.parent / sheet.certificate)
 
 
 def let_in(folder: Path) -> str:
-    """Wait until the server of this folder has let in new sites' keys, if it is up; what there is to know of it."""
+    """Wait until a running server has admitted the new keys in its folder. Return a message for the user."""
     if not running(folder):
-        return f"{folder / KEYS}: the new sites' public keys; the server that has them here lets them in when it starts"
+        return f"{folder / KEYS} has the new sites' public keys. The server admits them when it starts."
     _await(lambda: all(registered(key) for key in (folder / KEYS).glob("*.pub")), folder)
-    return "the server lets them in"
+    return "The server has admitted them."
 
 
 def rekey(folder: Path, site: str) -> str:
-    """Take a site's lost key back and let a new one in, which is written into the site's folder; the id of its new node.
+    """Replace a site's lost key with a new one, written into the site's folder. Return the id of its new node.
 
-    `folder`: with the machines' folders. The server must be up; the site's node is started again by its owner.
+    `folder`: contains the machines' folders. The server must be running. The site's owner restarts its node.
     """
     server, home = folder / SERVER, folder / site
     public = server / KEYS / f"{site}.pub"
     if not public.is_file():
         raise unknown("site", site, [path.stem for path in (server / KEYS).glob("*.pub")])
     if public.read_text(encoding="ascii").split()[2:] == [JOINED]:
-        how = f"there: fedloom federation join {site} --rekey; here: fedloom federation admit REQUEST --rekey"
-        raise UserError(f"{site}: makes its keys itself ({how})")
+        how = f"run 'fedloom federation join {site} --rekey' there, then 'fedloom federation admit REQUEST --rekey' here"
+        raise UserError(f"{site}: makes its own keys; {how}")
     if not running(server):
-        raise UserError(f"{server}: does not run, so that no key can be changed: fedloom federation server {server}")
+        raise UserError(
+            f"{server}: the server is not running, so no key can be changed; run 'fedloom federation server {server}'"
+        )
     old = registered(public)
     with written(folder):
         home.mkdir(mode=0o700, exist_ok=True)
@@ -121,27 +125,27 @@ def rekey(folder: Path, site: str) -> str:
     return registered(public)
 
 
-def _await(there: Callable[[], bool], folder: Path) -> None:
+def _await(ready: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while not there():
+    while not ready():
         if time.monotonic() > deadline:
-            raise UserError(f"{folder}: the server does not take the keys in {KEYS}; 'fedloom federation logs' says why")
+            raise UserError(f"{folder}: the server does not admit the keys in {KEYS}; 'fedloom federation logs' shows why")
         time.sleep(0.1)
 
 
 def registered(path: Path) -> str:
-    """The id of the node of a public key's file; empty: it is not registered yet."""
-    beside = path.with_suffix(ID)
-    return beside.read_text(encoding="ascii").strip() if beside.is_file() else ""
+    """Return the node id of a public key's file; empty if the server has not registered it yet."""
+    id = path.with_suffix(ID)
+    return id.read_text(encoding="ascii").strip() if id.is_file() else ""
 
 
 def nodes(folder: Path) -> list[dict[str, Any]]:
-    """The nodes that the SuperLink of a server's folder knows: {"node-id", "status", ...}."""
+    """Return the nodes that the SuperLink of a server's folder knows: {"node-id", "status", ...}."""
     return json.loads(flwr(folder, "supernode", "list", CONNECTION, "--format", "json"))["nodes"]
 
 
 def flwr(folder: Path, *words: str) -> str:
-    """What a command of Flower says, spoken to the SuperLink of a server's folder. UserError if it fails."""
+    """Return the output of a Flower command on the SuperLink of a server's folder. Raises UserError if it fails."""
     more = without(environment({HOME: str(folder.resolve() / FLOWER)}))
     done = subprocess.run([str(BIN / "flwr"), *words], env=more, cwd=folder, capture_output=True, text=True, timeout=120)
     if done.returncode or '"success": false' in done.stdout:
@@ -150,9 +154,9 @@ def flwr(folder: Path, *words: str) -> str:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command of Flower says that is wrong, in a line."""
+    """Return the error message of a Flower command as one line."""
     try:
-        told = str(json.loads(done.stdout)["error-message"])
+        message = str(json.loads(done.stdout)["error-message"])
     except (ValueError, LookupError, TypeError):
-        told = done.stdout + done.stderr
-    return plain(" ".join(told.split()))[-TOLD:]
+        message = done.stdout + done.stderr
+    return plain(" ".join(message.split()))[-TOLD:]

@@ -1,4 +1,4 @@
-"""Who may join: the nodes whose public keys lie in the server's folder, and no others. The SuperLink's list follows it."""
+"""Admit exactly the nodes whose public keys are in the server's folder, and update the SuperLink's list."""
 
 import logging
 from pathlib import Path
@@ -20,16 +20,16 @@ log = logging.getLogger("flwr")
 
 
 def seen(folder: Path) -> dict[str, int]:
-    """The files of public keys, and when each was last written. OSError if the folder cannot be read."""
+    """Return the files of public keys with their times of change. Raises OSError if the folder cannot be read."""
     return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir() if path.suffix == ".pub"}
 
 
 def follow(state: SqlLinkState, folder: Path) -> None:
-    """Let in the keys of the folder under the names of their files, also those that were thrown out; throw out all others.
+    """Admit the keys in the folder, with the names of their files, also removed ones; remove all other nodes.
 
-    The id of each one's node is written beside its key.
+    Writes the id of each node to a file next to its key.
     """
-    wanted = _keys(folder)  # OSError: nobody is thrown out for a folder that cannot be read
+    wanted = _keys(folder)  # an OSError ends this before any node is removed
     known = {bytes(node.public_key): node for node in state.get_node_info()}
     for key, node in known.items():
         if key not in wanted and node.status != NodeStatus.UNREGISTERED:
@@ -42,33 +42,33 @@ def follow(state: SqlLinkState, folder: Path) -> None:
             id = node.node_id
             if node.status == NodeStatus.UNREGISTERED or node.name != path.stem:
                 _let_in_again(state, key, path.stem)
-        beside = path.with_suffix(ID)
-        if not beside.is_file() or beside.read_text(encoding="ascii") != str(id):
-            write_private(beside, str(id).encode())
+        id_file = path.with_suffix(ID)
+        if not id_file.is_file() or id_file.read_text(encoding="ascii") != str(id):
+            write_private(id_file, str(id).encode())
 
 
 def _keys(folder: Path) -> dict[bytes, Path]:
-    """The keys of the folder's files, as Flower knows them. The log names what is not a key, or is another site's."""
-    found: dict[bytes, Path] = {}
+    """Return the keys in the folder, in Flower's format. Logs files that are not keys or repeat another site's key."""
+    files: dict[bytes, Path] = {}
     for path in sorted(path for path in folder.iterdir() if path.suffix == ".pub"):
         try:
             public = load_ssh_public_key(read_small(path))
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
-            log.error("%s: cannot be read (%s); this site is not let in", path, error)
+            log.error("%s: cannot be read (%s); this site is not admitted", path, error)
             continue
         if not isinstance(public, EllipticCurvePublicKey):
-            log.error("%s: is not an ECDSA key; this site is not let in", path)
+            log.error("%s: is not an ECDSA key; this site is not admitted", path)
             continue
         key = public_key_to_bytes(public)
-        if key in found:
-            log.error("%s: is the key of %s, too; this site is not let in", path, found[key].stem)
+        if key in files:
+            log.error("%s: has the same key as %s; this site is not admitted", path, files[key].stem)
             continue
-        found[key] = path
-    return found
+        files[key] = path
+    return files
 
 
 def _let_in_again(state: SqlLinkState, key: bytes, name: str) -> None:
-    """Flower takes no key a second time; its row says again that it may join."""
+    """Admit a removed key again by changing its row, since Flower refuses a key that it has seen before."""
     again = {"status": NodeStatus.REGISTERED, "unregistered_at": None, "name": name, "owner_aid": NOOP_FLWR_AID}
     with state.session() as session:
         session.execute(update(Node).where(Node.public_key == key).values(**again))

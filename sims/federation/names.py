@@ -1,4 +1,4 @@
-"""Names in a site's sheet that nothing goes by: found before the site waits for runs that it would refuse, or fail in."""
+"""Check the names of components in a site's sheet before the site waits for runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,20 +12,20 @@ LISTS = ("networks", "objectives", "optimizers", "strategies")  # keys of a shee
 
 
 def check_names(sheet: SiteSheet, where: str = "") -> None:
-    """UserError for a network, objective, optimiser, strategy or domain that is neither known nor `module:attribute`.
+    """Raise UserError for a network, objective, optimiser, strategy or domain that is unknown and not `module:attribute`.
 
-    Nothing from outside is imported. `where`: the dotted key that the sheet stands at.
+    Imports no code from outside. `where`: the dotted key of the sheet, for the message.
     """
     for key in LISTS:
-        for place, name in enumerate(getattr(sheet, key)):
+        for index, name in enumerate(getattr(sheet, key)):
             if not is_reference(name) and name not in (known := _known(key)):
-                raise _odd(f"{where}{key}[{place}]", name, known)
+                raise _unknown(f"{where}{key}[{index}]", name, known)
     if sheet.domain:
         _check_domain(sheet.domain, f"{where}domain")
 
 
 def _known(key: str) -> list[str]:
-    """The names that a list of a sheet takes. Imports torch: only for sites that name something."""
+    """Return the valid names in a list of a sheet. Imports torch, so only sites with such lists call it."""
     from fedloom.clients.networks import NETWORKS
     from fedloom.clients.objectives import OBJECTIVES
     from fedloom.clients.objectives.components.auxiliary import AUXILIARY
@@ -41,20 +41,20 @@ def _known(key: str) -> list[str]:
     return [name for kind in kinds[key] for name in kind.names()]
 
 
-def _check_domain(given: str, where: str) -> None:
+def _check_domain(domain: str, where: str) -> None:
     from fedloom.clients.data.domains import domain_names
     from fedloom.clients.data.found import KINDS
 
-    kind, _, rest = given.partition(":")
-    if is_reference(given) or (kind in KINDS and rest):
+    kind, _, rest = domain.partition(":")
+    if is_reference(domain) or (kind in KINDS and rest):
         return
     names = [*domain_names(), *offered("domain")]
-    if given not in names:
-        raise _odd(where, given, [*names, *(f"{kind}:PATH" for kind in KINDS)])
+    if domain not in names:
+        raise _unknown(where, domain, [*names, *(f"{kind}:PATH" for kind in KINDS)])
 
 
-def _odd(where: str, given: str, known: Iterable[str]) -> UserError:
+def _unknown(where: str, name: str, known: Iterable[str]) -> UserError:
     names = [*known, "module:attribute"]
-    near = nearest(given.lower(), names)
+    near = nearest(name.lower(), names)
     hint = f"; did you mean '{near}'?" if near else ""
-    return UserError(f"{where}: got '{given}'{hint} (takes: {listed(given, names)})")
+    return UserError(f"{where}: got '{name}'{hint} (takes: {listed(name, names)})")

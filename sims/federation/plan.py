@@ -1,4 +1,4 @@
-"""A federation as folders, one for each machine: its keys, its sheet, and how it is started."""
+"""Write a federation as folders, one for each machine, with its keys and its sheet."""
 
 import contextlib
 import shutil
@@ -26,97 +26,101 @@ from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
 KEYS = "keys"  # in it: the public keys of the sites
-FLOWER = "flwr"  # in it: what Flower's programs keep
-ID = ".id"  # of the file beside a site's public key: the id of its node
-JOINED = "joined"  # behind a public key: the site made it itself
-PEERS = "peers"  # in a site's folder: all of them
+FLOWER = "flwr"  # in it: the files of Flower's programs
+ID = ".id"  # suffix of the file next to a public key, with the id of the site's node
+JOINED = "joined"  # comment of a public key that the site made itself
+PEERS = "peers"  # in a site's folder: the public keys of all sites
 IGNORE = ".gitignore"
-MEMBERS = "members.yaml"  # in the server's folder: what all sites may know of each other and of the server
-CONNECTION = "here"  # how Flower's configuration names the SuperLink
-OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that the plan writes
+MEMBERS = "members.yaml"  # in the server's folder: the server's certificate and the keys of all sites, for the sites
+CONNECTION = "here"  # the name of the SuperLink in Flower's configuration
+OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that only the plan sets
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole federation, as `nodes.yaml` says it."""
+    """The whole federation, as in `nodes.yaml`."""
 
-    host: str = option("127.0.0.1", "the server's address, as the sites reach it")
-    port: int = option(8000, "the SuperLink's", low=1, high=65535)
-    tls: bool = option(True, "encrypted, the server known by its certificate and each site by its key")
-    join: bool = option(False, "sites of other owners join with keys of their own; then `sites` may be empty")
-    names: list[str] = option([], "further names and addresses of the server, for its certificate")
-    sites: list[dict[str, Any]] = option([], "a section for each: name, and any other key of site.yaml", entries=SiteSheet)
+    host: str = option("127.0.0.1", "the server's address, for the sites")
+    port: int = option(8000, "the SuperLink's port", low=1, high=65535)
+    tls: bool = option(True, "encrypted; a certificate identifies the server, a key each site")
+    join: bool = option(False, "sites of other owners join with their own keys; then `sites` may be empty")
+    names: list[str] = option([], "more names and addresses of the server, for its certificate")
+    sites: list[dict[str, Any]] = option(
+        [], "a section for each site: its name, and any other key of site.yaml", entries=SiteSheet
+    )
 
     @property
     def local(self) -> bool:
-        """Whether it is all on one machine."""
+        """Whether the whole federation is on one machine."""
         return self.host in ("127.0.0.1", "localhost")
 
 
 def site_sheets(plan: Plan) -> list[SiteSheet]:
-    """Each site's sheet. UserError for none, names that are no folder's or are there twice, keys that the plan sets."""
-    for key, given in (("host", plan.host), *((f"names[{place}]", name) for place, name in enumerate(plan.names))):
-        if not sheets.is_address(given):
-            raise UserError(f"{key}: got {given!r}, takes a machine's name or address alone, such as fed.example.org")
+    """Return the sheet of each site. Raises UserError for a plan without sites, or an invalid key."""
+    for key, address in (("host", plan.host), *((f"names[{index}]", name) for index, name in enumerate(plan.names))):
+        if not sheets.is_address(address):
+            raise UserError(
+                f"{key}: got {address!r}, takes a machine's name or address without a port, such as fed.example.org"
+            )
     if not plan.tls:
         raise UserError(
-            "tls: false is not offered: without TLS whoever is on the way could be the server, or a site; leave it out"
+            "tls: false is not possible: without TLS, anyone on the network could pose as the server or a site; leave it out"
         )
     if not (plan.sites or plan.join):
         raise UserError("sites: takes at least one, such as '- {name: site-0000}'")
-    made: list[SiteSheet] = []
-    for place, given in enumerate(plan.sites):
-        if odd := next((key for key in OWN[1:] if key in given), ""):
-            raise UserError(f"sites[{place}].{odd}: is what the plan itself says; leave it out")
-        sheet = build(SiteSheet, given, f"sites[{place}]")
+    planned: list[SiteSheet] = []
+    for index, section in enumerate(plan.sites):
+        if odd := next((key for key in OWN[1:] if key in section), ""):
+            raise UserError(f"sites[{index}].{odd}: is set by the plan; leave it out")
+        sheet = build(SiteSheet, section, f"sites[{index}]")
         if not (sheet.name.isascii() and is_name(sheet.name)):
-            raise UserError(f"sites[{place}].name: got {sheet.name!r}, takes letters (a to z), digits, '-', '_' and '.'")
-        if sheet.name == SERVER or any(sheet.name == one.name for one in made):
-            raise UserError(f"sites[{place}].name: '{sheet.name}' is taken")
-        check_names(sheet, f"sites[{place}].")
+            raise UserError(f"sites[{index}].name: got {sheet.name!r}, takes letters (a to z), digits, '-', '_' and '.'")
+        if sheet.name == SERVER or any(sheet.name == other.name for other in planned):
+            raise UserError(f"sites[{index}].name: '{sheet.name}' is taken; choose another name")
+        check_names(sheet, f"sites[{index}].")
         own = {"certificate": AUTHORITY, "key": NODE_KEY, "peers": sheet.peers or PEERS}
-        made.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **own))
-    return made
+        planned.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **own))
+    return planned
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """The machines' folders, the server's first; where a federation is already, those of sites that are new to it.
+    """Write the folders of all machines, or of new sites if `folder` has a federation. Return them, the server's first.
 
-    UserError if anything else is in the folder, there is no new site, or it cannot be written.
+    Raises UserError if the folder contains anything else, no site is new, or a file cannot be written.
     """
-    made = site_sheets(plan)
+    planned = site_sheets(plan)
     with written(folder):
         if (folder / SERVER / sheets.SERVER).is_file():
-            return _add_sites(plan, folder, made)
+            return _add_sites(plan, folder, planned)
         if not _empty(folder):
-            raise UserError(f"{folder}: is not empty; name another folder, or remove it with its keys")
-        return _write_plan(plan, folder, made)
+            raise UserError(f"{folder}: is not empty; name another folder, or remove this one with its keys")
+        return _write_plan(plan, folder, planned)
 
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """What cannot be written below a folder becomes a UserError in one line."""
+    """Turn an OSError from writing below a folder into a UserError."""
     try:
         yield
     except OSError as error:
-        told = f"{error.filename or folder}: cannot be written ({error.strerror})"
-        raise UserError(f"{told}; make room or mend permissions, or name another folder") from None
+        fault = f"{error.filename or folder}: cannot be written ({error.strerror})"
+        raise UserError(f"{fault}; free some space, change the permissions, or name another folder") from None
 
 
-def _write_plan(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
+def _write_plan(plan: Plan, folder: Path, planned: Sequence[SiteSheet]) -> list[Path]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_private(folder / IGNORE, b"*\n")  # there are private keys in it
-    with _made(folder / SERVER) as server:
+    write_private(folder / IGNORE, b"*\n")  # the folder contains private keys
+    with _filled(folder / SERVER) as server:
         (server / KEYS).mkdir(mode=0o700)
         write_certificates(server, list(dict.fromkeys([plan.host, *plan.names, "localhost", "127.0.0.1"])))
         listen = "127.0.0.1" if plan.local else "0.0.0.0"
         sheets.write(server / sheets.SERVER, ServerSheet(superlink=f"{plan.host}:{plan.port}", host=listen, port=plan.port))
-    return [folder / SERVER, *_write_sites(folder, made)]
+    return [folder / SERVER, *_write_sites(folder, planned)]
 
 
 @contextlib.contextmanager
-def _made(home: Path) -> Iterator[Path]:
-    """A machine's folder while it is filled: it has its own name once it is complete, in an unfinished one's place."""
+def _filled(home: Path) -> Iterator[Path]:
+    """Yield a hidden folder to fill, and rename it to `home` when it is complete. Replaces an unfinished folder."""
     hidden = home.with_name(f".{home.name}.new")
     for old in (hidden, home):
         if old.is_dir():
@@ -127,7 +131,7 @@ def _made(home: Path) -> Iterator[Path]:
 
 
 def _unfinished(home: Path) -> bool:
-    """Whether nothing is in a folder but what a plan writes there, and its sheet is not: the plan was killed."""
+    """Return whether a killed plan left this folder: it has files of a plan alone, and no sheet."""
     names = {path.name for path in home.iterdir()} if home.is_dir() else {home.name}
     ours = {AUTHORITY, CERTIFICATE, SERVER_KEY, KEYS, NODE_KEY, f"{NODE_KEY}.pub"}
     rekeyed = NODE_KEY in names and AUTHORITY not in names
@@ -135,93 +139,96 @@ def _unfinished(home: Path) -> bool:
 
 
 def _empty(folder: Path) -> bool:
-    """Whether nothing is in a folder but what a plan leaves that was killed before its server's folder was complete."""
+    """Return whether a folder is empty, or has only the first files of a plan that was killed."""
     if not folder.exists():
         return True
     left = (folder / IGNORE, folder / f".{SERVER}.new")
     return all(path in left or (path == folder / SERVER and _unfinished(path)) for path in folder.iterdir())
 
 
-def _add_sites(plan: Plan, folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
-    if (address := f"{plan.host}:{plan.port}") != (there := sheets.read_server(folder / SERVER).superlink):
-        now = f"the server {there}, not {address}"
-        raise UserError(f"{folder}: is a federation with {now}; say the same host and port, or name another folder")
-    there, keys = sites_of(folder), [path.stem for path in (folder / SERVER / KEYS).glob("*.pub")]
-    left = [name for name in there if name not in keys and not (folder / name / PEERS).exists()]  # by a plan that was killed
-    taken = {*there, *(name for name in keys if not _unfinished(folder / name))}
+def _add_sites(plan: Plan, folder: Path, planned: Sequence[SiteSheet]) -> list[Path]:
+    if (address := f"{plan.host}:{plan.port}") != (current := sheets.read_server(folder / SERVER).superlink):
+        servers = f"the server {current}, not {address}"
+        raise UserError(f"{folder}: is a federation with {servers}; use the same host and port, or name another folder")
+    existing, keys = sites_of(folder), [path.stem for path in (folder / SERVER / KEYS).glob("*.pub")]
+    left = [name for name in existing if name not in keys and not (folder / name / PEERS).exists()]  # from a killed plan
+    taken = {*existing, *(name for name in keys if not _unfinished(folder / name))}
     for name in left:
-        _let_in(folder, name)
-    if not (new := [sheet for sheet in made if sheet.name not in taken]) and not left:
+        _copy_key(folder, name)
+    if not (new := [sheet for sheet in planned if sheet.name not in taken]) and not left:
         write_public(folder)
-        raise UserError(f"{folder}: is not empty, and has all of these sites; add one to the plan, or name another folder")
+        raise UserError(f"{folder}: already has all sites of the plan; add a site to the plan, or name another folder")
     return _write_sites(folder, new)
 
 
-def _write_sites(folder: Path, made: Sequence[SiteSheet]) -> list[Path]:
-    for sheet in made:
+def _write_sites(folder: Path, planned: Sequence[SiteSheet]) -> list[Path]:
+    for sheet in planned:
         home = folder / sheet.name
         if home.exists() and not _unfinished(home):
-            raise UserError(f"{home}: is there already, and is not a site's folder; name the site otherwise, or remove it")
-    for sheet in made:
-        with _made(folder / sheet.name) as home:
+            raise UserError(
+                f"{home}: exists already, and is not a site's folder; choose another name for the site, or remove the folder"
+            )
+    for sheet in planned:
+        with _filled(folder / sheet.name) as home:
             certificate = {home / AUTHORITY: (folder / SERVER / AUTHORITY).read_bytes()}
             write_together({**certificate, **NodeKey().files(home), home / sheets.SITE: sheets.text(sheet)})
-        _let_in(folder, sheet.name)
+        _copy_key(folder, sheet.name)
     write_public(folder)
-    return [folder / sheet.name for sheet in made]
+    return [folder / sheet.name for sheet in planned]
 
 
-def _let_in(folder: Path, name: str) -> None:
-    """Write the public key in a site's folder where the server finds it."""
+def _copy_key(folder: Path, name: str) -> None:
+    """Copy a site's public key to the server's folder."""
     write_private(folder / SERVER / KEYS / f"{name}.pub", read_small(folder / name / f"{NODE_KEY}.pub"))
 
 
 def write_public(folder: Path) -> None:
-    """What sites may know of each other, after their keys in the server's folder: each one's peers, where its folder is
-    here, and a file for those that are elsewhere."""
+    """Write the keys in the server's folder for the sites: `peers` in each site's folder here, and the members' file."""
     server = server_of(folder)
     known = members(server)
     for name in sites_of(folder):
         write_private(folder / name / PEERS, peers_text(known).encode("ascii"))
-    given = {
+    content = {
         "superlink": sheets.read_server(server).superlink,
         "certificate": (server / AUTHORITY).read_text(encoding="ascii"),
         "sites": known,
     }
-    write_private(server / MEMBERS, write_yaml(given).encode())
+    write_private(server / MEMBERS, write_yaml(content).encode())
 
 
 def members(server: Path) -> dict[str, str]:
-    """The sites whose public keys lie in a server's folder, and the keys."""
-    found = {}
+    """Return the public keys in a server's folder by site."""
+    known = {}
     for path in sorted((server / KEYS).glob("*.pub")):
         try:
-            found[path.stem] = public_key(read_small(path).decode("ascii"))
+            known[path.stem] = public_key(read_small(path).decode("ascii"))
         except (OSError, UnicodeDecodeError, UserError) as error:
-            told = (error.strerror if isinstance(error, OSError) else "") or error
-            raise UserError(f"{path}: {told}; put the site's key.pub there, or delete it") from None
-    return found
+            fault = (error.strerror if isinstance(error, OSError) else "") or error
+            raise UserError(f"{path}: {fault}; replace it with the site's key.pub, or delete it") from None
+    return known
 
 
 def peers_text(known: Mapping[str, str]) -> str:
-    """The file by which a site knows the others: a line for each, NAME KEY."""
+    """Return the content of a site's file of peers: a line NAME KEY for each site."""
     return "".join(f"{name} {key}\n" for name, key in known.items())
 
 
 def server_of(folder: Path) -> Path:
-    """The server's folder: in this one, or this one itself."""
+    """Return the server's folder: inside `folder`, or `folder` itself."""
     return folder if (folder / sheets.SERVER).is_file() else folder / SERVER
 
 
 def machines_of(folder: Path) -> list[Path]:
-    """The machines' folders in this one, the server's first, or this one itself if it is one. UserError if there is none."""
-    if not (found := _machines(folder)):
-        raise UserError(f"{folder}: is no federation's folder, nor a machine's; 'fedloom federation up {folder}' makes one")
-    return found
+    """Return the machines' folders in `folder`, the server's first, or `folder` itself. Raises UserError for others."""
+    if not (homes := _machines(folder)):
+        raise UserError(
+            f"{folder}: is not the folder of a federation or a machine; make one: 'fedloom federation up {folder}'"
+        )
+    return homes
 
 
 def holds_machines(folder: Path) -> bool:
-    """Whether it is a federation's folder, or a machine's."""
+    """Return whether this is the folder of a federation or of a machine."""
     return bool(_machines(folder))
 
 
@@ -231,10 +238,10 @@ def _machines(folder: Path) -> list[Path]:
 
 
 def sites_of(folder: Path) -> list[str]:
-    """The sites whose folders are on this machine."""
+    """Return the names of the sites whose folders are on this machine."""
     return sorted(path.parent.name for path in folder.glob(f"[!.]*/{sheets.SITE}"))
 
 
 def is_name(name: str) -> bool:
-    """Whether a site may be called so: its folder and its files are."""
+    """Return whether this can be the name of a site, and so of its folder and files."""
     return 0 < len(name) <= sheets.MOST_NAME and not name.startswith(".") and all(c.isalnum() or c in "-_." for c in name)

@@ -1,4 +1,4 @@
-"""Proxies that this machine's environment names: none is asked for what is on this machine."""
+"""Handle proxies in the environment, so that none of them is used within this machine."""
 
 import contextlib
 import importlib.util
@@ -10,12 +10,12 @@ NAMES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def named(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that name a proxy, and which."""
+    """Return the variables that name a proxy."""
     return {name: text for name, text in sorted(environment.items()) if name.lower() in NAMES and text}
 
 
 def usable(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, but for SOCKS proxies that Flower's programs cannot go by: they would not start at all."""
+    """Return the environment without SOCKS proxies if Flower's programs cannot use them, since they would not start."""
     if importlib.util.find_spec("socksio"):
         return dict(environment)
     useless = {name for name, text in named(environment).items() if text.lower().startswith("socks")}
@@ -23,23 +23,23 @@ def usable(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def unproxied(environment: Mapping[str, str]) -> dict[str, str]:
-    """What keeps loopback from proxies, where any is named."""
+    """Return the variables that exclude loopback from proxies, or {} if the environment has no proxy."""
     if not named(environment):
         return {}
     before = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    kept = [name.strip() for name in before.split(",") if name.strip()]
-    text = ",".join([*kept, *(name for name in LOOPBACK if name not in kept)])
+    excluded = [name.strip() for name in before.split(",") if name.strip()]
+    text = ",".join([*excluded, *(name for name in LOOPBACK if name not in excluded)])
     return {"no_proxy": text, "NO_PROXY": text}
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, but for proxies: of a program that speaks to this machine alone."""
+    """Return the environment without proxies, for a program that connects to this machine only."""
     return {name: text for name, text in environment.items() if name.lower() not in NAMES}
 
 
 @contextlib.contextmanager
 def none_named() -> Iterator[None]:
-    """Connections that are opened in here are to this machine: they take no proxy."""
+    """Remove the proxies from this process's environment while connections to this machine are opened."""
     before = named(os.environ)
     for name in before:
         del os.environ[name]

@@ -1,9 +1,8 @@
-"""What a SuperLink takes of nodes: their own replies to its orders, of a bounded size, and nothing else.
+"""Accept from nodes only their own replies to the SuperLink's orders, of a bounded size.
 
-Flower's (1.41) passes on what a node sends to whom the message names, so that a member could give orders to other sites; it
-stores whatever a message says of itself, which may be nothing that it can read again; and it takes as many parts as come.
-It keeps one part of each hash for all, and believes whoever announces it first what is in it: here each node has parts of
-its own (`private`), so that none gets in the way of orders, or of others' replies, whose parts it knows.
+Flower (1.41) forwards a node's message to any receiver, so that a member could send orders to other sites. It stores the
+message's metadata unchecked, and any number of parts. It stores one part for each hash, with the content that the first
+sender announces. Here each node has its own part ids (`private`), so that it cannot disturb orders or other nodes' replies.
 """
 
 import hmac
@@ -28,11 +27,11 @@ from flwr.supercore.utils import int64_to_uint64
 from fedloom.sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
 from fedloom.sims.federation.doors import NODE
 
-MOST_REASON = 2000  # letters of an error that a node sends
-LONGEST_RUNTIME = 1e7  # seconds that a ClientApp may have taken, of those that are added up
+MOST_REASON = 2000  # characters of a node's error
+LONGEST_RUNTIME = 1e7  # seconds of a ClientApp that count in Flower's sums
 
-SALT = secrets.token_bytes(32)  # with this process its runs end
-DIVIDER = b"\x00"  # between a part's head and its body
+SALT = secrets.token_bytes(32)  # runs end with this process, so a new salt is safe
+DIVIDER = b"\x00"  # between the head and the body of a part
 
 log = logging.getLogger("flwr")
 
@@ -42,20 +41,20 @@ _add_runtime = SqlLinkState.add_clientapp_runtime
 
 
 def take_replies_alone() -> None:
-    """From now on this process's SuperLink takes from nodes what it should."""
+    """Make this process's SuperLink accept from nodes only their own replies."""
     book = Book()
 
     def announced(state: SqlLinkState, message: Message, object_tree: ObjectTree, session_id: str) -> tuple[bool, list[str]]:
         if (node := NODE.get()) is None:
             stored, missing = _store(state, message, object_tree, session_id)
             ids = book.order(message.metadata.run_id, object_tree) - set(missing)
-            if ids and not book.sized(message.metadata.run_id):  # another run has sent the same
+            if ids and not book.sized(message.metadata.run_id):  # another run has sent the same parts
                 book.sent(message.metadata.run_id, session_id, _held(state, ids))
             return stored, missing
         return _Reply(state, book, node, session_id).announced(message, object_tree)
 
     def came(state: SqlLinkState, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        state.object_store.verify = False  # type: ignore[attr-defined]  # by hashes, which _is_part does
+        state.object_store.verify = False  # type: ignore[attr-defined]  # _is_part verifies the hash instead
         if not _is_part(object_id, object_content):
             return False
         if (node := NODE.get()) is None:
@@ -64,7 +63,7 @@ def take_replies_alone() -> None:
         return _Reply(state, book, node, session_id).came(run_id, object_id, object_content)
 
     def ran(state: SqlLinkState, run_id: int, runtime: float) -> None:
-        if NODE.get() is None or 0 <= runtime <= LONGEST_RUNTIME:  # false for what is not a number
+        if NODE.get() is None or 0 <= runtime <= LONGEST_RUNTIME:  # also false for NaN
             _add_runtime(state, run_id, runtime)
 
     SqlLinkState.store_message_and_object_tree = announced  # type: ignore[method-assign, assignment]
@@ -73,13 +72,13 @@ def take_replies_alone() -> None:
 
 
 class _Reply:
-    """What a node sends under a session."""
+    """A reply that a node sends in a session."""
 
     def __init__(self, state: SqlLinkState, book: Book, node: int, session: str) -> None:
         self._state, self._book, self._node, self._session = state, book, node, session
 
     def announced(self, message: Message, tree: ObjectTree) -> tuple[bool, list[str]]:
-        """Whether a reply is taken, and the parts that are missing of it. In place of one that is refused goes an error."""
+        """Return whether the reply is accepted, and its missing parts. Stores an error instead of a refused reply."""
         if (metadata := self._own(message.metadata)) is None:
             log.warning("node %s sent a message that is not its own reply to the server; it is dropped", self._node)
             self._close()
@@ -93,43 +92,43 @@ class _Reply:
             for old in self._book.announce(self._node, metadata.run_id, tree.object_id, self._session):
                 self._drop(old)
             stored, missing = _store(self._state, _anew(message, metadata), tree, self._session)
-        except ValueError as error:  # Flower's for parts that are known with other parts in them
+        except ValueError as error:  # from Flower, for known parts with different contents
             return self._fail(metadata, str(error)), []
         if not stored:
             self._close()
         return stored, [names[id] for id in missing]
 
     def came(self, run: int, id: str, content: bytes) -> bool:
-        """Whether a part is stored: it is announced, and the reply does not get too large."""
-        found = self._book.take(self._node, self._session, len(content))
-        if found is None or found.run != run:
-            log.warning("node %s sent a part of nothing that it has announced; it is dropped", self._node)
+        """Store a part if it was announced and the reply is not too large. Return whether it was stored."""
+        reply = self._book.take(self._node, self._session, len(content))
+        if reply is None or reply.run != run:
+            log.warning("node %s sent a part that it has not announced; it is dropped", self._node)
             return False
-        if found.taken > (most := self._book.most_bytes(run)):
-            return self._refuse(found, f"it has more than {most >> 20} MiB")
+        if reply.taken > (most := self._book.most_bytes(run)):
+            return self._refuse(reply, f"it has more than {most >> 20} MiB")
         if self._holds_others(id, content):
-            return self._refuse(found, "a part of it holds others than were announced")
+            return self._refuse(reply, "one of its parts contains other parts than announced")
         return _store_object(self._state, run, self._session, private(self._node, id), content)
 
     def _holds_others(self, id: str, content: bytes) -> bool:
-        """Whether a part names parts that it was not announced with."""
+        """Return whether a part contains other parts than announced."""
         named = content.partition(DIVIDER)[0].split(b" ")[1].decode("ascii")
-        within = {private(self._node, one) for one in named.split(",") if one}
-        asked = {"id": private(self._node, id)}
-        rows = self._state.query("SELECT child_id FROM object_children WHERE parent_id = :id", asked)
+        within = {private(self._node, part) for part in named.split(",") if part}
+        parent = {"id": private(self._node, id)}
+        rows = self._state.query("SELECT child_id FROM object_children WHERE parent_id = :id", parent)
         return within != {row["child_id"] for row in rows}
 
-    def _refuse(self, one: Announced, why: str) -> bool:
-        """Delete a reply, and have the run hear why if it has not fetched it yet. False: nothing is stored."""
-        metadata = self._order_of(one)
-        self._drop(one)
+    def _refuse(self, reply: Announced, why: str) -> bool:
+        """Delete a reply, send the run the reason if it has not fetched the reply yet, and return False."""
+        metadata = self._order_of(reply)
+        self._drop(reply)
         if metadata is not None:
-            self._session = self._state.start_session(one.run)
+            self._session = self._state.start_session(reply.run)
             self._fail(metadata, why)
         return False
 
     def _own(self, about: Metadata) -> Metadata | None:
-        """A reply's metadata as the order has them; None: it is not this node's reply to an order."""
+        """Return a reply's metadata, taken from its order, or None if this is not the node's reply to an order."""
         if about.src_node_id != self._node or about.dst_node_id != SUPERLINK_NODE_ID or not about.reply_to_message_id:
             return None
         order = self._state.get_valid_message_ins(about.reply_to_message_id)
@@ -143,24 +142,26 @@ class _Reply:
             order["group_id"], came, order["created_at"] + order["ttl"] - came, order["message_type"],
         )  # fmt: skip
 
-    def _order_of(self, one: Announced) -> Metadata | None:
-        """The metadata of a reply that is announced and has not been fetched yet."""
-        rows = self._state.query("SELECT reply_to_message_id FROM message_res WHERE message_id = :root", {"root": one.root})
+    def _order_of(self, reply: Announced) -> Metadata | None:
+        """Return the metadata of an announced reply, or None if the run has fetched it."""
+        rows = self._state.query(
+            "SELECT reply_to_message_id FROM message_res WHERE message_id = :root", {"root": reply.root}
+        )
         if not rows:
             return None
-        asked = rows[0]["reply_to_message_id"]
-        return self._own(Metadata(one.run, one.root, one.node, SUPERLINK_NODE_ID, asked, "", 0.0, 0.0, "train"))
+        order = rows[0]["reply_to_message_id"]
+        return self._own(Metadata(reply.run, reply.root, reply.node, SUPERLINK_NODE_ID, order, "", 0.0, 0.0, "train"))
 
-    def _drop(self, one: Announced) -> None:
-        """Delete a reply with all parts of it."""
-        self._book.forget(one)
+    def _drop(self, reply: Announced) -> None:
+        """Delete a reply and all its parts."""
+        self._book.forget(reply)
         with self._state.session():
-            self._state._cleanup_push_session(one.session, cleanup_messages=False)
-            self._state.object_store.delete(one.root)
-            self._state._on_push_session_expired({one.root})
+            self._state._cleanup_push_session(reply.session, cleanup_messages=False)
+            self._state.object_store.delete(reply.root)
+            self._state._on_push_session_expired({reply.root})
 
     def _fail(self, metadata: Metadata, why: str) -> bool:
-        """Have the run hear why a reply is refused. Whether it does."""
+        """Store an error with the reason of a refusal for the run, and return whether it was stored."""
         log.warning("node %s: its reply is refused: %s", self._node, why)
         reason = f"its reply is refused: {why}"
         failed = make_message(metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason[:MOST_REASON]))
@@ -172,12 +173,12 @@ class _Reply:
         return stored and _store_object(self._state, metadata.run_id, self._session, id, failed.deflate())
 
     def _close(self) -> None:
-        """Nothing comes under this session."""
+        """Close the session."""
         self._state._cleanup_push_session(self._session, cleanup_messages=False)
 
 
 def private(node: int, id: str) -> str:
-    """By which a part that a node sends is kept: nobody else's goes by it, and nobody knows it."""
+    """Return the id under which a node's part is stored: different for each node, and secret."""
     return hmac.digest(SALT, f"{node} {id}".encode(), "sha256").hex()
 
 
@@ -188,7 +189,7 @@ def _private_tree(node: int, tree: ObjectTree) -> ObjectTree:
 
 
 def _is_part(id: str, content: bytes) -> bool:
-    """Whether this is the part of that hash."""
+    """Return whether the content is a valid part with this hash."""
     try:
         validate_object_content(content)
     except (ValueError, UnexpectedObjectContentError):
@@ -197,12 +198,12 @@ def _is_part(id: str, content: bytes) -> bool:
 
 
 def _held(state: SqlLinkState, ids: set[str]) -> int:
-    """Bytes of parts that are there."""
+    """Return the bytes of the stored parts."""
     return sum(len(state.object_store.get(id) or b"") for id in ids)
 
 
 def _anew(message: Message, metadata: Metadata) -> Message:
-    """A reply as it is stored: nothing that it says of itself but its id, and an error."""
+    """Return a reply to store: with this metadata, and its error or no content."""
     if not message.has_error():
         return make_message(metadata, content=RecordDict())
     reason = str(message.error.reason or "")[:MOST_REASON]

@@ -1,4 +1,4 @@
-"""What a machine of a federation runs, as files that its owner reads and changes: `site.yaml` and `server.yaml`."""
+"""Read and write the settings of a federation's machines: `site.yaml` and `server.yaml`, which their owners edit."""
 
 import contextlib
 import dataclasses
@@ -35,126 +35,130 @@ POLICY = (
     "masks",
     "epsilon",
     "disclose",
-)  # keys that a node-config has, too (clients.privacy.policy)
-LIMITS = ("min_members", "min_known", "min_batch", "max_steps", "max_parameters")  # the same; -1: as there
-MOST_NAME = 100  # letters
+)  # keys that a node-config has as well (clients.privacy.policy)
+LIMITS = ("min_members", "min_known", "min_batch", "max_steps", "max_parameters")  # as above; -1: the default there
+MOST_NAME = 100  # characters
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SiteSheet:
-    """One site: who it is, where the server is, what it lets a server do with it. Paths are relative to the file."""
+    """The settings of a site: its name, its server, and what it allows the server. Paths are relative to the file."""
 
     name: str = option("", "the site's name, as in the configurations of runs")
     superlink: str = option("", "the server's address, HOST:PORT")
-    certificate: str = option("", "the authority's certificate, by which the server is known; empty: no TLS", path=True)
-    key: str = option("", "the site's private key, by which the server knows it; empty: no authentication", path=True)
-    store: str = option("store", "folder of what the site keeps of runs", path=True)
-    port: int = option(0, "of the node's own program, on this machine alone; 0: any that is free", low=0, high=65535)
-    data: str = option("", "folder with its data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
-    domain: str = option("", "its own images in place of the configuration's: images:FOLDER, npz:FILE, module:function, ...")
-    networks: list[str] = option([], "networks that it runs; none: all that ship")
-    objectives: list[str] = option([], "objectives that it runs; none: all that ship")
-    optimizers: list[str] = option([], "optimisers that it runs; none: all that ship")
-    strategies: list[str] = option([], "strategies of runs that it takes part in; none: any")
-    publish: list[str] = option(
-        [], "parts of its network that others may have; [none]: none; empty: any", choices=("extractor", "head", "none")
+    certificate: str = option("", "the authority's certificate, which identifies the server; empty: no TLS", path=True)
+    key: str = option("", "the site's private key, which identifies it to the server; empty: no authentication", path=True)
+    store: str = option("store", "folder for the site's data of runs", path=True)
+    port: int = option(0, "port of the node's program, for this machine only; 0: any free port", low=0, high=65535)
+    data: str = option("", "folder with the data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
+    domain: str = option(
+        "", "the site's own images instead of the configuration's: images:FOLDER, npz:FILE, module:function, ..."
     )
-    device: str = option("", "where it computes; empty: as the run says", choices=("", "auto", "cpu", "cuda"))
-    gpu: float = option(1.0, "share of a GPU's memory that it may take", low=0.0, high=1.0)
-    largest_order: float = option(0.0, "MB of the largest message that it works on; 0: 1,000", low=0.0)
-    masks: str = option("", "required: what it trains leaves it under secure aggregation only", choices=("", "required"))
+    networks: list[str] = option([], "allowed networks; empty: all shipped ones")
+    objectives: list[str] = option([], "allowed objectives; empty: all shipped ones")
+    optimizers: list[str] = option([], "allowed optimisers; empty: all shipped ones")
+    strategies: list[str] = option([], "allowed strategies; empty: any")
+    publish: list[str] = option(
+        [],
+        "parts of the site's network that others may receive; [none]: no part; empty: any part",
+        choices=("extractor", "head", "none"),
+    )
+    device: str = option("", "device for training; empty: as in the run", choices=("", "auto", "cpu", "cuda"))
+    gpu: float = option(1.0, "largest share of a GPU's memory", low=0.0, high=1.0)
+    largest_order: float = option(0.0, "MB of the largest message that it accepts; 0: 1,000", low=0.0)
+    masks: str = option(
+        "", "required: what it trains leaves the site only under secure aggregation", choices=("", "required")
+    )
     epsilon: float = option(
         0.0,
-        "what all its rounds may cost of its privacy (delta 1e-5 or less); what is not noised it refuses; 0: any",
+        "privacy budget of all rounds (delta at most 1e-5); refuses training without noise; 0: no limit",
         low=0.0,
     )
     disclose: list[str] = option(
         [],
-        "scores: losses and accuracies, also under masks or noise; classes: right answers by class",
+        "scores: losses and accuracies, also under masks or noise; classes: correct answers by class",
         choices=("scores", "classes"),
     )
     min_members: int = option(-1, "fewest sites of a masked sum; -1: more than half of `peers`, 3 without them", low=-1)
-    min_known: int = option(-1, "fewest of them whose keys are in `peers`; -1: as min_members if masks are required", low=-1)
+    min_known: int = option(-1, "fewest of these sites with a key in `peers`; -1: min_members if masks are required", low=-1)
     min_batch: int = option(
-        -1, "fewest images of a batch; the rest of a pass is left out; -1: 8 with masks or epsilon, else 1", low=-1
+        -1, "fewest images in a batch; a smaller last batch is left out; -1: 8 with masks or epsilon, else 1", low=-1
     )
-    max_steps: int = option(100_000, "most training steps of a round; 0: any", low=0)
-    max_parameters: float = option(500.0, "millions of weights of the largest network that it trains; 0: any", low=0.0)
-    peers: str = option(
-        "", "file of all sites' public keys, by which it knows with whom it shares masks; empty: any", path=True
-    )
+    max_steps: int = option(100_000, "most training steps in a round; 0: no limit", low=0)
+    max_parameters: float = option(500.0, "millions of weights of the largest network that it trains; 0: no limit", low=0.0)
+    peers: str = option("", "file with the public keys of the sites to share masks with; empty: any site", path=True)
     apps: str = option(
         "",
-        "any: it runs what a server sends, with all that its user may do; empty: the app installed here",
+        "any: runs the code that the server sends, with all rights of this user; empty: runs the installed app",
         choices=("", "any"),
     )
-    warm: bool = option(True, "a process that has all imported waits for orders: saves seconds of each, takes some 400 MB")
+    warm: bool = option(True, "keep a process with all imports ready: saves seconds for each message, needs about 400 MB")
     environment: dict[str, str] = option({}, "environment variables of the node, such as CUDA_VISIBLE_DEVICES: '0'")
 
 
 @dataclass(frozen=True)
 class ServerSheet:
-    """The server: its SuperLink. Paths are relative to the file."""
+    """The settings of the server's SuperLink. Paths are relative to the file."""
 
-    superlink: str = option("", "its address as the sites reach it, HOST:PORT")
-    host: str = option("127.0.0.1", "address to listen at, for nodes alone; 0.0.0.0: all of the machine's")
-    port: int = option(8000, "to listen at, for nodes alone; runs are started at another, on loopback", low=1, high=65535)
+    superlink: str = option("", "its address for the sites, HOST:PORT")
+    host: str = option("127.0.0.1", "address to listen at, for nodes only; 0.0.0.0: all addresses of the machine")
+    port: int = option(8000, "port to listen at, for nodes only; runs use another port, on loopback", low=1, high=65535)
     certificate: str = option("server.crt", "the server's certificate", path=True)
     key: str = option("server.key", "its private key", path=True)
     authority: str = option("ca.crt", "the authority's certificate", path=True)
 
 
 def read_server(folder: Path) -> ServerSheet:
-    """The sheet of a server's folder. UserError as `read`, and for one of an earlier version, or without certificates."""
+    """Return the sheet of a server's folder. Raises UserError for a damaged or old one, or missing keys."""
     path = folder / SERVER
-    given = _given(ServerSheet, path)
-    if "authenticate" in given or not given.get("superlink"):
-        raise UserError(f"{path}: was planned by an earlier version, whose server obeyed whoever reached its port: its keys "
+    section = _section(ServerSheet, path)
+    if "authenticate" in section or not section.get("superlink"):
+        raise UserError(f"{path}: is from an earlier version, whose server obeyed anyone who reached its port, so its keys "
                         "may be known to others. Plan again into a new folder ('fedloom federation plan', 'up'), "
                         "copy the new folders to the machines, and delete this one")  # fmt: skip
     sheet = read(ServerSheet, path)
     for key in ("certificate", "key", "authority"):
         if not (name := getattr(sheet, key)) or not (folder / name).is_file():
-            raise UserError(f"{path}: {key}: there is no file {folder / name}; put it back from the plan, or plan again")
+            raise UserError(f"{path}: {key}: the file {folder / name} is missing; restore it from the plan, or plan again")
     check_pair(folder / sheet.certificate, folder / sheet.key, folder / sheet.authority)
     return sheet
 
 
-def _given(schema: type[Any], path: Path) -> Mapping[str, Any]:
-    """The section of keys in a file, texts as the schema has them. UserError if it is missing or holds something else."""
+def _section(schema: type[Any], path: Path) -> Mapping[str, Any]:
+    """Return the keys in a file, with texts where the schema has them. Raises UserError for a file without keys."""
     try:
-        given = read_yaml(path.read_text(encoding="utf-8"), lambda node: keep_texts(schema, node)) or {}
+        section = read_yaml(path.read_text(encoding="utf-8"), lambda node: keep_texts(schema, node)) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(given, Mapping):
-        raise UserError(f"{path}: takes a section of keys, such as 'name: site-0000'")
-    return given
+    if not isinstance(section, Mapping):
+        raise UserError(f"{path}: takes keys with values, such as 'name: site-0000'")
+    return section
 
 
 def read(schema: type[T], path: Path) -> T:
-    """The sheet in a file. UserError for one that is not there or holds something else."""
-    given = _given(schema, path)
+    """Return the sheet in a file. Raises UserError if the file is missing or has anything else."""
+    section = _section(schema, path)
     try:
-        found = at_home(build(schema, given))
-        for one in dataclasses.fields(found):  # type: ignore[arg-type]
-            _check_text(one.name, getattr(found, one.name))
-        return found
+        sheet = at_home(build(schema, section))
+        for field in dataclasses.fields(sheet):  # type: ignore[arg-type]
+            _check_text(field.name, getattr(sheet, field.name))
+        return sheet
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _check_text(key: str, given: object) -> None:
-    """UserError for a text in a list or section that no name or environment variable can be."""
-    if isinstance(given, dict):
-        for name, text in given.items():
+def _check_text(key: str, content: object) -> None:
+    """Raise UserError for a text, also in a list or section, that cannot be a name or an environment variable."""
+    if isinstance(content, dict):
+        for name, text in content.items():
             if not name or not str(name).isprintable() or "=" in str(name):
-                raise UserError(f"{key}: '{plain(str(name))[:MOST_NAME]}' cannot be the name of a variable; take out '='")
+                raise UserError(f"{key}: '{plain(str(name))[:MOST_NAME]}' cannot be the name of a variable; remove '='")
             _check_text(f"{key}.{name}", text)
-    for one in given if isinstance(given, list) else [given]:
-        if isinstance(one, str) and not one.isprintable():
-            raise UserError(f"{key}: '{plain(one)[:MOST_NAME]}' has a character that cannot be printed; take it out")
+    for entry in content if isinstance(content, list) else [content]:
+        if isinstance(entry, str) and not entry.isprintable():
+            raise UserError(f"{key}: '{plain(entry)[:MOST_NAME]}' has a character that cannot be printed; remove it")
 
 
 def write(path: Path, sheet: Any) -> None:
@@ -163,44 +167,44 @@ def write(path: Path, sheet: Any) -> None:
 
 
 def text(sheet: Any) -> bytes:
-    """A sheet as YAML, each key's meaning behind it; what has its default is left out as a comment."""
+    """Return a sheet as YAML with the meaning of each key. Keys with their default are comments."""
     lines = []
-    for one in dataclasses.fields(sheet):
-        given = getattr(sheet, one.name)
-        default = one.default if one.default is not dataclasses.MISSING else one.default_factory()  # type: ignore[misc]
-        line = write_yaml({one.name: given}).strip() if given or given == default else f"{one.name}: {given}"
-        lines.append(f"{'# ' if given == default else ''}{line}  # {one.metadata['help']}")
+    for field in dataclasses.fields(sheet):
+        setting = getattr(sheet, field.name)
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        line = write_yaml({field.name: setting}).strip() if setting or setting == default else f"{field.name}: {setting}"
+        lines.append(f"{'# ' if setting == default else ''}{line}  # {field.metadata['help']}")
     return ("\n".join(lines) + "\n").encode()
 
 
-def is_address(given: str) -> bool:
-    """Whether a text is a machine's name or address, without a port."""
+def is_address(text: str) -> bool:
+    """Return whether a text is a machine's name or address, without a port."""
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(given)) and re.fullmatch(r"[0-9A-Za-z.:%_-]+", given) is not None
-    parts = given.removesuffix(".").split(".")
-    return len(given) < 254 and all(re.fullmatch(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", part) for part in parts)
+        return bool(ipaddress.ip_address(text)) and re.fullmatch(r"[0-9A-Za-z.:%_-]+", text) is not None
+    parts = text.removesuffix(".").split(".")
+    return len(text) < 254 and all(re.fullmatch(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", part) for part in parts)
 
 
-def check_superlink(given: str) -> None:
-    """UserError for anything but HOST:PORT."""
-    host, _, port = given.rpartition(":")
+def check_superlink(address: str) -> None:
+    """Raise UserError for anything but HOST:PORT."""
+    host, _, port = address.rpartition(":")
     good = is_address(host.removeprefix("[").removesuffix("]")) and re.fullmatch("[0-9]{1,5}", port)
     if not (good and 0 < int(port) < 2**16):
-        raise UserError(f"superlink: got '{plain(given)[:MOST_NAME]}', takes HOST:PORT, such as fed.example.org:8000")
+        raise UserError(f"superlink: got '{plain(address)[:MOST_NAME]}', takes HOST:PORT, such as fed.example.org:8000")
 
 
 def node_config(sheet: SiteSheet, folder: Path) -> str:
-    """The TOML that Flower's SuperNode passes to the ClientApp (clients.privacy.policy, clients.storage.store)."""
+    """Return the TOML that Flower's SuperNode passes to the ClientApp (clients.privacy.policy, clients.storage.store)."""
     if not sheet.name or len(sheet.name) > MOST_NAME:
-        raise UserError(f"{folder / SITE}: name: takes 1 to {MOST_NAME} letters, got {sheet.name[:20]!r}")
-    given: dict[str, Any] = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}
+        raise UserError(f"{folder / SITE}: name: takes 1 to {MOST_NAME} characters, got {sheet.name[:20]!r}")
+    settings: dict[str, Any] = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}
     for key in POLICY:
-        one = getattr(sheet, key)
-        if one:
-            given[key] = ",".join(one) if isinstance(one, list) else one
-    given |= {key: getattr(sheet, key) for key in LIMITS if getattr(sheet, key) >= 0}
-    given |= {name: str((folder / file).resolve()) for name, file in
+        setting = getattr(sheet, key)
+        if setting:
+            settings[key] = ",".join(setting) if isinstance(setting, list) else setting
+    settings |= {key: getattr(sheet, key) for key in LIMITS if getattr(sheet, key) >= 0}
+    settings |= {name: str((folder / file).resolve()) for name, file in
               {"identity": sheet.key, "peers": sheet.peers}.items() if file}  # fmt: skip
-    text = tomli_w.dumps(given)
-    assert tomllib.loads(text) == given
+    text = tomli_w.dumps(settings)
+    assert tomllib.loads(text) == settings
     return text

@@ -1,7 +1,6 @@
-"""The server's program: Flower's SuperLink behind two doors (sims.federation.doors), and what starts its ServerApps.
+"""The server's program: Flower's SuperLink behind two doors (sims.federation.doors), and the executor of its ServerApps.
 
-Run in the server's folder: `python -m fedloom.sims.federation.superlink`. What it needs of Flower 1.41 beyond its
-commands is here.
+Run it in the server's folder: `python -m fedloom.sims.federation.superlink`. It uses internals of Flower 1.41.
 """
 
 import asyncio
@@ -45,16 +44,16 @@ from fedloom.sims.federation.quiet import quieten
 from fedloom.sims.federation.replies import take_replies_alone
 from fedloom.sims.federation.sheets import ServerSheet
 
-LOOK_SECONDS = 0.5  # between looks for keys of sites that are new
-BUSY_MILLISECONDS = 25_000  # to wait for others' writing; Flower's programs wait 30 s for an answer
-MOST_JOURNAL = 64 << 20  # bytes that the database's log keeps on the disk once they are in the database
+LOOK_SECONDS = 0.5  # between two checks for new keys
+BUSY_MILLISECONDS = 25_000  # to wait for a busy database; Flower's programs wait 30 s for an answer
+MOST_JOURNAL = 64 << 20  # bytes of the database's log that stay on the disk
 OWN = "127.0.0.1"
 
 log = logging.getLogger("flwr")
 
 
 class _Server(uvicorn.Server):
-    """One of several in a process, which hears signals for all of them."""
+    """A uvicorn server that leaves signals to the process, which has several servers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -62,9 +61,9 @@ class _Server(uvicorn.Server):
 
 
 def main() -> None:
-    """Until told to stop."""
+    """Run until a signal stops it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections of others must not use up what nodes need
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # so that strangers' connections leave enough for nodes
     sheet = sheets.read_server(Path())
     with listen(sheet.host, sheet.port) as outer, listen(OWN, 0) as inner:
         asyncio.run(_serve(sheet, outer, inner))
@@ -72,8 +71,8 @@ def main() -> None:
 
 async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket) -> None:
     secret, token = secrets.token_hex(32), secrets.token_urlsafe(32)
-    ours = (("busy_timeout", str(BUSY_MILLISECONDS)), ("journal_size_limit", str(MOST_JOURNAL)))
-    pragmas = (*SQLITE_PRAGMAS, *ours, ("secure_delete", "ON"))  # what is deleted is overwritten
+    limits = (("busy_timeout", str(BUSY_MILLISECONDS)), ("journal_size_limit", str(MOST_JOURNAL)))
+    pragmas = (*SQLITE_PRAGMAS, *limits, ("secure_delete", "ON"))  # secure_delete overwrites deleted data
     sql_mixin.SQLITE_PRAGMAS = pragmas  # pyright: ignore[reportPrivateImportUsage]
     take_replies_alone()
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
@@ -109,7 +108,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
 
 
 def _config(secret: bytes) -> SuperLinkLifespanConfig:
-    """Of a SuperLink that opens no port itself and starts no program itself."""
+    """Return the configuration of a SuperLink that opens no port and starts no program itself."""
     return SuperLinkLifespanConfig(
         control_address="", health_server_address=None, host=OWN, port=0, insecure=False, certificates=None,
         superexec_auth_secret=secret, authn_plugin=NoOpControlAuthnPlugin(), event_log_plugin=None,
@@ -121,7 +120,7 @@ def _config(secret: bytes) -> SuperLinkLifespanConfig:
 
 
 def _write_connection(home: Path, address: str, authority: Path, token: str) -> None:
-    """By which Flower's own command finds this SuperLink and is let in by it: `FLWR_HOME=flwr flwr ls here`."""
+    """Write the files with which Flower's command connects to this SuperLink: `FLWR_HOME=flwr flwr ls here`."""
     home.mkdir(mode=0o700, exist_ok=True)
     where = {"address": address, "root-certificates": str(authority.resolve())}
     known = {AUTHN_TYPE_STORE_KEY: AuthnType.OIDC, ACCESS_TOKEN_STORE_KEY: token, REFRESH_TOKEN_STORE_KEY: "none"}
@@ -132,26 +131,26 @@ def _write_connection(home: Path, address: str, authority: Path, token: str) -> 
 
 
 async def _follow(state: SqlLinkState) -> None:
-    """Let in what the folder of keys says, whenever it changes; and delete what runs have left that ended."""
-    before, told = members.seen(Path(KEYS)), ""
+    """Admit the keys in the folder whenever it changes, and delete the data of runs that have ended."""
+    before, logged = members.seen(Path(KEYS)), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         try:
-            if (there := members.seen(Path(KEYS))) != before:
+            if (current := members.seen(Path(KEYS))) != before:
                 await asyncio.to_thread(_take_over, state)
-                before = there
+                before = current
             if await asyncio.to_thread(leftovers.clear, state):
                 await asyncio.to_thread(scrubbed, Path(DATABASE))
-            told = ""
-        except Exception as error:  # such as a disk that is full: nodes that are in go on, and the next look tries again
-            if str(error) != told:
-                log.exception("the keys in %s cannot be taken over, or what ended runs left cannot be deleted", KEYS)
-            told = str(error)
+            logged = ""
+        except Exception as error:  # such as a full disk; the next check tries again
+            if str(error) != logged:
+                log.exception("cannot update the members from the keys in %s, or cannot delete the data of ended runs", KEYS)
+            logged = str(error)
 
 
 def _take_over(state: SqlLinkState) -> None:
     members.follow(state, Path(KEYS))
-    with contextlib.suppress(UserError):  # a file that is not a key: the log names it already
+    with contextlib.suppress(UserError):  # a file that is not a key; it is logged already
         write_public(Path())
 
 

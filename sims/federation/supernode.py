@@ -1,8 +1,7 @@
-"""A site's program: Flower's SuperNode, with what starts its ClientApps: `python -m ... PORT WARM APPS
-LARGEST WORDS...`.
+"""A site's program: Flower's SuperNode, and the executor of its ClientApps: `python -m ... PORT WARM APPS LARGEST WORDS...`.
 
-Every user of the machine reaches the node's port. It hands out tasks to those who know a secret (behind a door of
-sims.federation.doors), and proves by a certificate that it is this node: nobody else can sit at its port and hand out tasks.
+Every user of the machine can reach the node's port. So the node gives tasks only to programs that know a secret (see
+sims.federation.doors). A certificate proves to them that the port belongs to this node.
 """
 
 import asyncio
@@ -26,17 +25,14 @@ if TYPE_CHECKING:
     from flwr.supernode.cli.flower_supernode import SuperNodeLifespanConfig
     from flwr.supernode.nodestate import NodeStateFactory
 
-OWN = "own"  # folder of certificates that last as long as the program
+OWN = "own"  # folder of certificates, new for each start
 SECRET = "secret"
 HOST = "127.0.0.1"
-LOOK_SECONDS = 0.05  # between looks whether the node's own server has started
+LOOK_SECONDS = 0.05  # between two checks whether the node's server has started
 
 
 def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
-    """Until told to stop, or until the server answers something unexpected.
-
-    However it ends, the process ends, and with a status: what keeps it running starts it again.
-    """
+    """Run until a signal stops it, or until an unexpected answer of the server. The keeper then restarts it."""
     from flwr.supercore.constant import TaskType
 
     from fedloom.sims.federation import own_app
@@ -55,13 +51,13 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
     tls = [word for option, name in certificates.items() for word in (f"--{option}", str(own / name))]
     process = ["--isolation", "process", "--superexec-auth-secret-file", str(file), "--host", HOST, "--port", port]
     sys.argv = ["flower-supernode", *words, *process, *tls]
-    command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # a function of its package goes by its name
+    command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # the package has a function of the same name
     command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
     quieten()
     keep_beating()
     bound_orders(float(largest), apps == own_app.OWN)
     try:
-        command.flower_supernode()  # which comes back from whatever it does not expect of the server
+        command.flower_supernode()  # returns after unexpected answers of the server
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):
@@ -74,7 +70,7 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
 
 
 def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
-    """In place of Flower's own (1.41), which answers everything to everybody: the node's port, behind a door."""
+    """Open the node's port behind a door, instead of Flower's (1.41), which answers everyone."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler
@@ -89,7 +85,7 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
     try:
         listening = listen(config.host, config.port)
     except OSError as error:
-        sys.exit(f"{config.host}:{config.port}: cannot listen there ({error}); set another 'port' in site.yaml")
+        sys.exit(f"{config.host}:{config.port}: cannot listen at this port ({error}); set another 'port' in site.yaml")
     door = for_apps(create_app(states, secret), secret, lambda token: states.state().get_task_by_token(token))
     server = uvicorn.Server(
         uvicorn.Config(**settings(door, certificate, key, get_uvicorn_log_config(console_handler.level)))
@@ -100,7 +96,7 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
         try:
             asyncio.run(server.serve(lines))
         finally:
-            if not server.should_exit:  # nobody asked it to: without it, no ClientApp gets anything to do
+            if not server.should_exit:  # it failed, and without it no ClientApp gets a task
                 os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=serve, name="supernode-runtime-http-api", daemon=True)
@@ -108,12 +104,12 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
     while thread.is_alive() and not server.started:
         time.sleep(LOOK_SECONDS)
     if not server.started:
-        sys.exit(f"{config.host}:{config.port}: the node's own server does not start")
+        sys.exit(f"{config.host}:{config.port}: the node's server does not start")
     return server, thread
 
 
 def _fresh(folder: Path) -> Path:
-    """The folder, with new certificates."""
+    """Empty the folder, write new certificates to it, and return it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for file in folder.iterdir():
         file.unlink()

@@ -1,4 +1,4 @@
-"""One task of an App: `python -m ... APPS`, with the words of Flower's command on stdin: nobody else reads a token there."""
+"""Run one task of an App: `python -m ... APPS`. Flower's command line comes on stdin, so that its token stays secret."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from fedloom.sims.federation.own_app import OWN, run_own_app
 
 
 def main(apps: str) -> None:
-    """Do what the command does."""
+    """Run Flower's command with the command line on stdin."""
     with sys.stdin:
         words = json.load(sys.stdin)
     sys.argv = words

@@ -1,9 +1,7 @@
-"""A process of a node that has imported Flower, torch and the ClientApp, and forks for each message.
+"""Fork a process with all imports of a ClientApp for each message of a node: `python -m ... PID APPS`.
 
-`python -m ... PID APPS`.
-
-Flower's nodes start a program anew for every message, which takes seconds of imports each time. It ends with the process
-PID, and each ClientApp is a process of its own as before.
+Flower's nodes start a program for every message, which needs seconds for its imports. This process ends with the process
+PID. Each ClientApp is still a separate process.
 """
 
 import contextlib
@@ -23,23 +21,23 @@ from fedloom.sims.federation.heartbeats import keep_beating
 from fedloom.sims.federation.own_app import OWN, run_own_app
 from fedloom.sims.process import Ending
 
-LOOK_SECONDS = 2.0  # between looks whether the node is still there
+LOOK_SECONDS = 2.0  # between two checks whether the node is alive
 MOST_BYTES = 1 << 16
 
 
 def next_words(parent: int) -> list[str] | None:
-    """Of a message, in a new process for it; None, in this one, when the parent has ended."""
+    """Return the command line of a message in a forked process; None in this process, when the parent has ended."""
     Path(DOOR).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(DOOR)
         door.listen()
         door.settimeout(LOOK_SECONDS)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no zombies
         while _there(parent):
             with contextlib.suppress(TimeoutError, ValueError):
                 line, _ = door.accept()
-                with line, line.makefile("rb") as told:
-                    words = json.loads(told.readline(MOST_BYTES))
+                with line, line.makefile("rb") as stream:
+                    words = json.loads(stream.readline(MOST_BYTES))
                 if not os.fork():
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     return words
@@ -47,7 +45,7 @@ def next_words(parent: int) -> list[str] | None:
 
 
 def main(parent: int, apps: str) -> None:
-    """Wait for messages; in the process of one, do what Flower's own program does."""
+    """Wait for messages, and run Flower's program in the forked process of each."""
     ending = Ending()
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 

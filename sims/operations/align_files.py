@@ -1,4 +1,4 @@
-"""Which layer of one network corresponds to which of another: a map, and a picture of its costs."""
+"""Map the layers of one network to the layers of another, and draw the costs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool, out: Path) -> Table:
-    """Compare the layers of two networks, draw the costs with the chosen map to `out`, and return the map as a table."""
+    """Compare the layers of two networks, draw the costs and the chosen map to `out`, and return the map as a table."""
     check_out(out, PICTURES)
     (a, b), _, probe = files.load()
     with under_way("comparing layers"):

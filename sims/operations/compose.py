@@ -1,4 +1,4 @@
-"""A network of some of a run's sites, made from what they contributed, without training."""
+"""Make a network of some sites of a run from their contributions, without training."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,10 @@ from fedloom.sims.report.tables import Table, percent
 
 @dataclass(frozen=True)
 class CompositionOrder:
-    """Which sites, with which coefficients (empty: the run's own), combined how (empty: as the run does), in what network.
+    """What `compose` makes.
 
-    `start`: another network that the gradients are assigned to (None: theta_0), which needs `force`.
+    `coefficients`: one for each site; empty: those of the run. `how`: "gradients" or "weights"; empty: as in the run.
+    `start`: the network to which the sum is added; None: theta_0. Another network than theta_0 needs `force`.
     """
 
     sites: Sequence[str]
@@ -36,13 +37,13 @@ class CompositionOrder:
 
 
 def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
-    """Write the network to `out`; what it is made of, and what it knows. Raises UserError for what cannot be done."""
+    """Write the network to `out`, and return tables of its sites and its accuracy. Raises UserError if it cannot be made."""
     _check(order, run, out)
     config = read_config(run)
     evaluator = Evaluator(config)
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
-            raise UserError(f"{run}: nothing is committed yet; wait for the first round")
+            raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
         model, parts = ledger.steady(lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).state, order))
     model = evaluator.settled(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
@@ -54,18 +55,18 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
 
 
 def name_of(architecture: Architecture) -> NetworkName:
-    """What builds a network of this architecture again."""
+    """Return the name that builds a network of this architecture."""
     options = architecture.options
     name = options.pop("name")
     return NetworkName(name, options, architecture.channels, architecture.size, architecture.classes)
 
 
 def check_out(out: Path, run: Path, option: str = "--out") -> None:
-    """UserError unless a file can go there: in a folder that is there, and is not the run's."""
+    """Raise UserError unless `out` is a file path in an existing folder outside the run's folder."""
     if not out.parent.is_dir() or out.is_dir():
-        raise UserError(f"{option}: got {out}, takes the path of a file in a folder that is there")
+        raise UserError(f"{option}: got {out}, takes the path of a file in an existing folder")
     if Path(os.path.realpath(run)) in Path(os.path.realpath(out)).parents:
-        raise UserError(f"{option}: got {out}, which is among the run's own files; take another folder")
+        raise UserError(f"{option}: got {out}, which is inside the run's folder; use another folder")
 
 
 def _check(order: CompositionOrder, run: Path, out: Path) -> None:
@@ -73,11 +74,11 @@ def _check(order: CompositionOrder, run: Path, out: Path) -> None:
     if order.how and order.how not in (GRADIENTS, WEIGHTS):
         raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
     if order.coefficients and len(order.coefficients) != len(order.sites):
-        raise UserError(f"--coefficients: {len(order.coefficients)} for {len(order.sites)} sites; give one for each")
+        raise UserError(f"--coefficients: {len(order.coefficients)} for {len(order.sites)} sites; name one for each site")
 
 
 def _composed(aggregation: ServerState, order: CompositionOrder) -> tuple[Model, list[list[str]]]:
-    """The network, and rows of sites and coefficients."""
+    """Return the network, and rows of sites and coefficients."""
     strategy, view = aggregation.strategy, aggregation.view().subset(order.sites)
     if isinstance(strategy, ArithmeticStrategy):
         stated = dict(zip(order.sites, order.coefficients, strict=True)) if order.coefficients else {}
@@ -91,21 +92,21 @@ def _composed(aggregation: ServerState, order: CompositionOrder) -> tuple[Model,
     if order.coefficients or order.how or order.start:
         raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
     if not aggregation.slots.totals or not aggregation.display_name:
-        raise UserError("this run's method keeps no contributions of its sites: nothing can be composed from it")
+        raise UserError("this run's method stores no contributions of sites; nothing can be composed from it")
     if aggregation.config.federation.secure_aggregation and {site.name for site in aggregation.members()} - {*order.sites}:
-        raise UserError("--sites: under masks nobody can read what some of the sites gave; name all that take part")
+        raise UserError("--sites: secure aggregation hides the contributions of single sites; name all sites of the run")
     return aggregation.aggregate(view), [[name, "1"] for name in order.sites]
 
 
 def _start(aggregation: ServerState, order: CompositionOrder) -> State | None:
-    """The other network to assign to. UserError for another shape, and for one that is not theta_0 unless forced."""
+    """Return the network of `--start`. Raises UserError if its shapes differ, or if it is not theta_0 without --force."""
     if order.start is None:
         return None
     start, theta = read_state(order.start), start_of(aggregation.view())
     check_shapes(theta, start, str(order.start))
     start = {name: tensor.to(theta[name].dtype) for name, tensor in start.items()}
-    here, theirs = digest(start), digest(theta)
-    if here != theirs and not order.force:
-        digests = f"digest {here[:12]}, theirs is {theirs[:12]}"
-        raise UserError(f"{order.start}: is not the network that the sites started from ({digests}); --force assigns to it")
+    ours, theirs = digest(start), digest(theta)
+    if ours != theirs and not order.force:
+        digests = f"digest {ours[:12]}, theirs is {theirs[:12]}"
+        raise UserError(f"{order.start}: is not the network that the sites started from ({digests}); add --force to use it")
     return start

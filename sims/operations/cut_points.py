@@ -1,4 +1,4 @@
-"""What `fedloom networks` tells: which networks there are, and where one can be cut into extractor and head."""
+"""List the networks, and the points where a network can be cut into extractor and head."""
 
 import math
 
@@ -15,21 +15,23 @@ OWN = "torchvision.models:"  # what a configuration calls torchvision's networks
 
 
 def names() -> list[str]:
-    """The networks that are known by name."""
+    """Return the names of all networks."""
     return [*NETWORKS.names(), f"{OWN}NAME", "MODULE:NAME"]
 
 
 def points(text: str, channels: int, size: int, classes: int) -> Table:
-    """A row for each point, in order, of the network that a text names. UserError for an unknown one, or one that cannot
-    be cut."""
+    """Return a table with a row for each cut point, in the network's order.
+
+    Raises UserError if `text` names no network, or a network that cannot be cut.
+    """
     full_name = f"{OWN}{text.removeprefix(FOREIGN)}" if text.startswith(FOREIGN) else text
     name = parse_name(full_name, channels, size, classes)
     network = name.build()
     if not isinstance(network, Network):
-        raise UserError(f"network '{text}': is no network of an extractor and a head")
+        raise UserError(f"network '{text}': has no extractor and head")
     shapes = split_points(network, torch.zeros(1, channels, size, size))
     if not shapes:
-        raise UserError(f"network '{text}': cannot be cut: nowhere one tensor alone passes")
+        raise UserError(f"network '{text}': cannot be cut; no point in it passes a single tensor")
     rows = [[point, " x ".join(map(str, shape)), math.prod(shape)] for point, shape in shapes.items()]
     images = f"{channels} x {size} x {size}"
     section = yaml.safe_dump({"name": name.name, **name.options}, default_flow_style=True, sort_keys=False, width=1000)

@@ -1,4 +1,4 @@
-"""What this machine has for Fedloom: versions, cores, memory, GPUs, disk, torch's health, and where domains come from."""
+"""Report what this machine has for Fedloom: versions, cores, memory, GPUs, disk, a test of torch, sources of data."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ from fedloom.conf.schema import DataConfig
 from fedloom.sims.report.tables import Table
 
 Finding = tuple[str, str, bool]
-PACKAGES = {  # what pip calls it, and what Python does
+PACKAGES = {  # the name for pip, and the name for Python
     "torch": "torch",
     "torchvision": "torchvision",
     "flwr": "flwr",
@@ -28,9 +28,9 @@ PACKAGES = {  # what pip calls it, and what Python does
 }
 HINTS = {"ray": "; engine.name=inline works"}
 GIB = 2**30
-DOMAIN, ABSENT, DOWNLOAD = "domain ", "not available: nothing at ", "data.download=true"  # as clients.data.domains tells
-FEWEST = 3  # absent domains that are told of together
-PATIENCE = 120.0  # seconds for a layer that takes less than one
+DOMAIN, ABSENT, DOWNLOAD = "domain ", "not available: nothing at ", "data.download=true"  # texts of clients.data.domains
+FEWEST = 3  # this many absent domains share one line
+PATIENCE = 120.0  # seconds; the layer needs less than one
 NARROW = """
 import torch
 
@@ -42,15 +42,15 @@ for _ in range(4):
     with torch.backends.mkldnn.flags(enabled=False):
         (plain,) = torch.autograd.grad(layer(images).square().sum(), [layer.weight])
     torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
-"""  # oneDNN's issue 6035: fewer channels than its vectors have overrun its workspace
+"""  # oneDNN issue 6035: with fewer channels than its vectors hold, it overruns its workspace
 CURE = (
-    "Fedloom's own networks go round it; in yours give such a layer 16 channels or more, or x.contiguous(), or set "
+    "Fedloom's own networks avoid it. In your network, use 16 channels or more or x.contiguous(), or set "
     "torch.backends.mkldnn.enabled = False"
 )
 
 
 def doctor(data: DataConfig) -> list[Finding]:
-    """(what, finding, ok) for everything a run needs. It never raises: what cannot be found out is a finding."""
+    """Return (what, finding, ok) for everything that a run needs. It never raises; a failed check is a finding."""
     machine: dict[str, Callable[[], tuple[str, bool]]] = {
         "CPU cores": _cores,
         "memory": _memory,
@@ -68,24 +68,22 @@ def doctor(data: DataConfig) -> list[Finding]:
 
 
 def doctor_table(findings: list[Finding]) -> Table:
-    """The findings as a table."""
+    """Return the findings as a table."""
     rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in _together(findings)]
     missing = sum(not ok for _, _, ok in findings)
-    lacking = f"{missing} of {len(findings)} are not there or not sound: what needs them will not run."
-    return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "All is there.")
+    lacking = f"{missing} of {len(findings)} checks failed. Only runs that need these parts will fail."
+    return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "Everything is available.")
 
 
 def _together(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, with one for all domains of which nothing is there."""
+    """Return the findings, with a single one for all absent domains."""
     absent = [finding for finding in findings if finding[0].startswith(DOMAIN) and finding[1].startswith(ABSENT)]
     if len(absent) < FEWEST:
         return list(findings)
     names = [what.removeprefix(DOMAIN) for what, _, _ in absent]
     never = [what.removeprefix(DOMAIN) for what, finding, _ in absent if not finding.endswith(DOWNLOAD)]
-    fetched = f"{DOWNLOAD} fetches them" + (f", but for {', '.join(never)}" if never else "")
-    advice = (
-        f"need a data folder, which has none of these: set FEDLOOM_DATA (here: --data) to one that has them; or {fetched}"
-    )
+    fetched = f"{DOWNLOAD} fetches them" + (f", except {', '.join(never)}" if never else "")
+    advice = f"not in the data folder: set FEDLOOM_DATA (here: --data) to a folder that has them; or {fetched}"
     return [
         *(finding for finding in findings if finding not in absent),
         (f"{len(names)} more domains", f"{', '.join(names)}: {advice}", False),
@@ -93,7 +91,7 @@ def _together(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def narrow_convolutions(script: str = NARROW, patience: float = PATIENCE) -> tuple[str, bool]:
-    """Whether this torch survives training a layer of few channels, tried in a process of its own (`patience`: seconds)."""
+    """Train a layer of few channels in a new process, and say whether torch survives. `patience`: seconds."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=patience, check=False
@@ -117,14 +115,14 @@ def _fedloom() -> str:
 
 
 def _package(package: str) -> tuple[str, bool]:
-    """The version of a package that can be imported."""
+    """Return the version of a package, or why it cannot be imported."""
     try:
         module = importlib.import_module(PACKAGES[package])
     except ModuleNotFoundError as error:
         if error.name != PACKAGES[package]:
             return f"cannot be imported: {error}", False
         return f"not installed{HINTS.get(package, '')}", False
-    except Exception as error:  # a broken package may raise anything, and this is the place to hear of it
+    except Exception as error:  # a broken package may raise anything
         return f"cannot be imported: {error}{HINTS.get(package, '')}", False
     return str(getattr(module, "__version__", None) or metadata.version(package)), True
 
@@ -132,8 +130,8 @@ def _package(package: str) -> tuple[str, bool]:
 def _guarded(look: Callable[[], tuple[str, bool]]) -> tuple[str, bool]:
     try:
         return look()
-    except Exception as error:  # a doctor goes on to the next question
-        return f"cannot be found out: {error}", False
+    except Exception as error:  # the other checks still run
+        return f"cannot be determined: {error}", False
 
 
 def _cores() -> tuple[str, bool]:
@@ -150,7 +148,7 @@ def _memory() -> tuple[str, bool]:
 def _gpus() -> tuple[str, bool]:
     import torch
 
-    names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join(names) if names else "none; runs use the CPU", True
 
 
@@ -160,7 +158,7 @@ def _disk() -> tuple[str, bool]:
 
 
 def _domains(data: DataConfig) -> list[Finding]:
-    """Where each domain would come from. The data module is imported here: it needs packages that may be missing."""
+    """Return the source of each domain. The data module is imported here, since its packages may be missing."""
     try:
         from fedloom.clients.data import domain_names, where
 

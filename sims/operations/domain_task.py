@@ -1,4 +1,4 @@
-"""The images of a domain as networks take them, and how many of them a network gets right."""
+"""Load the images of a domain as networks take them, and measure a network's accuracy on them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ EVALUATION_BATCH = 500
 
 @dataclass(frozen=True)
 class Task:
-    """Images of a domain: `samples` of its training part (0: all), made size x size."""
+    """Images of a domain, resized to size x size. `samples`: of the training part; 0: all."""
 
     domain: str
     size: int
@@ -32,35 +32,35 @@ class Task:
 
     @property
     def channels(self) -> int:
-        """Of an image."""
+        """The channels of an image."""
         return 1 if self.grey else 3
 
     def config(self) -> Config:
-        """The configuration that describes them."""
+        """Return the configuration that describes the images."""
         data = [f"data.size={self.size}", f"data.grey={str(self.grey).lower()}", *self.options()]
         data += [f"data.root={self.root}"] if self.root else []
         return load("digits", [f"sites=[{self.entry()}]", f"seed={self.seed}", *data])
 
     def options(self) -> list[str]:
-        """Further overrides."""
+        """Return further overrides of the configuration."""
         return []
 
     def entry(self) -> str:
-        """The configuration's entry of `sites`."""
+        """Return the entry of `sites` in the configuration."""
         return f"{{domain: {self.domain}" + (f", samples: {self.samples}" if self.samples else "") + "}"
 
     def site(self) -> Site:
-        """Whose images the training images are."""
+        """Return the site that owns the training images."""
         return self.config().roster[0]
 
-    def selected(self, whole: Images) -> Images:
-        """Those of the site's images that are trained on."""
-        return whole
+    def selected(self, images: Images) -> Images:
+        """Return the part of the site's images to train on."""
+        return images
 
 
 @lru_cache(maxsize=8)
 def images(task: Task, part: str) -> Images:
-    """Its "train", "validation" (of the training part, trained on by nobody) or "test" images, uint8 with labels."""
+    """Return the "train", "validation" or "test" images of a task, uint8 with labels. Nothing trains on "validation"."""
     config = task.config()
     if part == "train":
         return task.selected(site_images(config, task.site()))
@@ -68,24 +68,24 @@ def images(task: Task, part: str) -> Images:
 
 
 def probe_set(task: Task, samples: int = 200) -> Tensor:
-    """`samples` random training images, float32 [samples, c, size, size] in [-1, 1]."""
-    every = images(task, "train")
-    order = torch.randperm(len(every), generator=torch_generator(task.seed, task.domain, "probe"))
-    return to_float(every.x[order[:samples]])
+    """Return `samples` random training images, float32 [samples, c, size, size] in [-1, 1]."""
+    train = images(task, "train")
+    order = torch.randperm(len(train), generator=torch_generator(task.seed, task.domain, "probe"))
+    return to_float(train.x[order[:samples]])
 
 
 def accuracy(network: nn.Module, task: Task, part: str) -> float:
-    """Fraction of right answers, in eval mode; the mode is then what it was."""
-    was, every = network.training, images(task, part)
+    """Return the fraction of correct answers in evaluation mode. The network's mode is restored."""
+    training, measured = network.training, images(task, part)
     with all_cores(torch.get_num_threads()), placed(network) as device:
-        right = count_right(network.eval(), every, EVALUATION_BATCH, device)
-    network.train(was)
-    return right / len(every)
+        right = count_right(network.eval(), measured, EVALUATION_BATCH, device)
+    network.train(training)
+    return right / len(measured)
 
 
 @contextmanager
 def placed(network: nn.Module) -> Iterator[torch.device]:
-    """The network is on a GPU meanwhile, if there is one, and then on the CPU."""
+    """Move the network to a GPU, if available, and yield the device. Afterwards the network is on the CPU."""
     device = pick_device("auto")
     network.to(device)
     try:

@@ -1,4 +1,4 @@
-"""Networks from files fused into one, which goes into a file, too."""
+"""Fuse networks from files into one network, and save it to a file."""
 
 import math
 import re
@@ -14,8 +14,8 @@ from fedloom.clients.data.domains import find
 from fedloom.clients.networks import NetworkName, save_network
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
+from fedloom.fusion.baselines import Ensemble
 from fedloom.fusion.classes import united
-from fedloom.fusion.comparators.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.results import Fused
 from fedloom.fusion.search import best_weights
@@ -27,9 +27,11 @@ from fedloom.sims.report.tables import Table, percent
 
 @dataclass(frozen=True)
 class FusionOrder:
-    """What to fuse into what: a file's name or its number (1, 2, ...), and where the result goes.
+    """What `fuse_files` makes.
 
-    `weights`: of the networks in the average; None: alike, or those that a search finds on validation images (`search`).
+    `into`, `depth`: the file (its name or its number: 1, 2, ...) that sets the widths, and the one that sets the layers.
+    `weights`: of the networks in the average; None: equal, or with `search` the best ones on validation images.
+    `labels`: the domain on whose images accuracy is measured.
     """
 
     into: str
@@ -71,7 +73,7 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
 def _fused(
     fused_by: Callable[..., Fused], measured: "_Measured", order: FusionOrder, networks: int
 ) -> tuple[Sequence[float] | None, Fused]:
-    """The weights, as they are asked for or found, and the fused network."""
+    """Return the weights, after a search if the order asks for one, and the fused network."""
     weights = order.weights
     with under_way("aligning and fusing"):
         if order.search:
@@ -81,7 +83,7 @@ def _fused(
 
 @dataclass(frozen=True)
 class _Measured:
-    """Accuracies on the images of `task` of networks whose outputs have the names of `files`, of fused ones `united`."""
+    """Accuracies on the images of `task`. Outputs have the names in `files`; those of fused networks are `united`."""
 
     files: NetworkFiles
     task: Task
@@ -89,16 +91,16 @@ class _Measured:
     united: Sequence[str]
 
     def validation(self, network: nn.Module) -> float:
-        """Of a fused network."""
+        """Return the accuracy of a fused network on the validation images."""
         return accuracy(self._answering(network, self.united), self.task, "validation")
 
     def table(self, networks: Sequence[nn.Module], fused: nn.Module, control: nn.Module, name: str) -> Table:
-        """`control`: made like the fused network, of the network `name` alone."""
+        """Return the table of accuracies. `control`: fused in the same way from the network `name` alone."""
         own = self.files.named or [()] * len(networks)
         answering = [self._answering(network, names) for network, names in zip(networks, own, strict=True)]
         rows = [(path.name, network) for path, network in zip(self.files.paths, answering, strict=True)]
         rows += [("all of them (ensemble)", Ensemble(answering)), ("fused", self._answering(fused, self.united)),
-                 (f"control: {name} alone, fused like that", self._answering(control, self.united))]  # fmt: skip
+                 (f"control: {name} alone, fused the same way", self._answering(control, self.united))]  # fmt: skip
         with under_way("measuring"):
             cells = [[name, percent(accuracy(network, self.task, "test"))] for name, network in rows]
         return Table(f"Accuracy on {self.task.domain}", ["network", "test images"], cells)
@@ -108,7 +110,7 @@ class _Measured:
 
 
 def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkName:
-    """What builds the fused network: the one's family with its own options or the other's (their widths), maybe a bias."""
+    """Return the name that builds the fused network: the family of `depth`, with options of `depth` or `into`, or a bias."""
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
     linear = [shape[0] for key, shape in shapes.items() if len(shape) == 2]
     widths = {**depth.options, **({"widths": linear[:-1]} if "widths" in depth.options else {})}
@@ -117,15 +119,15 @@ def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkN
         with suppress(UserError):
             if {key: tensor.shape for key, tensor in name.build().state_dict().items()} == shapes:
                 return name
-    raise UserError(f"the fused network has the layers of {depth.name} and the widths of {into.name}: no named network has "
-                    "both, and its file could not be read back; leave --depth out")  # fmt: skip
+    raise UserError(f"the fused network has the layers of {depth.name} and the widths of {into.name}. No named network has "
+                    "both, so its file could not be loaded; leave --depth out")  # fmt: skip
 
 
 def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: str) -> None:
     for path, name in zip(paths, names, strict=True):
         if name.classes != find(domain).classes:
-            raise UserError(f"{path}: answers for {name.classes} classes, --labels {domain} has {find(domain).classes}; "
-                            "name each network's by --classes, or leave --labels out")  # fmt: skip
+            raise UserError(f"{path}: has {name.classes} outputs, but --labels {domain} has {find(domain).classes} classes; "
+                            "name the outputs of each network with --classes, or leave --labels out")  # fmt: skip
 
 
 def _made(fused: Fused, settings: FusionSettings, files: NetworkFiles) -> Table:
@@ -152,7 +154,7 @@ def _seconds(fused: Fused) -> Table:
 
 
 def _widened(name: NetworkName, width: float) -> NetworkName:
-    """The name of a network of `width` times the channels. UserError if there is none: its file could not be read back."""
+    """Return the name of a network of `width` times the channels. Raises UserError if no named network has them."""
     if width == 1.0:
         return name
     own = {key: tensor.shape for key, tensor in name.build().state_dict().items()}
@@ -166,14 +168,14 @@ def _widened(name: NetworkName, width: float) -> NetworkName:
         if all(size in (old, round(width * old)) for key in own for old, size in zip(own[key], new[key].shape, strict=True)):
             return wider
     raise UserError(f"--width {width:g}: no named network has {width:g} times the channels of {name.name} (scaled widths "
-                    "are multiples of 8), and its file could not be read back; take another, or fuse in Python")  # fmt: skip
+                    "are multiples of 8), so its file could not be loaded; use another, or fuse in Python")  # fmt: skip
 
 
 def check_report(out: Path) -> Path:
-    """Where the report goes. Raises UserError if that is no place for it."""
+    """Return the path of the report. Raises UserError if a folder, or `out` itself, has that path."""
     path = out.with_suffix(".md") if out.suffix else out.with_name(f"{out.name}.md")
     if path == out or path.is_dir():
-        raise UserError(f"--report: would be written to {path}, which is taken; give --out another name")
+        raise UserError(f"--report: its path would be {path}, which is in use; choose another name for --out")
     return path
 
 
@@ -182,5 +184,5 @@ def _number(paths: Sequence[Path], text: str, option: str) -> int:
         if text in (str(path), path.name, path.stem, str(index + 1)):
             return index
     raise UserError(
-        f"{option}: '{text}' is none of the networks; takes {', '.join(path.name for path in paths)} or their number"
+        f"{option}: '{text}' is not one of the networks; takes {', '.join(path.name for path in paths)} or their number"
     )

@@ -1,4 +1,4 @@
-"""A run's ledger: its events, a check of all that is kept, and blobs that nothing refers to."""
+"""List the events of a run's ledger, check its files, and remove files that nothing refers to."""
 
 import contextlib
 import dataclasses
@@ -11,17 +11,17 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.database import LEDGER
 from fedloom.server.unlearning.certificate import CERTIFICATES, changed
-from fedloom.sims.operations.unlearn import WITHOUT_SERVER
+from fedloom.sims.operations.unlearn import without_server
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.report.tables import Table
 
-MOST_NAMED, DIGITS = 5, 16  # of a list in a table, of a key's digest
+MOST_NAMED, DIGITS = 5, 16  # entries of a list, digits of a key's digest
 
 
 def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
-    """Check chain, blobs and sum: {"ok", "digest", "problems", "notes"}; requests that wait are among the notes."""
+    """Check chain, blobs and sums; return {"ok", "digest", "problems", "notes"}. Notes include the waiting requests."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such run folder; give the folder of a run, such as runs/digits")
+        raise UserError(f"{path}: the folder does not exist; name the folder of a run, such as runs/digits")
     with listener or Watcher():
         lines: dict[str, list[str]] = {"problem": [], "note": []}
         for finding in check(path):
@@ -30,33 +30,33 @@ def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
         with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
             last = ledger.last_round()
             digest = last.digest if last else {}
-            lines["problem"] += [f"{CERTIFICATES}/{name}: is not as the server wrote it" for name in changed(ledger)]
-            goes_on = f"the running server goes on with it; {WITHOUT_SERVER}"
+            lines["problem"] += [f"{CERTIFICATES}/{name}: differs from what the server wrote" for name in changed(ledger)]
             for request in ledger.waiting(applied=True):
-                lines["note"].append(f"{LEDGER}: request '{request.id}' is {request.state}, not verified: {goes_on}")
+                lines["note"].append(f"{LEDGER}: request '{request.id}' is {request.state}, not verified yet. "
+                                     f"A running server will continue it. {without_server(path)}")  # fmt: skip
     return {"ok": not lines["problem"], "digest": digest, "problems": lines["problem"], "notes": lines["note"]}
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """The ledger's events, oldest first: {"id", "time", "kind", "body", "previous", "digest"}."""
+    """Return the ledger's events, oldest first: {"id", "time", "kind", "body", "previous", "digest"}."""
     with Ledger.open(path, server=False) as ledger:
         return [dataclasses.asdict(event) for event in ledger.events()]
 
 
 def events_table(path: Path, listed: Sequence[dict[str, Any]]) -> Table:
-    """The same as a table."""
+    """Return the events as a table."""
     rows = [[event["id"], event["time"], event["kind"], _short(event["body"]), event["digest"][:12]] for event in listed]
     return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
 
 
 def prune(path: Path) -> list[str]:
-    """Remove blobs that nothing refers to; their names."""
+    """Remove blobs that nothing refers to, and return their names."""
     with Ledger.open(path) as ledger:
         return ledger.prune()
 
 
 def _short(body: dict[str, Any]) -> str:
-    """The short parts of an event's body."""
+    """Return the short parts of an event's body as text."""
     parts = {key: body[key] for key in ("round", "id", "request", "sites", "reason") if body.get(key) not in (None, "", [])}
     texts = {key: _listed(item) if isinstance(item, list) else str(item) for key, item in parts.items()}
     if spent := (body.get("record") or {}).get("epsilon"):

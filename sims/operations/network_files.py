@@ -1,4 +1,4 @@
-"""Networks in files, the images that they are for, and where what is made of them may be written."""
+"""Load networks from files with images for them, and check where results may be written."""
 
 import os
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
 from fedloom.sims.operations.domain_task import Task, probe_set
 
-LONGEST = 200  # bytes of a file's name: a temporary one is longer
+LONGEST = 200  # bytes of a file's name; temporary names are longer
 
 
 @dataclass(frozen=True)
 class NetworkFiles:
-    """Networks in files: their names where the files do not say them, and the images that all of them are for.
+    """Networks in files, and the images for them.
 
-    `classes`: of each network the names of its outputs, with commas between; none: all have the probe domain's.
+    `names`: the network in each file; '' where the file says it. `domain`, `samples`: the images on which layers are
+    compared. `classes`: for each network the names of its outputs, separated by commas; empty: the domain's classes.
     """
 
     paths: Sequence[Path]
@@ -36,13 +37,13 @@ class NetworkFiles:
 
     @property
     def named(self) -> list[list[str]] | None:
-        """The outputs' names by network. Raises UserError unless there are some for each, or for none."""
+        """The names of the outputs by network, or None. Raises UserError unless each network, or none, has names."""
         if self.classes and len(self.classes) != len(self.paths):
             raise UserError(f"--classes: {len(self.classes)} lists of names for {len(self.paths)} files; takes one for each")
         return [[name.strip() for name in text.split(",")] for text in self.classes] or None
 
     def load(self) -> tuple[list[nn.Module], list[NetworkName], Tensor]:
-        """The networks, their names and the probe set. Raises UserError naming the file or option at fault."""
+        """Return the networks, their names and the probe images. Raises UserError naming the file or option at fault."""
         channels, classes, named = 1 if self.grey else 3, find(self.domain).classes, self.named
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
@@ -60,29 +61,32 @@ class NetworkFiles:
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
-        """The images of a domain as a network takes them."""
+        """Return the images of a domain as the network takes them."""
         return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
 
     def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
-        """A network, whose outputs have these names, with those of the domain. UserError for names that it does not have."""
+        """Return a network that answers in the domain's classes. `own`: the names of its outputs.
+
+        Raises UserError for a name that is not a class of the domain.
+        """
         known = find(domain)
         wanted = known.names or tuple(str(label) for label in range(known.classes))
         for name in own:
             if name not in wanted:
-                raise UserError(f"--classes: '{name}' is no class of {domain}, on which accuracies are measured; it has "
+                raise UserError(f"--classes: '{name}' is not a class of {domain}, which has "
                                 f"{', '.join(wanted[:12])}{', ...' * (len(wanted) > 12)}")  # fmt: skip
         return in_classes([network], [own], wanted, probe)[0]
 
 
 def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()) -> None:
-    """UserError unless a file can be written there, with one of the endings, and it is none of those taken."""
+    """Raise UserError unless `out` is writable, has one of the `endings`, and is not one of the files `taken`."""
     if not out.parent.is_dir():
-        raise UserError(f"--out: the folder {out.parent} is not there")
+        raise UserError(f"--out: the folder {out.parent} does not exist; make it, or name another")
     if out.is_dir() or not out.name or (out.exists() and not out.is_file()):
-        raise UserError(f"--out: {out} is no place for a file; give the name of a new one")
+        raise UserError(f"--out: {out} is not a path of a file; name a new file")
     if any(out.resolve() == path.resolve() for path in taken):
-        raise UserError(f"--out: {out} is one of the networks that are fused; give another name")
+        raise UserError(f"--out: {out} is one of the networks to fuse; choose another name")
     if not os.access(out.parent, os.W_OK) or len(os.fsencode(out.name)) > LONGEST or Path("/proc") in out.resolve().parents:
-        raise UserError(f"--out: {out} cannot be written; give another place, and a name of at most {LONGEST} bytes")
+        raise UserError(f"--out: {out} cannot be written; choose another folder, and a name of at most {LONGEST} bytes")
     if endings and out.suffix not in endings:
         raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")

@@ -1,4 +1,4 @@
-"""The keys of a configuration: what each takes, its default and its meaning; the options of what it names."""
+"""List the keys of a configuration, with their values, defaults and meanings, and the options of named components."""
 
 import dataclasses
 import inspect
@@ -26,13 +26,13 @@ NAMED: Mapping[str, Registry[Any]] = {
     "training.optimizer": OPTIMIZERS, "training.schedule": SCHEDULES,
     "tracking": TRACKERS,
 }  # fmt: skip
-SHOWN = ("network", "objective", "strategy")  # with all of their options
-NO_MODE = Objective.__dataclass_fields__["mode"]  # of objectives that say nothing of modes
+SHOWN = ("network", "objective", "strategy")  # shown with all their options
+NO_MODE = Objective.__dataclass_fields__["mode"]  # the field of objectives without modes
 COLUMNS = ["key", "takes", "default", "meaning"]
 
 
 def with_options(config: Config) -> str:
-    """The configuration as YAML, with all options of its network, objective and strategy; those of one's own as given."""
+    """Return the configuration as YAML, with all options of shipped networks, objectives and strategies filled in."""
     sections = {name: _filled(NAMED[name], getattr(config, name), name) for name in SHOWN}
     return to_yaml(dataclasses.replace(config, **sections))
 
@@ -44,7 +44,10 @@ def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> 
 
 
 def table(section: str = "") -> Table:
-    """The keys of a section (`training`, `strategy.cla_ot`, `sites.partition`); none named: of all of them. UserError."""
+    """Return the keys of a section (`training`, `strategy.cla_ot`, `sites.partition`) as a table.
+
+    `section`: empty for the sections of the whole configuration. Raises UserError for an unknown section.
+    """
     if above := next((name for name in NAMED if f"{section}.".startswith(f"{name}.")), ""):
         return _named(section, NAMED[above], section.removeprefix(above).removeprefix("."))
     schema: Any = Config
@@ -54,18 +57,18 @@ def table(section: str = "") -> Table:
 
 
 def _deeper(section: str, schema: Any) -> str:
-    """Which of the keys have keys, or names with options, of their own."""
+    """Return a note that names the keys with keys or options below them."""
     above = f"{section}." if section else ""
     inner = [field.name for field in dataclasses.fields(schema) if _section(field) or above + field.name in NAMED]
     return f"fedloom options KEY lists more of {', '.join(above + name for name in inner)}" if inner else ""
 
 
 def _named(section: str, registry: Registry[Any], rest: str) -> Table:
-    """The names that a registry has, or the options of one of them."""
+    """Return the names in a registry, or the options of one of them, as a table."""
     if not rest:
         note = f"fedloom options {section}.NAME lists its options"
         return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], note)
-    if ":" in rest:  # of one's own, or of another package
+    if ":" in rest:  # the user's, or of another package
         return Table(section, COLUMNS, list(_parameters(registry.find(rest))))
     name, *parts = rest.split(".")
     schema = registry.get(name)
@@ -75,7 +78,7 @@ def _named(section: str, registry: Registry[Any], rest: str) -> Table:
 
 
 def _parameters(component: Any) -> Iterator[list[str]]:
-    """What a class or function of elsewhere takes, as its own signature has it."""
+    """Yield a row for each parameter of a class or function from outside."""
     if dataclasses.is_dataclass(component):
         yield from _rows(component)
         return
@@ -91,13 +94,13 @@ def _parameters(component: Any) -> Iterator[list[str]]:
 
 def _about(registry: Registry[Any], name: str) -> str:
     if not registry.shipped(name):
-        return "of an installed package"
+        return "from an installed package"
     return " ".join((registry.find(name).__doc__ or "").partition("\n\n")[0].split())
 
 
 def _section(field: dataclasses.Field[Any]) -> Any:
-    """The dataclass of a field that is a section, or a list of them; None for other fields."""
-    if field.name == "sites" and field.type is not int:  # trackers have a number
+    """Return the dataclass of a field that is a section or a list of sections; None for other fields."""
+    if field.name == "sites" and field.type is not int:  # a tracker's field of this name is a number
         return SiteConfig
     entry = next(iter(get_args(field.type)), None) if get_origin(field.type) is list else field.type
     return entry if dataclasses.is_dataclass(entry) else None
@@ -107,10 +110,10 @@ def _inside(schema: Any, part: str, where: str) -> Any:
     sections = {field.name: inner for field in dataclasses.fields(schema) if (inner := _section(field))}
     above = (*SHOWN, "tracking") if schema is Config else ()
     if part not in sections and not (sections or above):
-        raise UserError(f"{where}: is no section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
+        raise UserError(f"{where}: is not a section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
     if part not in sections and schema is Config and (near := by_word(part)) not in {"", part}:
         lists = near if near in NAMED else near.rpartition(".")[0].replace(".0", "") or near
-        raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' tells of it")
+        raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' lists it")
     if part not in sections:
         raise unknown("section", where, [*sections, *above])
     return sections[part]

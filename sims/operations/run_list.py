@@ -1,4 +1,4 @@
-"""The list of runs in a folder: read from what lies there, without torch."""
+"""List the runs in a folder from their files, without torch."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,18 @@ from fedloom.server.run_folder.listing import runs_in, status, waiting
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary
 from fedloom.sims.report.tables import Cell, Table, before_forgetting, percent
 
-MOST_NAMED = 3  # requests of a run
+MOST_NAMED = 3  # waiting requests in a row
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """What is told of each run, by its path. Raises UserError if there is no such folder."""
+    """Return a row for each run, sorted by path. Raises UserError if the folder does not exist."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; name the one that holds runs, or its runs")
+        raise UserError(f"{folder}: the folder does not exist; name a run, or a folder that contains runs")
     return [row_of(path) for path in runs_in(folder)]
 
 
 def row_of(path: Path) -> dict[str, Any]:
-    """Of one run: status, method, seed, rounds that are done and to be done, accuracy on all domains, bytes on disk."""
+    """Return the status, method, seed, finished and planned rounds, accuracy on all domains and bytes of a run."""
     config, state, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
     method = "/".join(
@@ -41,7 +41,9 @@ def row_of(path: Path) -> dict[str, Any]:
         "round": max(metrics, default=0),
         "rounds": summary.get("rounds") or config["rounds"],
         "test": before_forgetting(summary).get("union") if state == FINISHED else None,
-        "validation": validation[-1] if validation and not forgotten else None,  # of the network that had them
+        "validation": validation[-1]
+        if validation and not forgotten
+        else None,  # forgetting changes the network after it was measured
         "forgotten": forgotten,
         "waiting": waiting(path),
         "bytes": size_of(path),
@@ -50,7 +52,7 @@ def row_of(path: Path) -> dict[str, Any]:
 
 
 def _read(read: Callable[[Path], dict[Any, Any]], path: Path, odd: list[str]) -> dict[Any, Any]:
-    """What is read of a run; nothing, and a line in `odd`, where no sense can be made of it."""
+    """Return what `read` reads of a run. For damaged files, return {} and append a line to `odd`."""
     try:
         return read(path)
     except UserError as error:
@@ -59,23 +61,23 @@ def _read(read: Callable[[Path], dict[Any, Any]], path: Path, odd: list[str]) ->
 
 
 def _option(section: Any, key: str) -> Any:
-    """An option in a section of a configuration, which may be a name alone, or anything that somebody wrote there."""
+    """Return an option of a section. A section may also be a name alone, or anything that a user wrote there."""
     return section.get(key) if isinstance(section, Mapping) else section if key == "name" else None
 
 
 def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
-    """The same for people."""
+    """Return the rows as a table."""
     shown: list[list[Cell]] = [
         [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
          percent(row["test"]), percent(row["validation"]), megabytes(row["bytes"])] for row in rows
     ]  # fmt: skip
-    note = "Accuracies on all domains together: on test images at the end, on validation images last. MB: on disk."
+    note = "Accuracy on all domains together. test: at the end. validation: at the last measured round. MB: size on disk."
     columns = ["run", "status", "method", "seed", "rounds", "test", "validation", "MB"]
     return Table(f"Runs in {folder}", columns, shown, note)
 
 
 def _standing(row: Mapping[str, Any]) -> str:
-    """Status, how many sites have been forgotten, and which requests wait."""
+    """Return the status, the number of forgotten sites, and the requests that wait."""
     parts = [row["status"]]
     parts += [f"{count(many, 'site')} forgotten"] if (many := len(row["forgotten"])) else []
     parts += [f"request {id} waits" for id in row["waiting"][:MOST_NAMED]]
@@ -84,17 +86,17 @@ def _standing(row: Mapping[str, Any]) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files in a folder, links not followed."""
+    """Return the bytes of all files in a folder. Links are not followed."""
     size = 0
     for root, _, names in os.walk(path):
         for name in names:
             try:
                 size += os.lstat(os.path.join(root, name)).st_size
-            except OSError:  # it has just gone
+            except OSError:  # another process has just removed it
                 continue
     return size
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes in MB."""
+    """Return a number of bytes as MB."""
     return f"{size / 1e6:.1f}"

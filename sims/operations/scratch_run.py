@@ -1,4 +1,4 @@
-"""Runs of which nothing but a measurement is wanted: an experiment's or a benchmark's."""
+"""Run temporary trainings for the measurements of experiments and benchmarks."""
 
 import contextlib
 import shutil
@@ -25,7 +25,7 @@ from fedloom.sims.progress.listeners import listener_for
 
 @contextlib.contextmanager
 def erased_run(config: Config) -> Iterator[tuple[dict[str, Any], Path]]:
-    """The summary and the folder of a whole run, without report or pictures; the folder is erased afterwards."""
+    """Yield the summary and the folder of a complete run without a report, and erase the folder afterwards."""
     folder = Path(config.run.root) / config.run.name
     with open_engine(config) as grid:
         summary = run_experiment(grid, config, listener_for(quiet=True))
@@ -35,28 +35,28 @@ def erased_run(config: Config) -> Iterator[tuple[dict[str, Any], Path]]:
 
 @contextlib.contextmanager
 def training_run(config: Config, name: str = "", gone: Collection[str] = ()) -> Iterator[TrainingRun]:
-    """A run in its folder before its first round, without the sites that are `gone`; its caller drives it.
+    """Yield a run before its first round, without the sites in `gone`. The caller trains it.
 
-    `name`: the run's in its ledger, drawn if there is none. The ledger is closed at the end.
+    `name`: the run's name in its ledger; empty: a random one. The ledger is closed at the end.
     """
     check(config)
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
-    there = [site.name for site in config.roster if site.name not in gone]
-    with open_ledger(config, folder, name, there) as ledger:
+    sites = [site.name for site in config.roster if site.name not in gone]
+    with open_ledger(config, folder, name, sites) as ledger:
         yield TrainingRun(config, folder, ledger, Evaluator(config))
 
 
 def round_loop(
     config: Config, name: str, channel: ClientChannel, folder: Path, listener: Listener | None = None
 ) -> RoundLoop:
-    """A loop of rounds on a ledger of its own in a folder, with none of what a run has beside it."""
+    """Return a loop of rounds with its own ledger in `folder`, without a run around it."""
     state = ServerState(Setup(resolve(config), channel.sites, folder))
     return RoundLoop(config, name, channel, state, Evaluator(config), listener or LogListener())
 
 
 def joined_channel(grid: Grid, config: Config, seconds: float) -> ClientChannel:
-    """The way to the configuration's sites, when all have come; they have so many seconds for it."""
+    """Return the channel to all sites of the configuration. Waits at most `seconds` until they have joined."""
     channel = ClientChannel(grid, config.roster, config.federation.window)
     channel.join(seconds)
     return channel

@@ -1,4 +1,4 @@
-"""A whole simulation: engine, experiment, plots and report; from its beginning, or from where it was stopped."""
+"""Run a complete simulation: engine, experiment, plots and report. Or resume one that was stopped."""
 
 import contextlib
 import dataclasses
@@ -39,12 +39,17 @@ def simulate(
     share: Share = WHOLE,
     began: float | None = None,
 ) -> dict[str, Any]:
-    """Run the experiment on its engine and write its report; returns what summary.json holds.
+    """Run the experiment on its engine, write its report, and return the content of summary.json.
 
-    `listener` is told how it goes. `listeners` hear of it beside that and the configuration's trackers; what they raise ends
-    the run. `share`: of the machine, where several runs go on at once. `began`: when (time.monotonic) what counts as the
-    run's time began; now, if not given.
-    Raises UserError before anything is started if something about the configuration, the data or the folder cannot work.
+    Args:
+        config: The experiment.
+        listener: Shows the progress.
+        listeners: Receive the same events. An exception from one of them ends the run.
+        share: The part of the machine for this run, if several runs share it.
+        began: The start of the run's time, from time.monotonic(). Default: now.
+
+    Raises:
+        UserError: Before anything starts, if the configuration, the data or the folder cannot work.
     """
     began = time.monotonic() if began is None else began
     config = absolute_paths(with_default_objective(config))
@@ -53,7 +58,7 @@ def simulate(
         stack.enter_context(of_run())
         stack.enter_context(ordinary())
         shown = stack.enter_context(listener or Watcher())
-        with under_way("looking at configuration and data"):
+        with under_way("checking configuration and data"):
             refuse(config)
         listening = Listeners([shown, *_trackers(config, shown, stack), *listeners])
         done = finished(config)
@@ -61,7 +66,7 @@ def simulate(
         write_pages(folder)
         report = folder / REPORT if done and (folder / REPORT).is_file() else write_report(folder)
         if done:
-            listening.note(f"{folder}: is finished, after {count(done['rounds'], 'round')}; nothing is left to do")
+            listening.note(f"{folder}: the run is finished after {count(done['rounds'], 'round')}; nothing remains to do")
         listening.note(f"report: {report}")
     return summary
 
@@ -69,7 +74,7 @@ def simulate(
 def _trackers(config: Config, shown: Watcher, stack: contextlib.ExitStack) -> list[Listener]:
     if not config.tracking:
         return []
-    from fedloom.sims.tracking import Tracking  # others' packages: only where they are asked for
+    from fedloom.sims.tracking import Tracking  # imports other packages only for runs that use them
 
     return [stack.enter_context(Tracking(config, shown.message))]
 
@@ -81,7 +86,7 @@ def _carried_out(config: Config, share: Share, listening: Listener, began: float
 
 
 def refuse(config: Config) -> None:
-    """UserError for all that can be known before anything is started: folder, engine, data, method."""
+    """Raise UserError for every fault that is known before the start: of folder, engine, data, method, trackers."""
     refuse_engine(config)
     refuse_existing(config)
     refuse_busy(Path(config.run.root) / config.run.name)
@@ -101,9 +106,9 @@ def resume(
     listeners: Sequence[Listener] = (),
     began: float | None = None,
 ) -> dict[str, Any]:
-    """Go on with a run after its last committed round; returns its summary.
+    """Continue a run after its last committed round, and return its summary.
 
-    `tracking`: other trackers than it began with. The rest is as for `simulate`.
+    `tracking`: trackers that replace those of the configuration. The other arguments are those of `simulate`.
     """
     config = read_config(path)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
@@ -113,9 +118,9 @@ def resume(
 
 
 def simulate_once(config: Config, *, listener: Watcher | None = None) -> dict[str, Any]:
-    """The summary of a finished run of this very configuration if there is one; otherwise run it, from the start.
+    """Return the summary of a finished run of exactly this configuration, or run it from the start.
 
-    Raises UserError, as simulate does, if a run of that name but of another configuration exists.
+    Raises UserError if a run of that name has another configuration.
     """
     folder, config = Path(config.run.root) / config.run.name, with_default_objective(config)
     if holds(folder, absolute_paths(config)):
@@ -127,37 +132,37 @@ def simulate_once(config: Config, *, listener: Watcher | None = None) -> dict[st
 
 
 def _check_engine(config: Config) -> None:
-    """UserError for options that exclude each other, or a data folder to send that is not there, read by a site or not."""
+    """Raise UserError for options that exclude each other, and for a missing data folder that should be sent."""
     engine, folder = config.engine, data_folder(config.data)
     if engine.device == "cuda" and engine.name != "flower" and not engine.address and not torch.cuda.is_available():
-        raise UserError("engine.device: got cuda, and this machine has no GPU that torch can use; take auto or cpu")
+        raise UserError("engine.device: got cuda, but this machine has no GPU that torch can use; use auto or cpu")
     if engine.name == "ray":
         _check_gpus(config)
     if engine.compile and engine.vectorise > 1:
         raise UserError("engine.compile: sites trained as one (engine.vectorise) cannot be compiled; choose one of the two")
     if engine.name == "ray" and engine.address and engine.ship_data and not folder.is_dir():
         raise UserError(
-            f"engine.ship_data: there is no data folder {folder} to send; set data.root (or FEDLOOM_DATA) to it, "
+            f"engine.ship_data: the data folder {folder} does not exist; set data.root (or FEDLOOM_DATA) to it, "
             "or leave engine.ship_data out"
         )
 
 
 def _check_gpus(config: Config) -> None:
-    with contextlib.suppress(ImportError):  # without Ray its engine says so itself
+    with contextlib.suppress(ImportError):  # without Ray, its engine raises a better error
         from fedloom.sims.engines.gpu_room import refuse_gpus
 
         refuse_gpus(config.engine)
 
 
 def absolute_paths(config: Config) -> Config:
-    """The configuration with paths that mean the same in every worker, wherever that was started: data.root, domains."""
+    """Return the configuration with absolute paths in data.root and domains, so that every worker finds them."""
     root = str(Path(config.data.root).resolve()) if config.data.root else ""
     data = dataclasses.replace(config.data, root=root)
     return dataclasses.replace(config, data=data, sites=_placed(config.sites), population=_placed(config.population))
 
 
 def _placed(entries: Any) -> Any:
-    """The list of entries with absolute paths in their domains; a number of sites as it is."""
+    """Return the entries with absolute paths in their domains. A number of sites stays unchanged."""
     if not isinstance(entries, list):
         return entries
     return [

@@ -1,4 +1,4 @@
-"""What `fedloom heads` and `fedloom transfer-head` do: the matrix of a run, and one pair of it as a network."""
+"""Measure every head of a run on every extractor, and save one pair as a network."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,15 +27,17 @@ from fedloom.sims.report.heads import exchanges, heads_figure, heads_table, matr
 from fedloom.sims.report.tables import Cell, Table, homes, percent
 
 STATISTICS = {
-    "batch": "measured with each batch's own statistics; those in the file are of the site's own network",
-    "running": "measured with the stored ones, which are of other features than the head now gets",
-    RECOMPUTED: "measured with statistics made anew, as are those in the file",
+    "batch": "measured with the statistics of each batch; the file has those of the site's own network",
+    "running": "measured with the stored ones, which belong to other features than the head receives",
+    RECOMPUTED: "measured with recomputed statistics, which are in the file",
 }
 
 
 def measured(run: Path, png: Path | None = None) -> list[Table]:
-    """The matrix of each method of a run and what they say together; `png`: heat maps into this file. UserError where
-    nothing was measured."""
+    """Return the matrix of each method of a run, and a table that compares them. `png`: draw heat maps to this file.
+
+    Raises UserError if the run measured no heads.
+    """
     if png:
         check_out(png, run, "--png")
         if png.suffix.lower() != ".png":
@@ -48,20 +50,23 @@ def measured(run: Path, png: Path | None = None) -> list[Table]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{run}: the run's results are damaged ({error!r}); run the experiment again") from None
     if not matrices:
-        raise UserError(f"{run}: no heads were measured on others' extractors; finished runs of head_transfer have that")
+        raise UserError(
+            f"{run}: this run measured no heads on other sites' extractors; name a finished run of head_transfer"
+        )
     if png and (figure := heads_figure(matrices, domains)):
         save(figure, png)
     return [*(matrix_table(matrix, domains) for matrix in matrices), heads_table(matrices)]
 
 
 def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
-    """Write the network of `taker`'s extractor with `giver`'s head; what it is, and how good it was measured to be.
+    """Write the network of `taker`'s extractor and `giver`'s head, and return a table of its parts and its accuracy.
 
-    UserError for a run of another method, for sites that are unknown, forgotten or did not publish, and if `out` is there.
+    Raises UserError for a run of another method, for sites that are unknown, forgotten or did not publish, and if `out`
+    exists.
     """
     check_out(out, run)
     if out.exists():
-        raise UserError(f"--out: {out} is there already; take another file")
+        raise UserError(f"--out: {out} exists already; use another file")
     config = read_config(run)
     sites = {site.name: site for site in config.roster}
     for option, name in (("--from", giver), ("--to", taker)):
@@ -70,7 +75,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
     evaluator = Evaluator(config)
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
-            raise UserError(f"{run}: nothing is committed yet; wait for the first round")
+            raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
         model, rows = ledger.steady(
             lambda: _pair(TrainingRun(config, RunFolder(run), ledger, evaluator).state, sites[giver], sites[taker])
         )
@@ -83,22 +88,22 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
 
 
 def recombined(extractor: State, head: State, architecture: Architecture, misfit: str) -> State:
-    """The state of a network of this architecture. UserError, beginning with `told`, naming shapes that do not fit."""
+    """Return the state of a network of this architecture. Raises UserError, which starts with `misfit`, for wrong shapes."""
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:
-        here, there = (_shape(each, name) for each in (state, wanted))
-        if here != there:
-            raise UserError(f"{misfit}: '{name}' is {here}, the network takes {there}")
+        actual, expected = (_shape(tensors, name) for tensors in (state, wanted))
+        if actual != expected:
+            raise UserError(f"{misfit}: '{name}' is {actual}, the network takes {expected}")
     return {name: state[name] for name in wanted}
 
 
 def _pair(aggregation: ServerState, giver: Site, taker: Site) -> tuple[Model, list[list[Cell]]]:
-    """The network, and rows of a table on it."""
+    """Return the network, and rows of a table about it."""
     view, config, strategy = aggregation.view(), aggregation.config, aggregation.strategy
     if not isinstance(strategy, Recombining):
         name = config.strategy["name"]
-        raise UserError(f"strategy '{name}' keeps no catalogue of components; takes a run of head_transfer")
+        raise UserError(f"strategy '{name}' stores no components of sites; use a run of head_transfer")
     head = _published(strategy, view, giver, HEAD)
     extractor = _published(strategy, view, taker, EXTRACTOR)
     architecture = replace(architecture_of(config, taker), classes=architecture_of(config, giver).classes)
@@ -120,14 +125,14 @@ def _published(strategy: Recombining, view: View, site: Site, prefix: str) -> St
 
 
 def _classes(config: Config, site: Site) -> str:
-    """The names of the classes that a head knows, numbers where they have none."""
+    """Return the names of the classes of a head; numbers where classes have no names."""
     things = {site.name: class_things(site.spec) if has_data(config) else ()}
     names = Kinds.of(resolve(config), [site], things, ()).names[site.name]
     return ", ".join(name for name in names if name is not None)
 
 
 def _scores(strategy: Recombining, view: View, giver: str, taker: str) -> list[list[Cell]]:
-    """How good the pair was measured to be, and the extractor with its own head."""
+    """Return the accuracy of the pair, and of the extractor with its own head."""
     at = f"on {taker}'s test images of the head's classes"
     for matrix in exchanges(strategy.summary_entries(view)):
         if (pair := matrix.of(taker, giver)) is not None:
@@ -135,7 +140,7 @@ def _scores(strategy: Recombining, view: View, giver: str, taker: str) -> list[l
             if taker != giver:
                 rows.append(["with its own head", f"{percent(matrix.of(taker, taker))} {at}"])
             return rows
-    return [["accuracy", f"was not measured in this run: {taker} answered no question on {giver}'s head"]]
+    return [["accuracy", f"not measured in this run: {taker} sent no result for {giver}'s head"]]
 
 
 def _shape(state: Mapping[str, object], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Sites that are forgotten on request: what they gave is subtracted and deleted, and a certificate says so."""
+"""Forget sites on request: subtract and delete their contributions, and write a certificate."""
 
 import contextlib
 import uuid
@@ -29,14 +29,13 @@ from fedloom.sims.report.certificates import write_pages
 from fedloom.sims.report.report import write_report
 from fedloom.sims.tracking import Tracking, trackable
 
-WITHOUT_SERVER = "where no server runs (any more), 'fedloom resume' does"
-
 
 @dataclass(frozen=True)
 class UnlearningRequest:
-    """What is asked: sites to forget, the request's id (empty: a new one), and what is done after the subtraction.
+    """A request to forget sites.
 
-    `without_data`: also where the images to measure with are not there; the certificate tells no accuracies then.
+    `id`: empty for a new one. `repair`: rounds of training after the subtraction. `without_data`: forget even if the images
+    for measuring are missing; the certificate then has no accuracies. The other options are those of `fedloom unlearn`.
     """
 
     sites: Sequence[str]
@@ -50,34 +49,34 @@ class UnlearningRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As the ledger keeps them."""
+        """The options as the ledger stores them."""
         always = {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
         return always | ({"recalibrate": True} if self.recalibrate else {})
 
 
 class Unlearned(NamedTuple):
-    """What came of a request: a text for its author, and the certificate, or {"request", "state"} while there is none."""
+    """The result of a request: a message, and the certificate, or {"request", "state"} until one exists."""
 
     text: str
     certificate: dict[str, Any]
 
 
-def unlearn(path: Path, asked: UnlearningRequest, *, listener: Watcher | None = None) -> Unlearned:
-    """Fulfil a request on a run, or queue it where a server is at work."""
-    config, id = read_config(path), asked.id or uuid.uuid4().hex[:12]
+def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = None) -> Unlearned:
+    """Fulfil a request on a run, or queue it if a server is running."""
+    config, id = read_config(path), order.id or uuid.uuid4().hex[:12]
     try:
         ledger = Ledger.open(path)
     except BusyError:
-        return _queue(path, id, asked)
+        return _queue(path, id, order)
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(listener or Watcher())
         with ledger:
             RunFolder(path).check(ledger.run().config)  # before anything is received
             if ledger.request(id) is None:
-                _refuse(config, asked)
-            request = receive(ledger, id, asked.sites, asked.reason, asked.options)
+                _refuse(config, order)
+            request = receive(ledger, id, order.sites, order.reason, order.options)
             if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
-                return _first_result(path, request, asked)
+                return _first_result(path, request, order)
             tracking = stack.enter_context(Tracking(trackable(config, shown.message), shown.message))
             method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config), request_id=id)
             _carry_out(method, Listeners([shown, tracking]))
@@ -85,73 +84,81 @@ def unlearn(path: Path, asked: UnlearningRequest, *, listener: Watcher | None = 
         write_pages(path)
         write_report(path)
     if request.state == "refused":
-        return _first_result(path, request, asked)
+        return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
-    text = f"request '{id}' verified: {', '.join(request.sites)} forgotten; certificate: {file.with_suffix('.html')}"
+    text = f"Request '{id}' is verified: {', '.join(request.sites)} forgotten. Certificate: {file.with_suffix('.html')}"
     return Unlearned(text, read(file))
 
 
-def _refuse(config: Config, asked: UnlearningRequest) -> None:
-    """UserError, before anything is received, for what the request takes and is not there."""
-    if wants_training(config, asked.options):
+def _refuse(config: Config, order: UnlearningRequest) -> None:
+    """Raise UserError, before the request is received, if its engine or data is missing."""
+    if wants_training(config, order.options):
         refuse_engine(config)
     try:
-        if has_data(config) and not asked.without_data:
+        if has_data(config) and not order.without_data:
             site_sizes(config)
     except UserError as error:
-        raise UserError(f"{error}; nothing is forgotten yet: networks could not be measured "
-                        "(--without-data: all the same; the certificate tells no accuracies then)") from None  # fmt: skip
+        raise UserError(f"{error}. Nothing is forgotten yet, since networks cannot be measured. "
+                        "--without-data forgets without measuring; the certificate has no accuracies") from None  # fmt: skip
 
 
-def _queue(path: Path, id: str, asked: UnlearningRequest) -> Unlearned:
-    """Queue a request beside a running server, or say how far it is with it."""
+def _queue(path: Path, id: str, order: UnlearningRequest) -> Unlearned:
+    """Queue a request for the running server, or report its state."""
     with Ledger.open(path, server=False) as ledger:
-        request = receive(ledger, id, asked.sites, asked.reason, asked.options)
+        request = receive(ledger, id, order.sites, order.reason, order.options)
     if request.state in ("verified", "refused"):
-        return _first_result(path, request, asked)
-    when = (
-        "takes it after its present round" if request.state == "received" else "certifies it after the rounds it asked for"
-    )
-    return Unlearned(f"request '{id}' {request.state}: the running server {when}; {WITHOUT_SERVER}", _state_of(request))
+        return _first_result(path, request, order)
+    if request.state == "received":
+        state = "is queued. The server will process it after the current round."
+    else:
+        state = f"is {request.state}. The server will certify it after the rounds of training that it asks for."
+    return Unlearned(f"Request '{id}' {state} {without_server(path)}", _state_of(request))
+
+
+def without_server(path: Path) -> str:
+    """Return what to do about a waiting request if the server has stopped."""
+    return f"If the server has stopped, run 'fedloom resume {path}'."
 
 
 def _state_of(request: Request) -> dict[str, Any]:
     return {"request": request.id, "state": request.state}
 
 
-def _first_result(path: Path, request: Request, asked: UnlearningRequest) -> Unlearned:
-    """What came of a request earlier. Raises UserError if it was refused."""
+def _first_result(path: Path, request: Request, order: UnlearningRequest) -> Unlearned:
+    """Return the earlier result of a request. Raises UserError if the request was refused."""
     if request.state == "refused":
-        raise UserError(f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; ask under another id")
+        raise UserError(
+            f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; use another --request-id"
+        )
     write_pages(path)
     file = path / CERTIFICATES / f"{request.id}.json"
     certificate = read(file) if file.is_file() else None
-    text = f"request '{request.id}' was verified before: {', '.join(request.sites)} forgotten; certificate: {file}"
-    text += "" if certificate else ", which is not there any more: put it back from a copy"
-    if others := set(asked.sites) - set(request.sites):
-        text += f"\nnothing is done about {', '.join(sorted(others))}: ask under another id"
+    text = f"Request '{request.id}' was verified before: {', '.join(request.sites)} forgotten. Certificate: {file}"
+    text += "" if certificate else ", which is missing; restore it from a copy"
+    if others := set(order.sites) - set(request.sites):
+        text += f"\nThis request does not forget {', '.join(sorted(others))}; use another --request-id"
     return Unlearned(text, certificate or _state_of(request))
 
 
 def _cut_off(ledger: Ledger) -> bool:
-    """Whether a request was verified last of all: the results were not measured again."""
+    """Whether the last event is a verified request, so that results were not measured after it."""
     return deque(ledger.events(), maxlen=1)[0].kind == "verified"
 
 
 def _carry_out(method: TrainingRun, listener: Listener) -> None:
-    """Fulfil all requests, and have sites delete what they keep."""
+    """Fulfil all requests, and ask nodes of forgotten sites to delete their data."""
     try:
         _fulfil(method, listener)
     except LedgerError as error:
-        waits = f"request '{method.request_id}' waits, and 'fedloom resume' goes on with it"
-        raise LedgerError(f"{error} ({waits})") from None
+        hint = f"request '{method.request_id}' waits; 'fedloom resume {method.folder.path}' continues it"
+        raise LedgerError(f"{error} ({hint})") from None
     _tell_sites(method, listener)
 
 
 def _fulfil(method: TrainingRun, listener: Listener) -> None:
-    """Apply and certify all requests, also those that come meanwhile, train what they ask for, and measure again.
+    """Apply and certify all requests, also new ones, train the rounds that they ask for, and measure again.
 
-    Where sites can only be trained by a real federation, requests that want that are left to it as they are.
+    If only a real federation can train the sites, requests with training wait for it.
     """
     unlearning = method.unlearning()
 
@@ -162,7 +169,7 @@ def _fulfil(method: TrainingRun, listener: Listener) -> None:
     while (due := list(filter(can, unlearning.under_way()))) or _cut_off(method.ledger):
         changed = False
         if any(wants_training(method.config, request.options) for request in due):
-            with open_engine(method.config) as grid:  # before anything is subtracted: it may not start
+            with open_engine(method.config) as grid:  # before the subtraction, since the engine may fail to start
                 method.train(method.joined(grid), listener, rounds=unlearning.last_round())
                 _measure_again(method, listener)  # sites may have to measure, too
             method.loop = None
@@ -173,7 +180,7 @@ def _fulfil(method: TrainingRun, listener: Listener) -> None:
 
 
 def _tell_sites(method: TrainingRun, listener: Listener) -> None:
-    """Have the nodes of forgotten sites delete what they keep, where a federation can be reached; say so where not."""
+    """Ask the nodes of forgotten sites to delete their data, and report those that could not be reached."""
     if not outstanding(method.ledger):
         return
     try:
@@ -183,13 +190,13 @@ def _tell_sites(method: TrainingRun, listener: Listener) -> None:
     except UserError as error:
         listener.message(str(error))
     if waiting := outstanding(method.ledger):
-        listener.message(f"outstanding: {', '.join(sorted(waiting))} must still delete what its node keeps; "
-                         "'fedloom resume' asks it again")  # fmt: skip
+        listener.message(f"outstanding: nodes of {', '.join(sorted(waiting))} have not deleted their data yet; "
+                         f"'fedloom resume {method.folder.path}' asks them again")  # fmt: skip
 
 
 @contextlib.contextmanager
 def _measuring(method: TrainingRun, listener: Listener) -> Iterator[None]:
-    """The sites at hand, where accuracies are theirs to tell and they are simulated; else nothing is begun for it."""
+    """Start the simulated sites if they measure the accuracies; otherwise start nothing."""
     if method.loop is not None or not method.measured_by_sites or method.config.engine.name not in SIMULATED:
         yield
         return
@@ -200,10 +207,10 @@ def _measuring(method: TrainingRun, listener: Listener) -> Iterator[None]:
 
 
 def _measure_again(method: TrainingRun, listener: Listener) -> None:
-    """The run's metrics, summary and networks as they are without the sites."""
+    """Write the run's metrics, summary and networks without the forgotten sites."""
     method.complete_metrics()
     old = {"status": "interrupted", "seconds": 0.0, **sound_summary(method.folder.path)}
-    gone = {*BY_METHOD, "class_names"}  # they tell of sites that are gone
+    gone = {*BY_METHOD, "class_names"}  # these contain the forgotten sites
     old = {key: value for key, value in old.items() if key not in gone}
     members = {site.name for site in method.state.members()}
     if counts := old.get("classes"):

@@ -1,4 +1,4 @@
-"""A certificate beside a run's ledger, or beside the operator's public key alone."""
+"""Compare a certificate with a run's ledger, or with the operator's public key."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from fedloom.sims.report.tables import Table
 
 
 class Verification(NamedTuple):
-    """What was compared, and whether nothing differs."""
+    """The comparisons as a table, and whether all match."""
 
     table: Table
     good: bool
@@ -26,11 +26,11 @@ def verify_certificate(
 ) -> Verification:
     """Compare a certificate with the run in a folder, with the operator's public key, or with both.
 
-    `request`, `sites`: what the certificate should be about. Raises UserError where there is nothing to compare it with.
+    `request`, `sites`: what the certificate should be about. Raises UserError without a run and a key.
     """
     if path is None and not key:
-        raise UserError("verify: takes a certificate, and the run's folder behind it (fedloom verify CERTIFICATE RUN), or "
-                        "--key, the operator's public key")  # fmt: skip
+        raise UserError("verify: needs the run's folder (fedloom verify CERTIFICATE RUN), or "
+                        "--key with the operator's public key")  # fmt: skip
     config = read_config(path) if path is not None else None
     findings = about(certificate, request, sites)
     findings += verify_signature(certificate, key) if key else []

@@ -1,1 +1,1 @@
-"""What a user sees while something goes on: lines in a terminal or a log, callbacks, memory."""
+"""Show the progress of a run: lines in a terminal or a log, callbacks, memory."""

@@ -1,4 +1,4 @@
-"""A user's own functions that hear of a run while it goes on."""
+"""Call a user's functions while a run is in progress."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ OnReply = Callable[[str, bool, str], object]
 
 
 class Callbacks(Silent):
-    """A user's functions as a listener."""
+    """A listener that calls the user's `on_round(record)` and `on_reply(site, ok, reason)`."""
 
     def __init__(self, on_round: OnRound | None, on_reply: OnReply | None) -> None:
         self._on_round, self._on_reply = on_round, on_reply

@@ -1,13 +1,12 @@
-"""What a user sees while a run goes on: a live line in a terminal, plain lines in a log, or only what is worth telling.
+"""Show the progress of a run: a live line in a terminal, plain lines in a log, or only warnings.
 
-All are listeners as the server's round loop calls them, and context managers that leave the terminal in order.
+Each class is a listener that the server's round loop calls, and a context manager that restores the terminal.
 """
 
 import contextlib
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -25,12 +24,12 @@ from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import clean, percent
 
 REFRESHES_PER_SECOND = 4
-MEMORY_SECONDS = 2.0
-TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines tell of a longer step after so long, and then now and then
+
+TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines report a long step after 2 s, then every 10 s
 
 
 class Watcher(Silent):
-    """A listener that is entered while a run goes on, and hears of longer steps, too. This one shows nothing."""
+    """A listener that also receives the steps of long work. It is active inside `with`. The base class shows nothing."""
 
     def __init__(self) -> None:
         self._hears = contextlib.ExitStack()
@@ -39,37 +38,37 @@ class Watcher(Silent):
         self._hears.enter_context(heard(self.step))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hears.close()
         self.close()
 
     def close(self) -> None:
-        """Gives the terminal back; may be called twice."""
+        """Restore the terminal. May be called twice."""
 
     def step(self, what: str, done: int, of: int) -> None:
-        """Of a longer piece of work between rounds, `done` of `of` parts (0: nobody knows) are done. Has to be cheap."""
+        """Receive that `done` of `of` parts of the work `what` are done (`of` 0: total unknown). Must be fast."""
 
 
 class QuietListener(Watcher):
-    """Tells only messages; the base of the others."""
+    """Print warnings only. The base of the listeners that print. `name`: begin each line with it, for one run of a sweep."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self.console = console
+        self.console, self.name, self._clock = console, name, clock
 
     def message(self, text: str) -> None:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        self.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(
+            clean(f"{self.name}: {text}" if self.name else text), markup=False, highlight=False, soft_wrap=True
+        )
 
 
 class PlainListener(QuietListener):
-    """Plain lines, one per round, for logs and pipes."""
+    """Print one plain line per round, for logs and pipes. With a name, leave notes and results to the sweep."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console)
-        self._clock, self._what, self._due = clock, "", 0.0
+    _what, _due = "", 0.0
 
     def step(self, what: str, done: int, of: int) -> None:
         if what != self._what or not done:
@@ -79,11 +78,12 @@ class PlainListener(QuietListener):
             self._say(_step_text(what, done, of))
 
     def note(self, text: str) -> None:
-        self._say(text)
+        if not self.name:
+            self._say(text)
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._rounds = rounds
-        self._say(_opening(run, sites, rounds, note))
+        self._say(_opening("" if self.name else run, sites, rounds, note))
 
     def round_done(self, record: dict[str, Any]) -> None:
         parts = [f"round {record['round']}/{self._rounds}", f"{record.get('seconds', 0):.1f} s"]
@@ -96,6 +96,8 @@ class PlainListener(QuietListener):
         self._say(", ".join(parts))
 
     def finished(self, summary: dict[str, Any]) -> None:
+        if self.name:
+            return
         self._say(_ending(summary))
         for table in result_tables(summary):
             self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
@@ -103,23 +105,22 @@ class PlainListener(QuietListener):
 
 
 class RichListener(QuietListener):
-    """One live line: run, bar, round, sites of this round, validation accuracy, time left.
+    """Show one live line: run, bar, round, sites of this round, validation accuracy, time left.
 
-    The listener's calls only set counters; the line is made of them by the display's own thread, a few times a second.
+    Calls to the listener only set counters. The display's thread builds the line from them a few times a second.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console)
-        self._clock = clock
+    def __init__(self, console: Console, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, name, clock)
         self._live: Live | None = None
-        self._begin("", 0)
+        self._begin(name, 0)
 
     def _begin(self, run: str, rounds: int) -> None:
         self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
         self._asked, self._heard, self._failed = 0, set[str](), set[str]()
         self._accuracy: float | None = None
         self._step = ""
-        self._replies, self._memory, self._looked = 0, 0, 0.0
+        self._replies = 0
         self._since, self._first = self._clock(), 0.0
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
@@ -134,7 +135,7 @@ class RichListener(QuietListener):
             get_renderable=self.line,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            redirect_stdout=not self.console.stderr,  # JSON may be on its way to stdout
+            redirect_stdout=not self.console.stderr,  # stdout may carry JSON
         )
         self._live.start()
 
@@ -147,7 +148,7 @@ class RichListener(QuietListener):
         self._say(text)
 
     def round_started(self, round: int, asked: int) -> None:
-        if not self._round:  # the first round of this process: a run that goes on does not start at 1
+        if not self._round:  # the first round of this process: a resumed run does not start at 1
             self._done, self._first, self._since = round - 1, float(round - 1), self._clock()
         self._round, self._step = round, ""
         self._ask(asked)
@@ -157,7 +158,7 @@ class RichListener(QuietListener):
 
     def reply(self, site: str, ok: bool, reason: str) -> None:
         self._replies += 1
-        if site in self._heard:  # a round may ask several questions
+        if site in self._heard:  # a round may send several requests to each site
             self._heard = set()
         self._heard.add(site)
         if not ok:
@@ -181,7 +182,7 @@ class RichListener(QuietListener):
             self._live = None
 
     def line(self) -> Grid:
-        """What the display shows now."""
+        """Return what the display shows now."""
         done = len(self._heard)
         sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
         parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites] if self._rounds else []
@@ -199,26 +200,23 @@ class RichListener(QuietListener):
         return grid
 
     def _load(self) -> str:
-        """Answers per second since the run began, and the memory of all its processes, looked up now and then."""
-        now = self._clock()
-        if now - self._looked > MEMORY_SECONDS:
-            from fedloom.sims.progress.memory import tree_bytes
+        """Return the replies per second since the start, and the memory of all processes of the run."""
+        from fedloom.sims.progress.memory import recent_bytes
 
-            self._memory, self._looked = tree_bytes(), now
-        seconds = now - self._since
+        seconds = self._clock() - self._since
         speed = f"{self._replies / seconds:.3g} tasks/s, " if self._replies and seconds > 0 else ""
-        return f"{speed}{self._memory / 2**30:.1f} GiB"
+        return f"{speed}{recent_bytes() / 2**30:.1f} GiB"
 
     def _fraction(self) -> float:
-        """Of all rounds, what is done: whole rounds, and of the present one the sites that answered."""
+        """Return the completed share of all rounds; the current round counts by the sites that replied."""
         part = len(self._heard) / self._asked if self._asked else 0.0
         return min(1.0, (self._done + min(part, 1.0)) / max(1, self._rounds))
 
 
 def listener_for(quiet: bool, console: Console | None = None, json_output: bool = False) -> QuietListener:
-    """The listener that fits: quiet if asked for, live in a terminal, plain lines elsewhere.
+    """Return the listener for this output: quiet on request, live in a terminal, plain lines elsewhere.
 
-    With `json_output` everything goes to stderr, so that stdout holds just JSON; a given `console` is used as it is.
+    With `json_output`, everything goes to stderr, so that stdout has only JSON. `console` replaces both.
     """
     console = console or Console(stderr=json_output, file=lenient(sys.stderr if json_output else sys.stdout))
     if quiet:
@@ -227,22 +225,18 @@ def listener_for(quiet: bool, console: Console | None = None, json_output: bool 
 
 
 def _opening(run: str, sites: int, rounds: int, note: str) -> str:
-    return f"{run}: {size_of(sites, rounds)}" + (f" ({note})" if note else "")
-
-
-def size_of(sites: int, rounds: int) -> str:
-    """How much a run is."""
-    return f"{count(sites, 'site')}, {count(rounds, 'round')}"
+    size = f"{count(sites, 'site')}, {count(rounds, 'round')}"
+    return (f"{run}: " if run else "") + size + (f" ({note})" if note else "")
 
 
 def traffic_of(record: dict[str, Any]) -> str:
-    """What went to the sites in a round, and came from them."""
+    """Return the traffic of a round as text: `1.2 MB sent, 0.6 MB received`. Empty if the record has no bytes."""
     sent, received = results_schema.traffic_of(record)
     return f"{sent / 1e6:.3g} MB sent, {received / 1e6:.3g} MB received" if record.get("bytes") else ""
 
 
 def _step_text(what: str, done: int, of: int) -> str:
-    if of == 1:  # its parts cannot be counted
+    if of == 1:  # work that has no parts to count
         return what
     return f"{what}: {done} of {of}" if of else f"{what}: {done}"
 
@@ -258,9 +252,13 @@ def _union(record: dict[str, Any]) -> float | None:
 
 
 def _left(seconds: float, fraction: float, start: float) -> str:
-    """The time left, at the speed so far; empty while nothing is known."""
+    """Return the time left at the current speed as text; empty while it is unknown."""
     if fraction <= start:
         return ""
-    rest = round(seconds * (1 - fraction) / (fraction - start))
-    hours, minutes = divmod(rest // 60, 60)
-    return f"{hours}:{minutes:02d}:{rest % 60:02d} left" if hours else f"{minutes}:{rest % 60:02d} left"
+    return f"{clock_text(seconds * (1 - fraction) / (fraction - start))} left"
+
+
+def clock_text(seconds: float) -> str:
+    """Return a duration as text: 1:02:03 or 2:03."""
+    hours, minutes = divmod(round(seconds) // 60, 60)
+    return f"{hours}:{minutes:02d}:{round(seconds) % 60:02d}" if hours else f"{minutes}:{round(seconds) % 60:02d}"

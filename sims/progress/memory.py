@@ -1,20 +1,24 @@
-"""Memory of this process and all its descendants."""
+"""Measure the memory of this process and all its descendants."""
 
 import contextlib
 import os
+import time
 
 import psutil
 
+SECONDS = 2.0  # between two measurements for a display
+_last = -SECONDS, 0  # the time and result of the last one
+
 
 def descendants(root: int) -> list[int]:
-    """The process and everything it started, directly or not, that runs now."""
-    with contextlib.suppress(psutil.Error):  # it has just ended
+    """Return the ids of a process and of all running processes that it started, directly or indirectly."""
+    with contextlib.suppress(psutil.Error):  # the process has just ended
         return [root, *(process.pid for process in psutil.Process(root).children(recursive=True))]
     return [root]
 
 
 def own_bytes(process: int) -> int:
-    """Resident bytes without shared pages (files, object store), where the system tells them apart."""
+    """Return a process's resident bytes, without shared pages (files, object store) where the system reports them."""
     with contextlib.suppress(psutil.Error):
         memory = psutil.Process(process).memory_info()
         return memory.rss - getattr(memory, "shared", 0)
@@ -22,5 +26,13 @@ def own_bytes(process: int) -> int:
 
 
 def tree_bytes(root: int | None = None) -> int:
-    """Own bytes of a process (default: this one) and its descendants together."""
+    """Return the sum of `own_bytes` over a process (default: this one) and its descendants."""
     return sum(own_bytes(process) for process in descendants(root or os.getpid()))
+
+
+def recent_bytes() -> int:
+    """Return `tree_bytes` of this process, measured at most once in SECONDS: each display asks several times a second."""
+    global _last
+    if time.monotonic() - _last[0] > SECONDS:
+        _last = time.monotonic(), tree_bytes()
+    return _last[1]

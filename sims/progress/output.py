@@ -1,4 +1,4 @@
-"""Standard output that fails nothing: what it cannot encode is replaced, and a run goes on when nobody reads it any more."""
+"""Make standard output safe: it replaces characters that it cannot encode, and a closed pipe does not stop a run."""
 
 import contextlib
 import errno
@@ -8,13 +8,13 @@ from typing import Any, TextIO, cast
 
 
 class Lenient:
-    """A text stream. `fault`: why nothing can be written into it any more; empty where its reader has simply gone."""
+    """A text stream that raises no error. `fault`: why writing failed (full disk, ...); empty if the reader closed it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._gone, self.fault = stream, False, ""
 
     def write(self, text: str) -> int:
-        """As of the stream. Returns the length of the text, whatever became of it."""
+        """Write the text if the stream still works. Return the length of the text in any case."""
         if not self._gone:
             try:
                 self._stream.write(text)
@@ -25,7 +25,7 @@ class Lenient:
         return len(text)
 
     def flush(self) -> None:
-        """As of the stream."""
+        """Flush the stream if it still works."""
         if not self._gone:
             try:
                 self._stream.flush()
@@ -33,7 +33,7 @@ class Lenient:
                 self._lose(error)
 
     def writelines(self, lines: Any) -> None:
-        """As of the stream."""
+        """Write each line."""
         for line in lines:
             self.write(line)
 
@@ -52,14 +52,14 @@ class Lenient:
 
 
 def lenient(stream: TextIO | None) -> TextIO:
-    """The stream as one that fails nothing; one that is closed: as one that nobody reads."""
+    """Return the stream as a `Lenient` one. Without a stream, return one that discards everything."""
     if isinstance(stream, Lenient):
         return stream
     return cast(TextIO, Lenient(stream or open(os.devnull, "w", encoding="utf-8")))
 
 
 def make_lenient() -> None:
-    """Let standard output and errors of this process be such."""
+    """Replace stdout and stderr of this process by `Lenient` streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -67,6 +67,6 @@ def make_lenient() -> None:
 
 
 def fault() -> str:
-    """Why standard output is not whole; empty if it is, or if its reader has gone."""
+    """Return why stdout is incomplete; empty if it is complete, or if its reader closed it."""
     sys.stdout.flush()
     return getattr(sys.stdout, "fault", "")

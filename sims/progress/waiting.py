@@ -1,4 +1,4 @@
-"""What takes seconds before there is anything else to show, such as an import: a terminal tells of it at once."""
+"""Show at once, in a terminal, that slow work such as an import has started."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ LIBRARIES = "loading torch"
 
 @contextmanager
 def waiting(what: str, quiet: bool = False) -> Iterator[None]:
-    """A line on stderr that lives while something takes long; nothing without a terminal, or if it is to be quiet."""
+    """Show `what` on stderr inside the context; show nothing without a terminal or with `quiet`."""
     with _lines(quiet) as progress:
         progress.add_task(what)
         yield
@@ -22,7 +22,7 @@ def waiting(what: str, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def steps_shown(quiet: bool = False) -> Iterator[None]:
-    """Such a line for each longer step that is told within (conf.progress), while it lasts."""
+    """Show each long step (conf.progress) of the code inside the context, in the same way as `waiting`."""
     with _lines(quiet) as progress:
 
         def hears(what: str, done: int, of: int) -> None:

@@ -1,4 +1,4 @@
-"""What all pictures share: a Figure with the Agg canvas, colours, axes in per cent, short labels."""
+"""Shared parts of all plots: figures with the Agg canvas, colours, percent axes, short labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
-MISSING = re.compile(r"Glyph (\d+) .*missing from")  # what matplotlib warns of
+MISSING = re.compile(r"Glyph (\d+) .*missing from")  # matplotlib's warning
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
-Grid = list[list[float]]  # of a heat map: rows of shares, NaN where there is none
+Grid = list[list[float]]  # rows of a heat map: shares, NaN for an empty cell
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A Figure of so many inches with one plain Axes."""
+    """Return a Figure of `width` x `height` inches with one plain Axes."""
     figure = _blank(width, height)
     axes = figure.add_subplot()
     plain(axes)
@@ -32,7 +32,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def new_panels(width: float, height: float, down: int, across: int, used: int = 0, **shared: Any) -> tuple[Figure, Any]:
-    """A Figure of so many inches with rows and columns of Axes; those beyond the `used` ones (0: all are) do not show."""
+    """Return a Figure in inches with a grid of Axes, `down` x `across`. Only the first `used` ones show (0: all)."""
     figure = _blank(width, height)
     panels = figure.subplots(down, across, squeeze=False, **shared)
     for panel in list(panels.flat)[used:] if used else ():
@@ -50,7 +50,7 @@ def _blank(width: float, height: float) -> Figure:
 
 
 def plain(axes: Axes) -> None:
-    """Thin grey lines, no frame."""
+    """Give the axes thin grey lines and no frame."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(LIGHT)
     axes.grid(color=LIGHT, linewidth=0.6)
@@ -59,22 +59,22 @@ def plain(axes: Axes) -> None:
 
 
 def percent_axis(axis: Any, symbol: str = "%") -> None:
-    """Shares as per cent."""
+    """Label shares of 1 as per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
 
 
 def name_axes(axes: Axes, x: str, y: str) -> None:
-    """What is along both axes."""
+    """Label both axes."""
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the PNG, and makes its folder; returns its path.
+    """Write a figure as PNG, create its folder, and return the path.
 
-    Letters that the font lacks are drawn in another one that is installed, else as boxes.
+    Characters that the font lacks are drawn in another installed font, else as boxes.
     """
     from matplotlib import rc_context, rcParams
 
@@ -86,7 +86,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _written(figure: Figure, path: Path) -> set[int]:
-    """Writes it; the letters, as their numbers, that no font at hand has."""
+    """Write a figure. Return the code points that the current fonts lack."""
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         figure.savefig(path)
@@ -98,12 +98,12 @@ def _written(figure: Figure, path: Path) -> set[int]:
 
 
 def _fonts_with(letters: set[int]) -> list[str]:
-    """The names of installed fonts that have some of these letters, as few as cover what can be covered."""
+    """Return a few installed fonts that have these characters, as far as any font has them."""
     from matplotlib.font_manager import fontManager, get_font
 
     names: list[str] = []
     for entry in sorted(fontManager.ttflist, key=lambda entry: (entry.name, entry.style != "normal", entry.weight != 400)):
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # of fonts that cannot be read
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # unreadable fonts
             if entry.name not in names and (has := letters & get_font(entry.fname).get_charmap().keys()):
                 letters = letters - has
                 names.append(entry.name)
@@ -113,17 +113,17 @@ def _fonts_with(letters: set[int]) -> list[str]:
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:
-    """The accuracy of that name, NaN where there is none."""
+    """Return the accuracy of that name, or NaN."""
     return scores.get(name, math.nan)
 
 
 def short(label: str, room: int = 24) -> str:
-    """At most `room` letters, the middle left out; dollars are escaped (matplotlib would read formulas)."""
+    """Shorten a label to `room` characters, without its middle. Escape dollars, which matplotlib reads as formulas."""
     return shortened(label, room).replace("$", r"\$")
 
 
 def write_numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
-    """The cells' shares in per cent, written into a heat map whose darkest colour stands for `reach`."""
+    """Write the cells' values in per cent into a heat map. `reach`: the value of the darkest colour."""
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             colour = "white" if abs(value) > 0.6 * reach else INK
@@ -132,7 +132,7 @@ def write_numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
 
 
 def frame_cells(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
-    """Frames around cells (column, row) of a heat map."""
+    """Draw frames around cells (column, row) of a heat map."""
     from matplotlib.patches import Rectangle
 
     for x, y in places:
@@ -141,7 +141,7 @@ def frame_cells(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
 
 
 def name_ticks(axes: Axes, rows: list[str], names: list[str], rooms: tuple[int, int] = (65, 40)) -> None:
-    """Names at the left and on top; of very many, as many as there is room for."""
+    """Write names at the left and on top of a heat map, as many as fit."""
     for axis, labels, room in zip((axes.yaxis, axes.xaxis), (rows, names), rooms, strict=True):
         step = math.ceil(len(labels) / room)
         axis.set_ticks(range(0, len(labels), step), [short(label) for label in labels[::step]])

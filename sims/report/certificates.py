@@ -1,4 +1,4 @@
-"""The readable page of a certificate."""
+"""Write a certificate as an HTML page."""
 
 from pathlib import Path
 from typing import Any
@@ -9,66 +9,65 @@ from fedloom.sims.report.tables import Table, percent
 
 
 def write_html(path: Path) -> Path:
-    """Write CERTIFICATE.html beside CERTIFICATE.json. Raises UserError if that cannot be read."""
-    given = read(path)
-    evidence = given.get("evidence", {})
+    """Write CERTIFICATE.html next to CERTIFICATE.json. Raise UserError if the certificate cannot be read."""
+    certificate = read(path)
+    evidence = certificate.get("evidence", {})
+    erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
     sections: list[tuple[str, list[Part]]] = [
-        ("What is exact", [given["exact"]["statement"], _exact(given)]),
-        ("What is not", [Table("", ["part", "why"], [[part, why] for part, why in given["not_exact"].items()])]),
-        (
-            "What was deleted",
-            [Table("", ["path in the run's folder"], [[one] for one in given["erased"]]), *_at_sites(given)],
-        ),
+        ("What is exact", [certificate["exact"]["statement"], _exact(certificate)]),
+        ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in certificate["not_exact"].items()])]),
+        ("What was deleted", [erased, *_at_sites(certificate)]),
         (
             "What was measured",
             [*_networks(evidence), _accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)],
         ),
-        *([("What was tested, and what was not", [_scope(given["scope"])])] if "scope" in given else []),
+        *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
     ]
-    return write_page(path.with_suffix(".html"), f"Certificate of request {given['request']}", sections)
+    return write_page(path.with_suffix(".html"), f"Certificate of request {certificate['request']}", sections)
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages of a run's certificates that have none, or were written again."""
+    """Write the pages of a run's new and changed certificates."""
     for path in sorted((folder / CERTIFICATES).glob("*.json")):
         page = path.with_suffix(".html")
         if not page.exists() or page.stat().st_mtime < path.stat().st_mtime:
             write_html(path)
 
 
-def _at_sites(given: dict[str, Any]) -> list[Part]:
-    """What nodes of a real federation say that they deleted."""
-    if not (told := given.get("at_sites")):
+def _at_sites(certificate: dict[str, Any]) -> list[Part]:
+    """Return what the nodes of a real federation report as deleted."""
+    if not (reports := certificate.get("at_sites")):
         return []
     rows = [[site, f"{done['files']} files, {done['bytes']:,} bytes", done["time"]] if done else [site, "outstanding", ""]
-            for site, done in told.items()]  # fmt: skip
+            for site, done in reports.items()]  # fmt: skip
     note = (
-        "As they say: nobody can see from here what another machine keeps. Outstanding: the node has not been there since."
+        "As reported by the sites: the server cannot check another machine's disk. Outstanding: the site has not connected "
+        "since the request."
     )
-    return [Table("At the sites themselves", ["site", "deleted", "when"], rows, note)]
+    return [Table("Deleted at the sites", ["site", "deleted", "when"], rows, note)]
 
 
-def _exact(given: dict[str, Any]) -> Table:
-    exact = given["exact"]
+def _exact(certificate: dict[str, Any]) -> Table:
+    exact = certificate["exact"]
     rest = "the sum of the remaining contributions" if exact["tensors"] else "the remaining contributions"
     sums = {"before": exact["digest_before"], "after": exact["digest_after"]} if exact["tensors"] else {}
     rows = [
-        ["sites", ", ".join(given["sites"])],
-        ["run", given["run"]],
-        ["reason", given["reason"] or "-"],
-        ["options", ", ".join(f"{name} {value}" for name, value in given["options"].items() if value) or "-"],
-        *([f"request {state}", when] for state, when in given["times"].items()),
+        ["sites", ", ".join(certificate["sites"])],
+        ["run", certificate["run"]],
+        ["reason", certificate["reason"] or "-"],
+        ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],
+        *([f"request {state}", when] for state, when in certificate["times"].items()),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
         *([f"digest of the sum {when}", one_digest(digests)] for when, digests in sums.items()),
         [f"digest of {rest}", exact["sum_of_remaining"]],
         ["remaining sites", str(len(exact["remaining"]))],
-        ["event of the ledger", f"{given['ledger']['event']}: {given['ledger']['digest']}"],
+        ["event of the ledger", f"{certificate['ledger']['event']}: {certificate['ledger']['digest']}"],
     ]
     return Table("", ["what", "value"], rows)
 
 
 def _scope(scope: dict[str, list[str]]) -> Table:
-    rows = [[what.replace("_", " "), one] for what in ("tested", "not_tested") for one in scope[what]]
+    rows = [[what.replace("_", " "), entry] for what in ("tested", "not_tested") for entry in scope[what]]
     return Table("", ["", "what"], rows)
 
 
@@ -77,33 +76,36 @@ def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _networks(evidence: dict[str, Any]) -> list[Part]:
-    """Which networks were measured."""
-    rows = [[stage, one["network"]] for stage, one in _stages(evidence).items() if "network" in one]
-    note = "Equal digests are equal networks, bit for bit."
-    return [Table("The networks that were measured", ["network", "digest"], rows, note)] if rows else []
+    """Return the digests of the measured networks."""
+    rows = [[stage, measured["network"]] for stage, measured in _stages(evidence).items() if "network" in measured]
+    note = "Networks with equal digests are bit-identical."
+    return [Table("Measured networks", ["network", "digest"], rows, note)] if rows else []
 
 
 def _accuracy(evidence: dict[str, Any]) -> Table:
     stages = _stages(evidence)
-    domains = list(dict.fromkeys(name for one in stages.values() for name in one.get("accuracy", {})))
+    domains = list(dict.fromkeys(name for stage in stages.values() for name in stage.get("accuracy", {})))
     rows = [[domain, evidence.get("samples", {}).get(domain, "all"),
-             *(percent(one["accuracy"][domain]) if domain in one["accuracy"] else "-" for one in stages.values())]
+             *(percent(stage["accuracy"][domain]) if domain in stage["accuracy"] else "-" for stage in stages.values())]
             for domain in domains]  # fmt: skip
-    note = "An accuracy on a forgotten domain below that of a network retrained without the site is a trace, too."
+    note = (
+        "An accuracy on a forgotten domain below that of a network retrained without the site is also a trace of the site."
+    )
     return Table("Test accuracy", ["domain", "test images", *stages], rows, note)
 
 
 def _attacks(evidence: dict[str, Any]) -> Table:
     rows = []
-    for stage, one in _stages(evidence).items():
-        for site, attacks in one.get("membership", {}).items():
+    for stage, measured in _stages(evidence).items():
+        for site, attacks in measured.get("membership", {}).items():
             if "not_measured" in attacks:
                 rows.append([site, stage, "-", attacks["not_measured"], "-"])
                 continue
             rows += [[site, stage, name, f"{each['auc']:.3f} ({each['low']:.3f} to {each['high']:.3f})",
                       f"{each['members']} / {each['others']}"] for name, each in sorted(attacks.items())]  # fmt: skip
-    note = ("Area under the curve of telling a site's training images from test images of its domain, with a 95 % bootstrap "
-            "interval; 0.5 is chance. Near 0.5 after means little unless it was clearly higher before.")  # fmt: skip
+    note = ("AUC: how well an attack separates a site's training images from test images of its domain; 0.5 is chance. In "
+            "brackets: 95 % bootstrap interval. A value near 0.5 after forgetting is evidence only if the value before was "
+            "clearly higher.")  # fmt: skip
     return Table("Membership inference", ["site", "network", "attack", "AUC", "members / others"], rows, note)
 
 
@@ -113,16 +115,16 @@ def _relearning(evidence: dict[str, Any]) -> Table:
         if "not_measured" in starts:
             rows.append([site, "-", starts["not_measured"], "-"])
             continue
-        rows += [[site, start, one["steps"] if one["steps"] is not None else "not reached", percent(one["target"])]
-                 for start, one in starts.items()]  # fmt: skip
-    note = "Steps of SGD on the site's images until 90 % of the old accuracy on its domain is back; fresh: untrained."
+        rows += [[site, start, result["steps"] if result["steps"] is not None else "not reached", percent(result["target"])]
+                 for start, result in starts.items()]  # fmt: skip
+    note = "SGD steps on the site's images until the network has 90 % of the old accuracy on its domain; fresh: untrained."
     return Table("Time to relearn", ["site", "start", "steps", "target"], rows, note)
 
 
 def _retrained(evidence: dict[str, Any]) -> list[Part]:
-    """How far the network is from one that was trained without the sites, if there is one."""
-    if not (one := evidence.get("retrained")):
+    """Return the distance to a network that was retrained without the sites, if there is one."""
+    if not (comparison := evidence.get("retrained")):
         return []
-    rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in one["distance"].items()]
-    rows.append(["test images put into different classes", percent(one["disagreement"])])
-    return [Table("Beside a network retrained without the sites", ["what", "value"], rows)]
+    rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in comparison["distance"].items()]
+    rows.append(["test images with different predicted classes", percent(comparison["disagreement"])])
+    return [Table("Compared with a network retrained without the sites", ["what", "value"], rows)]

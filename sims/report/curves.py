@@ -1,4 +1,4 @@
-"""Validation accuracy over the rounds, as curves."""
+"""Plot the validation accuracy over rounds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-End = tuple[float, str, str]  # of a line: where it ends, its label and colour
+End = tuple[float, str, str]  # a curve's last value, label and colour
 Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
 
 def accuracy_figure(
     metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True
 ) -> Figure | None:
-    """Validation accuracy over the rounds, a line per domain and (of several) their union; None if never measured.
+    """Plot validation accuracy over rounds: a line per domain and, for several domains, their union. None if not measured.
 
-    Of `baselines`, by name, the accuracy on the union is drawn beside it, as broken lines. `aggregated`: it is that of one
-    network; otherwise that of the sites' own.
+    Dashed lines show the accuracy of `baselines`, by name, on the union. `aggregated`: the accuracy is that of one network,
+    else that of the sites' own networks.
     """
-    names, beside = list(dict.fromkeys(name for record in metrics for name in record.get("accuracy") or {})), baselines or {}
+    names, others = list(dict.fromkeys(name for record in metrics for name in record.get("accuracy") or {})), baselines or {}
     if not names:
         return None
     single = [name for name in names if name != "union"] if len(names) == 2 and "union" in names else []
@@ -34,26 +34,26 @@ def accuracy_figure(
     ends: list[End] = []
     many = len(names) - 1 > len(PALETTE)
     names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
-    for place, name in enumerate(names):
-        whole = name == "union" or bool(single)
-        colour = INK if whole else GREY if many else PALETTE[(place - 1) % len(PALETTE)]
-        ends += _curve(axes, metrics, name, name, colour, bold=whole, faint=many and not whole)
+    for index, name in enumerate(names):
+        thick = name == "union" or bool(single)
+        colour = INK if thick else GREY if many else PALETTE[(index - 1) % len(PALETTE)]
+        ends += _curve(axes, metrics, name, name, colour, bold=thick, faint=many and not thick)
     ends = _worth_a_label(ends) if many else ends
-    for place, (name, records) in enumerate(beside.items(), 0 if many else len(names) - 1):
-        ends += _curve(axes, records, "union", name, PALETTE[place % len(PALETTE)], broken=True)
+    for index, (name, records) in enumerate(others.items(), 0 if many else len(names) - 1):
+        ends += _curve(axes, records, "union", name, PALETTE[index % len(PALETTE)], broken=True)
     label_ends(axes, ends)
     percent_axis(axes.yaxis)
-    whole_rounds(axes, [record["round"] for records in (metrics, *beside.values()) for record in records])
-    broken = f" (broken lines: baselines and other architectures{'' if single else ', on the union'})"
-    axes.set_xlabel("round" + (broken if beside else ""))
+    whole_rounds(axes, [record["round"] for records in (metrics, *others.values()) for record in records])
+    broken = f" (dashed lines: baselines and other architectures{'' if single else ', on the union'})"
+    axes.set_xlabel("round" + (broken if others else ""))
     axes.set_ylabel("validation accuracy")
-    whose = "the aggregated network" if aggregated else "the sites' own networks, each at home"
+    whose = "the aggregated network" if aggregated else "the sites' own networks on their own domains"
     axes.set_title(f"Validation accuracy of {whose}", loc="left", fontsize=12, color=INK)
     return figure
 
 
 def _curve(axes: Axes, records: Records, key: str, label: str, colour: str, **style: bool) -> list[End]:
-    """Draws the accuracies on `key`; the line's right end, for its label. Nothing where there are none."""
+    """Draw the accuracies on `key`. Return the curve's right end, for its label; nothing without accuracies."""
     points = [(record["round"], score_of(record.get("accuracy") or {}, key)) for record in records]
     points = [(round, score) for round, score in points if not math.isnan(score)]
     if not points:
@@ -87,7 +87,7 @@ def _line(
 
 
 def _worth_a_label(ends: list[End]) -> list[End]:
-    """Of too many lines: the union, the best and the worst."""
+    """Return the ends of the union, the best and the worst curve."""
     others = sorted(end for end in ends if end[1] != "union")
     if not others:
         return ends
@@ -97,22 +97,22 @@ def _worth_a_label(ends: list[End]) -> list[End]:
 
 
 def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
-    """Names the lines at their right ends, in at most `room` letters, moved apart where they would overlap."""
+    """Label the curves at their right ends, in at most `room` characters, without overlaps."""
     if not ends:
         return
     low, high = axes.get_ylim()
     gap = (high - low) * 0.052
     ends = sorted(ends)
-    places = [score for score, _, _ in ends]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + gap)
-    places[-1] = min(places[-1], high)
-    for i in reversed(range(len(places) - 1)):
-        places[i] = min(places[i], places[i + 1] - gap)
-    for place, (score, name, colour) in zip(places, ends, strict=True):
+    heights = [score for score, _, _ in ends]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    heights[-1] = min(heights[-1], high)
+    for i in reversed(range(len(heights) - 1)):
+        heights[i] = min(heights[i], heights[i + 1] - gap)
+    for height, (score, name, colour) in zip(heights, ends, strict=True):
         axes.annotate(
             f"{short(name, room)} {percent(score)}",
-            (1.02, place),
+            (1.02, height),
             xycoords=axes.get_yaxis_transform(),
             color=colour,
             fontsize=9,
@@ -123,7 +123,7 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
 
 
 def whole_rounds(axes: Axes, rounds: list[int]) -> None:
-    """Ticks at whole numbers alone."""
+    """Put ticks only at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))

@@ -1,25 +1,25 @@
-"""What subtracting each site changes: its table, and what is to be expected of it."""
+"""Describe what subtracting each site changes: a table, and the caption of its plot."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from fedloom.sims.report.tables import ARROW, Holders, Table, before_forgetting, cut, only_domain, percent
 
-FALLS = "its own domain should fall, the others should stay"
-STAYS = "other sites hold its domain, too, so that all domains should stay near where they were"
-BOTH = "a domain that it alone held should fall; others, also those that it shares, should stay near where they were"
+FALLS = "accuracy on its own domain should fall, accuracy on the others should stay"
+STAYS = "other sites also hold its domain, so accuracy should stay about the same on all domains"
+BOTH = "accuracy should fall on a domain that only this site held, and stay about the same on all others"
 
 
 def caption(summary: Mapping[str, Any]) -> str:
-    """What a picture of it should show, whoever shares domains."""
+    """Return a sentence that says what the plot should show, according to which sites share domains."""
     holders = Holders(summary)
     shared = {bool(holders.others(site)) for site in summary.get("forgotten") or {}}
     expected = BOTH if len(shared) > 1 else STAYS if shared == {True} else FALLS
-    return f"What subtracting a site changes: {expected}."
+    return f"Effect of subtracting a site: {expected}."
 
 
 def forgetting_table(summary: Mapping[str, Any]) -> Table:
-    """Test accuracy before and after each site was subtracted: on its domain, on the retained ones, on the union."""
+    """Return the test accuracy before and after subtracting each site: on its domain, the retained ones and the union."""
     holders, before, several = Holders(summary), before_forgetting(summary), not only_domain(summary)
     rows = []
     for site, after in (summary.get("forgotten") or {}).items():
@@ -29,10 +29,10 @@ def forgetting_table(summary: Mapping[str, Any]) -> Table:
         held = others[0] if len(others) == 1 else f"{len(others)} other sites" if others else None
         rows.append([site, domain or None, _change(before.get(domain), after.get(domain)), *rest, held])
     kept, note = cut(rows, "forgotten sites")
-    shared = "A domain that another site also holds is retained." if any(row[-1] for row in kept) else ""
+    shared = "A domain that another site also holds counts as retained." if any(row[-1] for row in kept) else ""
     rest = ["mean of retained", "union"] if several else []
     title = "Forgetting: test accuracy before" + ARROW + "after"
-    columns = ["site", "domain", "own domain", *rest, "held also by"]
+    columns = ["site", "domain", "own domain", *rest, "also held by"]
     return Table(title, columns, kept, " ".join(filter(None, [shared, note])))
 
 

@@ -1,4 +1,4 @@
-"""Which sites a run has forgotten, by which requests, and where their certificates are."""
+"""List the sites that a run has forgotten, with their requests and certificates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.sims.report.tables import Cell, Link, Table, cut
 
-UNCERTIFIED = "not yet: fedloom resume goes on with it"
+UNCERTIFIED = "not yet; `fedloom resume` completes it"
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """A site that was taken out; of the request and its time only what is known, `page` from the run's folder."""
+    """A forgotten site. `request`, `time` and `page` are empty where unknown. `page` is relative to the run's folder."""
 
     site: str
     request: str = ""
@@ -24,13 +24,13 @@ class Forgotten:
     page: str = ""
 
     def row(self) -> list[Cell]:
-        """Its line in a table."""
+        """Return the site's row in a table."""
         certificate = Link(self.page, self.page) if self.page else UNCERTIFIED if self.request else None
         return [self.site, self.request or None, self.time[:19].replace("T", " ") or None, certificate]
 
 
 def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]:
-    """The sites that are forgotten by now, as the run's ledger says; without one that can be read, as the summary does."""
+    """Return the sites that are forgotten now, according to the ledger or, without a readable ledger, the summary."""
     try:
         return _of_ledger(folder) if begun(folder / LEDGER) else _of_summary(summary)
     except UserError:
@@ -38,29 +38,29 @@ def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]
 
 
 def forgotten_table(found: list[Forgotten]) -> Table:
-    """Who was forgotten, by which request, when, and what certifies it."""
-    rows, note = cut([one.row() for one in found], "forgotten sites")
+    """Return a table of forgotten sites with request, time and certificate."""
+    rows, note = cut([site.row() for site in found], "forgotten sites")
     return Table("Forgotten on request", ["site", "request", "forgotten at (UTC)", "certificate"], rows, note)
 
 
 def forgotten_sentence(names: list[str]) -> str:
-    """For a report's first lines; empty if no site is forgotten."""
+    """Return a sentence for the first lines of a report; empty if no site is forgotten."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     were, them = ("was", "it") if len(names) == 1 else ("were", "them")
-    told = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {them}"
-    return f"{told}, rounds before that are shown as they were." if names else ""
+    sentence = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {them}"
+    return f"{sentence}. Results of earlier rounds still include {them}." if names else ""
 
 
 def _of_ledger(folder: Path) -> list[Forgotten]:
     with Ledger.open(folder, server=False) as ledger:
         last = {site: event for event in ledger.events("forgotten") for site in event.body["sites"]}
         gone = [site for site, is_forgotten in ledger.sites().items() if is_forgotten]
-    found = []
+    forgotten = []
     for site in gone:
         request = last[site].body.get("request") or ""
         page = Path(CERTIFICATES) / f"{request}.html"
-        found.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else ""))
-    return found
+        forgotten.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else ""))
+    return forgotten
 
 
 def _of_summary(summary: Mapping[str, Any]) -> list[Forgotten]:

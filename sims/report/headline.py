@@ -1,4 +1,4 @@
-"""A run's main numbers in a sentence or two."""
+"""Summarise a run in a few sentences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from fedloom.sims.report.tables import (
 
 
 def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """The run's main numbers in a sentence or two."""
+    """Return the run's main numbers in a few sentences."""
     sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
     run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
     ended = f"{summary['status']} after round {done} of {summary['rounds']}"
@@ -36,42 +36,42 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 
 
 def _exchange_sentence(summary: Mapping[str, Any]) -> str:
-    """How good heads are on others' extractors, beside the baselines'; empty where there is no other site."""
-    found = [one for one in exchanges(summary) if one.exchanged is not None]
-    if not found:
+    """Return the accuracy of exchanged heads, with that of the baselines; empty without another site."""
+    matrices = [matrix for matrix in exchanges(summary) if matrix.exchanged is not None]
+    if not matrices:
         return ""
-    first, *others = found
-    text = f"With their own heads extractors reach {percent(first.own)} at home, with other sites' heads"
-    text += f" {percent(first.exchanged)}"
-    beside = ", ".join(f"{one.method} {percent(one.exchanged)}" for one in others)
-    return f"{text}{f' ({beside})' if beside else ''}, for {percent(first.share)} of FedAvg's bytes."
+    first, *others = matrices
+    text = f"With their own heads, extractors reach {percent(first.own)}; with other sites' heads {percent(first.exchanged)}"
+    baselines = ", ".join(f"{matrix.method} {percent(matrix.exchanged)}" for matrix in others)
+    return f"{text}{f' ({baselines})' if baselines else ''}. A site sends {percent(first.share)} of FedAvg's traffic."
 
 
 def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
-    """What forgetting changes, over the sites that hold their domain alone (over all, where no site does)."""
+    """Return the effect of forgetting, over the sites that alone hold their domain (over all, if no site does)."""
     forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
     holders = Holders(summary)
     alone = {site: after for site, after in forgotten.items() if not holders.others(site)}
-    told = alone or forgotten
-    if not told:
+    counted = alone or forgotten
+    if not counted:
         return ""
-    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(told, before))
-    own_after, kept_after = _own_and_retained(holders, told)
-    start = f"Forgetting {next(iter(told))}" if len(told) == 1 else f"Forgetting a site (mean of {len(told)})"
-    stay = f"the mean of the retained domains goes from {percent(kept_before)} to {percent(kept_after)}"
+    own_before, kept_before = _own_and_retained(holders, dict.fromkeys(counted, before))
+    own_after, kept_after = _own_and_retained(holders, counted)
+    start = f"Forgetting {next(iter(counted))}" if len(counted) == 1 else f"Forgetting a site (mean of {len(counted)})"
+    stay = f"accuracy on the retained domains goes from {percent(kept_before)} to {percent(kept_after)} on average"
+    own = f"goes from {percent(own_before)} to {percent(own_after)}"
     if not alone and (domain := only_domain(summary)):
-        return f"{start}: {domain}, which other sites hold, too, goes from {percent(own_before)} to {percent(own_after)}."
+        return f"{start}: accuracy on {domain}, which other sites also hold, {own}."
     if not alone:
         return f"{start}: {stay}; each forgotten domain is also held by another site."
-    return f"{start}: its own domain goes from {percent(own_before)} to {percent(own_after)}, {stay}."
+    return f"{start}: accuracy on its own domain {own}; {stay}."
 
 
 def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]]) -> tuple[float | None, float | None]:
-    """Means over sites of the accuracy on the site's own domain and on the domains retained without it."""
+    """Return the mean accuracy over sites on the site's own domain, and on the domains retained without the site."""
     own = mean([row.get(holders.home.get(site, "")) for site, row in scores.items()])
     return own, mean([holders.retained_mean(row, site) for site, row in scores.items()])
 
 
 def all_domains(summary: Mapping[str, Any]) -> str:
-    """What a run was tested on, in a sentence."""
+    """Return the name of the test domain, or "the union of all domains"."""
     return only_domain(summary) or "the union of all domains"

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: paragraphs, tables, pictures and text to unfold, in sections."""
+"""Write a self-contained HTML page: sections of paragraphs, tables, pictures and details."""
 
 import base64
 import html
@@ -26,7 +26,7 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem }
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file and one sentence that explains it."""
+    """A PNG file and its caption."""
 
     path: Path
     caption: str
@@ -34,7 +34,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Details:
-    """Text that the reader unfolds, shown as it is."""
+    """Preformatted text that the reader can open and close."""
 
     title: str
     text: str
@@ -44,7 +44,7 @@ Part = str | Table | Picture | Details  # a str is a paragraph
 
 
 def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> Path:
-    """Writes one self-contained HTML page: sections of (heading, parts), an empty heading for none.
+    """Write a self-contained HTML page from sections of (heading or empty text, parts). Return its path.
 
     Raises UserError if a picture cannot be read or the page cannot be written.
     """
@@ -54,13 +54,13 @@ def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Pa
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
     )
     if path.is_dir():
-        raise UserError(f"{path}: is a folder; name the file that the page is to be")
+        raise UserError(f"{path}: is a folder; name a file")
     fresh = path.with_name(f".{path.name}.new")
     try:
         fresh.write_text(page, encoding="utf-8")
         fresh.replace(path)
     except OSError as error:
-        reason = f"{error.strerror}; is the folder there, and is there space?"
+        reason = f"{error.strerror}; check that the folder exists and the disk has space"
         raise UserError(f"{path}: cannot be written ({reason})") from None
     return path
 

@@ -1,6 +1,6 @@
-"""The pictures of a run: accuracy over the rounds, what forgetting changed, every network on every domain.
+"""Draw the plots of a run: accuracy over rounds, the effect of forgetting, every network on every domain.
 
-Each is drawn on its own Figure with the Agg canvas; matplotlib is imported only when something is drawn.
+Each plot has its own Figure with the Agg canvas. matplotlib is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MAX_FRAMES = 65
 def draw_all(
     folder: Path, metrics: list[dict[str, Any]], summary: dict[str, Any], baselines: Mapping[str, Records] | None = None
 ) -> list[Path]:
-    """Draws what the results allow into `folder`/plots and returns the PNGs' paths, `accuracy.png` first.
+    """Draw all plots that the results allow into `folder`/plots. Return their paths, `accuracy.png` first.
 
-    `baselines`: their metrics, by name.
+    `baselines`: the metrics of each baseline, by name.
     """
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def draw_all(
 
 
 def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Test accuracy per domain before and after each site was forgotten; None if no site was."""
+    """Plot the test accuracy per domain before and after forgetting each site; None without such results."""
     forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
     if not forgotten or not before:
         return None
@@ -73,11 +73,11 @@ def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
     if len(forgotten) <= MAX_PANELS and len(columns) <= MAX_DOTS:
         return _forgetting_panels(forgotten, before, columns, homes(summary))
     changes = [[score_of(scores, name) - score_of(before, name) for name in columns] for scores in forgotten.values()]
-    return _heat_map(changes, list(forgotten), columns, homes(summary), "What forgetting a site changes", change=True)
+    return _heat_map(changes, list(forgotten), columns, homes(summary), "Change after forgetting a site", change=True)
 
 
 def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Test accuracy of every network on every domain as a heat map; None if none was measured."""
+    """Plot the test accuracy of every network on every domain as a heat map; None if not measured."""
     scores = accuracies(summary)
     if not scores:
         return None
@@ -89,15 +89,15 @@ def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
 def _forgetting_panels(
     forgotten: Mapping[str, Mapping[str, float]], before: Mapping[str, float], names: list[str], held: Mapping[str, str]
 ) -> Figure:
-    """A panel per forgotten site: for each domain a hollow dot before, a filled one after, and what lies between."""
+    """Draw a panel per forgotten site: for each domain a hollow dot before, a filled dot after, and a line between."""
     across = min(3, len(forgotten))
     down = math.ceil(len(forgotten) / across)
     height = down * (0.9 + 0.34 * len(names)) + 0.9
     figure, panels = new_panels(max(5.0, 1.6 + 3.3 * across), height, down, across, len(forgotten), sharey=True)
     for panel, (site, after) in zip(panels.flat, forgotten.items(), strict=False):
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             colour = PALETTE[1] if name == held.get(site) else INK if name == "union" else PALETTE[0]
-            _dots(panel, place, score_of(before, name), score_of(after, name), colour)
+            _dots(panel, index, score_of(before, name), score_of(after, name), colour)
         panel.set_yticks(range(len(names)), [short(name) for name in names])
         panel.set_ylim(len(names) - 0.4, -0.6)
         panel.set_xlim(-0.04, 1.04)
@@ -110,10 +110,10 @@ def _forgetting_panels(
     return figure
 
 
-def _dots(axes: Axes, place: int, before: float, after: float, colour: str) -> None:
-    axes.plot([before, after], [place, place], color=colour, linewidth=2, alpha=0.45, zorder=1)
-    axes.scatter([before], [place], s=52, facecolor="white", edgecolor=colour, linewidth=1.5, zorder=2)
-    axes.scatter([after], [place], s=26, color=colour, zorder=3)
+def _dots(axes: Axes, height: int, before: float, after: float, colour: str) -> None:
+    axes.plot([before, after], [height, height], color=colour, linewidth=2, alpha=0.45, zorder=1)
+    axes.scatter([before], [height], s=52, facecolor="white", edgecolor=colour, linewidth=1.5, zorder=2)
+    axes.scatter([after], [height], s=26, color=colour, zorder=3)
 
 
 def _legend(figure: Figure, names: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
 def alignment_figure(
     cost: NDArray, rows: list[str], columns: list[str], pairs: Mapping[int, int], groups: Sequence[int], path: Path
 ) -> Path:
-    """Costs between layers in colours, the chosen map framed, lines between groups; writes the PNG."""
+    """Draw the costs between layers as a heat map with the chosen map framed and lines between groups. Write the PNG."""
     figure, axes = new_figure(max(6.0, 2.6 + 0.5 * len(columns)), max(3.0, 1.7 + 0.34 * len(rows)))
     picture = axes.imshow(cost, cmap="Blues", vmin=0.0, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, columns)
@@ -146,19 +146,25 @@ def alignment_figure(
     bar = figure.colorbar(picture, ax=axes, pad=0.02)
     bar.outline.set(visible=False)
     figure.suptitle("Cost between layers", x=0.01, ha="left", fontsize=12, color=INK)
-    figure.supxlabel("framed: the map; lines: groups that it may not cross", x=0.01, ha="left", fontsize=8.5, color=INK)
+    figure.supxlabel(
+        "framed: the chosen map; lines: borders of groups that the map may not cross",
+        x=0.01,
+        ha="left",
+        fontsize=8.5,
+        color=INK,
+    )
     return save(figure, path)
 
 
 def _heat_map(
     grid: Grid, rows: list[str], names: list[str], held: Mapping[str, str], title: str, change: bool = False
 ) -> Figure:
-    """`grid` in colours, with numbers where they fit; a frame marks each site's own domain. `change`: of both signs."""
+    """Draw `grid` as a heat map, with numbers if they fit. Frames mark each site's own domain. `change`: has both signs."""
     numbers = len(rows) <= MAX_NUMBERS and len(names) <= MAX_NUMBERS
     width = min(16.0, 2.6 + (0.74 if numbers else 0.4) * len(names))
     figure, axes = new_figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
-    there = [abs(value) for row in grid for value in row if not math.isnan(value)]
-    reach = (max(there, default=0.0) or 1.0) if change else 1.0
+    changes = [abs(value) for row in grid for value in row if not math.isnan(value)]
+    reach = (max(changes, default=0.0) or 1.0) if change else 1.0
     low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
     picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, names)

@@ -1,4 +1,4 @@
-"""report.html: what a run did and found, in one file that needs nothing else."""
+"""Write report.html: one self-contained page with the results of a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,46 +34,47 @@ SUMMARY_KEYS = {
     "sites": list, "status": str,
 }  # fmt: skip
 CAPTIONS = {
-    "accuracy.png": "How well the aggregated network did on held-out validation images, round by round.",
-    "sites.png": "What each network knows: a site's own is good at home, the aggregated one should be good everywhere.",
-    "per_site.png": "How the accuracy on each site's own test images spreads over the sites, and over the classes.",
-    "classes.png": "How many training images of each class a site has: the larger the dot, the more.",
-    "layers.png": "How probable each group of layers was to be shared: a row for each site, rounds from left to right.",
-    "heads.png": "How good every site's head is on every site's extractor, without any training: dark off the frames means "
-    "that heads can be exchanged.",
+    "accuracy.png": "Accuracy of the aggregated network on held-out validation images, by round.",
+    "sites.png": "Test accuracy of each network on each domain. A site's own network should be good on that site's domain, "
+    "the aggregated network on all domains.",
+    "per_site.png": "Left: accuracy on each site's own test images, sites sorted. Right: accuracy by class.",
+    "classes.png": "Training images of each class at each site. A larger dot means more images.",
+    "layers.png": "Probability that each group of layers is shared: a row for each site, rounds from left to right.",
+    "heads.png": "Accuracy of every site's head on every site's extractor, without further training. Dark cells outside the "
+    "frames mean that heads can be exchanged.",
 }
 APART = {
-    "accuracy.png": "How well the sites' own networks did on held-out validation images at home, round by round.",
-    "sites.png": "What each site's own network knows: it is good at home; of methods, the mean over their sites.",
+    "accuracy.png": "Accuracy of the sites' own networks on held-out validation images of their own domains, by round.",
+    "sites.png": "Test accuracy of each site's own network on each domain. A method's row is the mean over its sites.",
 }
-BROKEN = " The broken lines are the baselines' and those of other architectures"
+BROKEN = " Dashed lines: the baselines and the networks of other architectures"
 GUARANTEE = (
-    "What subtraction guarantees: the sums are exact integers, so S - φ_k is bit-identical to the sum never having "
-    "held φ_k, the contribution of site k."
+    "What subtraction guarantees: the sums are exact integers. Let φ_k be the contribution of site k, and S the sum. Then "
+    "S - φ_k is bit-identical to a sum that never contained φ_k."
 )
 LIMITS = (
-    "What it does not: what all sites share and the other sites' networks were trained in the presence of site k, and "
-    "subtraction does not touch them. What they learned from its presence stays. The accuracies above are measurements "
-    "on test images; they prove no absence."
+    "What subtraction does not guarantee: shared parameters and the other sites' networks were trained while site k "
+    "participated. Subtraction does not change them, so they may still hold information from site k. The accuracies above "
+    "are measurements on test images. They do not prove that this information is gone."
 )
 NO_TRACES = (
-    "Each site started from a network that had seen no data and knows of no other site: what is left without site k is what "
-    "training without it would have given."
+    "Each site started from a network that had seen no data, and received nothing from other sites. So the result without "
+    "site k is the same as if site k had never participated."
 )
 
 
 def write_report(folder: Path) -> Path:
-    """Draws the plots of the run in `folder` and writes its report.html, whose path it returns.
+    """Draw the plots of the run in `folder`, write its report.html, and return the path of the page.
 
     Raises UserError naming the file if config.yaml, metrics.jsonl or summary.json is missing or damaged.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such run folder; give the folder of a run, such as runs/digits")
+        raise UserError(f"{folder}: no such run folder; name the folder of a run, such as runs/digits")
     summary, metrics = _read_summary(folder / "summary.json"), _read_metrics(folder / "metrics.jsonl")
     config = _read(folder / "config.yaml")
     try:
         gone = forgotten_sites(folder, summary)
-        summary["unlearned"], baselines = [one.site for one in gone], {**_others(metrics), **_baselines(folder)}
+        summary["unlearned"], baselines = [forgotten.site for forgotten in gone], {**_others(metrics), **_baselines(folder)}
         captions = _captions(summary, baselines)
         drawn = plots.draw_all(folder, metrics, summary, baselines)
         pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
@@ -88,24 +89,24 @@ def write_report(folder: Path) -> Path:
 
 
 def _captions(summary: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[str, str]:
-    """What stands below each picture, by its file's name."""
+    """Return the caption of each picture, by its file name."""
     captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
     broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
     return {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
 
 
 def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The metrics of the run's baselines, by their modes; sites' own networks are measured in each round at their sites."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the metrics of the run's baselines by mode. Baselines without an aggregate are measured at their sites."""
+    baselines: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((folder / "baselines").glob("*")):
         run = RunFolder(path)
-        apart = " (own, at home)" if run.summary().get("aggregate") == "" else ""
-        found[path.name + apart] = list(run.metrics().values())
-    return {mode: records for mode, records in found.items() if records}
+        suffix = " (own networks)" if run.summary().get("aggregate") == "" else ""
+        baselines[path.name + suffix] = list(run.metrics().values())
+    return {mode: records for mode, records in baselines.items() if records}
 
 
 def _others(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The same of the networks of other architectures, by their names."""
+    """Return the metrics of the networks of other architectures, by name."""
     names = dict.fromkeys(name for record in metrics for name in record.get("networks") or {})
     return {name: [{"round": record["round"], "accuracy": {"union": record["networks"][name]}}
                    for record in metrics if name in (record.get("networks") or {})] for name in names}  # fmt: skip
@@ -122,33 +123,23 @@ def _sections(
     different: list[Part] = [at_sites_table(summary)] if summary.get("at_sites") else []
     different += [costs_table(summary)] if summary.get("costs") else []
     forgotten: list[Part] = [forgetting_table(summary)] if summary.get("forgotten") else []
+    heads: list[Part] = [heads_table(matrices)] if (matrices := exchanges(summary)) else []
+    selection: list[Part] = [methods_table(chosen), sites_table(chosen[0])] if (chosen := selections(summary)) else []
+    details = Details("Configuration", config)
     sections: list[tuple[str, list[Part]]] = [
-        ("", [headline(summary, metrics), *_failed_checks(summary), *_gone(gone)]),
-        (
-            "What was run",
-            [
-                _run_table(summary),
-                _sites_table(summary),
-                *_pictures(pictures, "classes.png"),
-                Details("The whole configuration", config),
-            ],
-        ),
+        ("", [headline(summary, metrics), *_failed_checks(summary), *([forgotten_table(gone)] if gone else [])]),
+        ("The run", [_run_table(summary), _sites_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
         ("Privacy", [*privacy_parts(summary, metrics)]),
-        ("Exchanged heads", [*_heads(summary), *_pictures(pictures, "heads.png")]),
-        ("Layer selection", [*_selection(summary), *_pictures(pictures, "layers.png")]),
+        ("Exchanged heads", [*heads, *_pictures(pictures, "heads.png")]),
+        ("Layer selection", [*selection, *_pictures(pictures, "layers.png")]),
         ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
-        ("What is exact, and what is not", [*_checks(summary), *_guarantee(summary)]),
+        ("Exactness", [*_checks(summary), *_guarantee(summary)]),
         ("Digest", _digest(summary)),
     ]
     return [(heading, parts) for heading, parts in sections if parts]
-
-
-def _heads(summary: Mapping[str, Any]) -> list[Part]:
-    found = exchanges(summary)
-    return [heads_table(found)] if found else []
 
 
 def _at_home(summary: Mapping[str, Any]) -> list[Part]:
@@ -157,36 +148,27 @@ def _at_home(summary: Mapping[str, Any]) -> list[Part]:
     return [spread_table(summary), per_site_table(summary), *classes_table(summary)]
 
 
-def _selection(summary: Mapping[str, Any]) -> list[Part]:
-    found = selections(summary)
-    return [methods_table(found), sites_table(found[0])] if found else []
-
-
 def _run_table(summary: Mapping[str, Any]) -> Table:
     rows = [[key, str(summary[key])] for key in ("experiment", "method", "seed", "rounds", "engine", "status")]
     if packing := PACKINGS.get(summary.get("packed", "")):
-        rows += [["packed updates", f"{summary['packed']}: {packing.error}; sums are exact sums of what was sent"]]
+        rows += [["packed updates", f"{summary['packed']}: {packing.error}; sums are exact sums of the packed updates"]]
     return Table("", ["what", "value"], [*rows, *_resources(summary)])
 
 
 def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
-    """Seconds and, of runs that tell, what of them is start-up, and the memory of the server's process."""
-    told = summary.get("resources") or {}
+    """Return rows with the run's seconds and, where recorded, the start-up time and the server's peak memory."""
+    resources = summary.get("resources") or {}
     rows: list[list[Cell]] = [["seconds", f"{summary['seconds']:.1f}"]]
-    if "start_up" in told:
-        rows.append(["of these, start-up", f"{told['start_up']:.1f}"])
-    if "peak_memory" in told:
-        rows.append(["peak memory of the server, MB", round(told["peak_memory"] / 1e6)])
+    if "start_up" in resources:
+        rows.append(["of these, start-up", f"{resources['start_up']:.1f}"])
+    if "peak_memory" in resources:
+        rows.append(["peak memory of the server, MB", round(resources["peak_memory"] / 1e6)])
     return rows
 
 
 def _sites_table(summary: Mapping[str, Any]) -> Table:
     rows, note = cut([[site["name"], site["domain"], site["samples"]] for site in summary["sites"]], "sites")
     return Table("Sites", ["site", "domain", "training images"], rows, note)
-
-
-def _gone(gone: list[Forgotten]) -> list[Part]:
-    return [forgotten_table(gone)] if gone else []
 
 
 def _dropped(metrics: Sequence[Mapping[str, Any]]) -> list[Part]:
@@ -215,7 +197,7 @@ def _failed_checks(summary: Mapping[str, Any]) -> list[Part]:
 
 def _digest(summary: Mapping[str, Any]) -> list[Part]:
     rows = [[name, str(value)] for name, value in (summary.get("digest") or {}).items()]
-    note = "Two runs with the same digest ended in the same bits."
+    note = "Runs with the same digest have exactly equal results."
     return [Table("", ["state", "SHA-256"], rows, note)] if rows else []
 
 
@@ -227,7 +209,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; let the run finish, or run the experiment again") from None
+        raise UserError(f"{path}: missing; wait until the run has finished, or run the experiment again") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason})") from None
@@ -239,7 +221,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: damaged JSON ({error}); run the experiment again") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: takes a JSON object; run the experiment again")
+        raise UserError(f"{where}: is not a JSON object; run the experiment again")
     return value
 
 

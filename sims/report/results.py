@@ -1,4 +1,4 @@
-"""The tables of what came out of a run."""
+"""Collect the tables of a run's results."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from fedloom.sims.report.tables import Table, accuracy_table, at_sites_table, co
 
 
 def result_tables(summary: dict[str, Any]) -> list[Table]:
-    """Those that a summary has something for."""
+    """Return the tables that a summary has results for."""
     tables = [accuracy_table(summary)] if summary.get("accuracy") else []
     tables += [at_sites_table(summary)] if summary.get("at_sites") else []
     tables += [costs_table(summary)] if summary.get("costs") else []
-    tables += [heads_table(found)] if (found := exchanges(summary)) else []
+    tables += [heads_table(matrices)] if (matrices := exchanges(summary)) else []
     tables += [methods_table(chosen)] if (chosen := selections(summary)) else []
     return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables

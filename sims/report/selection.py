@@ -1,4 +1,4 @@
-"""Which layers sites share, and how good their networks are: what a summary says of it as tables and a picture."""
+"""Show which layers sites share, and the accuracy of their networks, as tables and a plot."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-KEY = "layer_selection"  # in a summary, by mode
-ACROSS, MAX_NAMES = 6, 40  # panels, sites that are named
-Series = Sequence[float | None]  # of all rounds; None where nothing was found
+KEY = "layer_selection"  # the summary's key, with an entry per mode
+ACROSS, MAX_NAMES = 6, 40  # panels in a row; sites with a label
+Series = Sequence[float | None]  # a value per round; None where nothing was measured
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a site found: its configuration (1: shared, from the input on), how probable it was of each group in each round
-    to be shared, and the accuracy of its network in each round with the shared parameters of that round."""
+    """The result of a site.
+
+    `configuration`: a digit per group of layers from the input on, 1: shared. `shared`: for each round, the probability
+    that each group is shared. `accuracy`: for each round, with the shared parameters of that round. `rounds`: those in
+    which the site trained.
+    """
 
     site: str
     configuration: str
@@ -33,28 +37,28 @@ class Chosen:
 
     @property
     def last(self) -> float | None:
-        """With the shared parameters that there are at the end."""
-        return next((one for one in reversed(self.accuracy) if one is not None), None)
+        """The accuracy with the final shared parameters."""
+        return next((accuracy for accuracy in reversed(self.accuracy) if accuracy is not None), None)
 
     @property
     def peak(self) -> float | None:
-        """The best while the site trained."""
+        """The best accuracy in the rounds in which the site trained."""
         start, end = (self.rounds[0] - 1, self.rounds[-1]) if self.rounds else (0, len(self.accuracy))
-        return max((one for one in self.accuracy[start:end] if one is not None), default=None)
+        return max((accuracy for accuracy in self.accuracy[start:end] if accuracy is not None), default=None)
 
     @property
     def kept(self) -> float | None:
-        """The forgetting ratio: final by peak accuracy; 1: nothing was forgotten."""
+        """The forgetting ratio: final divided by peak accuracy; 1: nothing was forgotten."""
         return self.last / self.peak if self.last is not None and self.peak else None
 
     def share(self, group: int) -> float | None:
-        """How probable a group is to be shared, when it was last found."""
+        """Return the last probability that a group is shared."""
         return next((row[group] for row in reversed(self.shared) if row[group] is not None), None)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A method's sites; bytes that a site sends in a round, and those that it would send with FedAvg."""
+    """A method's sites. `bytes`: what a site sends in a round. `fedavg_bytes`: the same with FedAvg."""
 
     method: str
     groups: Sequence[Sequence[str]]
@@ -64,43 +68,45 @@ class Selection:
 
 
 def selections(summary: Mapping[str, Any]) -> list[Selection]:
-    """What was found with each method, the run's own first; nothing of sites that are forgotten."""
-    gone, found = summary.get("unlearned") or [], []
+    """Return the result of each method, the run's own first, without forgotten sites."""
+    gone, methods = summary.get("unlearned") or [], []
     for method, one in (summary.get(KEY) or {}).items():
         keys = ("sites", "configuration", "shared", "accuracy", "own")
         sites = [Chosen(*cells) for cells in zip(*(one[key] for key in keys), strict=True) if cells[0] not in gone]
-        found.append(Selection(method, one["groups"], sites, one["bytes"], one["fedavg_bytes"]))
-    return [one for one in found if one.sites]
+        methods.append(Selection(method, one["groups"], sites, one["bytes"], one["fedavg_bytes"]))
+    return [one for one in methods if one.sites]
 
 
 def methods_table(found: Sequence[Selection]) -> Table:
-    """A row for each method: means over the sites."""
+    """Return a row for each method: means over the sites."""
     rows = [[one.method, percent(mean([site.last for site in one.sites])), percent(mean([site.peak for site in one.sites])),
              _ratio(mean([site.kept for site in one.sites])),
              *(percent(mean([site.share(group) for site in one.sites])) for group in range(len(one.groups))),
              f"{one.bytes / 1e3:,.0f}", f"{one.fedavg_bytes / 1e3:,.0f}"] for one in found]  # fmt: skip
     groups = [f"shared: {_named(group)}" for group in found[0].groups]
-    columns = ["layers", "own task", "peak", "final / peak", *groups, "kB a site sends in a round", "FedAvg's kB"]
+    columns = ["layers", "own task", "peak", "final / peak", *groups, "kB sent per site and round", "FedAvg's kB"]
     note = (
-        "Means over sites, on the test images of their own tasks. peak: the best while the site trained; shared: how "
-        "probable it is that the layers are shared."
+        "Means over sites, on the test images of their own tasks. peak: the best while the site trained; shared: the "
+        "probability that the layers are shared."
     )
     return Table("Layer selection", columns, rows, note)
 
 
-def sites_table(one: Selection) -> Table:
-    """A row for each site."""
+def sites_table(selection: Selection) -> Table:
+    """Return a row for each site."""
     rows, note = cut([[site.site, site.configuration, percent(site.last), percent(site.peak), _ratio(site.kept)]
-                      for site in one.sites], "sites")  # fmt: skip
-    told = f"1: shared, 0: the site's own; from the input on: {', '.join(map(_named, one.groups))}."
-    return Table(f"{one.method}: what sites chose", ["site", "layers", "own task", "peak", "final / peak"], rows,
-                 " ".join(filter(None, [told, note])))  # fmt: skip
+                      for site in selection.sites], "sites")  # fmt: skip
+    legend = f"layers, from the input on: {', '.join(map(_named, selection.groups))}; 1: shared, 0: the site's own."
+    return Table(f"{selection.method}: what sites chose", ["site", "layers", "own task", "peak", "final / peak"], rows,
+                 " ".join(filter(None, [legend, note])))  # fmt: skip
 
 
 def selection_figure(found: Sequence[Selection]) -> Figure | None:
-    """Of the first method that learned something, how probable it was of each group to be shared: a row for each site,
-    rounds from left to right. None if nothing was learned."""
-    learned = next((one for one in found if any(_learned(site) for site in one.sites)), None)
+    """Plot the probability that each group is shared, for the first method that learned it; None if no method did.
+
+    Each site is a row; rounds run from left to right.
+    """
+    learned = next((selection for selection in found if any(_learned(site) for site in selection.sites)), None)
     if learned is None:
         return None
     across = min(ACROSS, len(learned.groups))
@@ -115,13 +121,13 @@ def selection_figure(found: Sequence[Selection]) -> Figure | None:
         bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
         percent_axis(bar.ax.yaxis)
         bar.outline.set(visible=False)  # type: ignore[operator]
-    figure.suptitle("How probable layers are to be shared, round by round", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.suptitle("Probability that layers are shared, by round", x=0.01, ha="left", fontsize=12, color=INK)
     figure.supxlabel("round; white: the site's own, or not trained yet", x=0.01, ha="left", fontsize=8.5, color=INK)
     return figure
 
 
 def _group_panel(axes: Axes, learned: Selection, number: int, named: bool) -> AxesImage:
-    """The heat map of one group; `named`: sites stand at its left."""
+    """Draw the heat map of one group. `named`: label the sites at its left."""
     grid: Any = [[math.nan if row[number] is None else row[number] for row in site.shared] for site in learned.sites]
     rounds, step = len(grid[0]), math.ceil(len(grid) / MAX_NAMES)
     image = axes.imshow(grid, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest",
@@ -137,12 +143,12 @@ def _group_panel(axes: Axes, learned: Selection, number: int, named: bool) -> Ax
 
 
 def _learned(site: Chosen) -> bool:
-    """Whether a probability that was found is neither 0 nor 1."""
-    return any(one is not None and 0.0 < one < 1.0 for row in site.shared for one in row)
+    """Return whether some probability of the site is neither 0 nor 1."""
+    return any(probability is not None and 0.0 < probability < 1.0 for row in site.shared for probability in row)
 
 
 def _named(group: Sequence[str]) -> str:
-    """A group by its layers' names, without what all have."""
+    """Return a group's name, from the names of its layers without their common parts."""
     names = [name.removeprefix("extractor.").removesuffix(".0") for name in group]
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 

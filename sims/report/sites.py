@@ -1,4 +1,4 @@
-"""How networks do at single sites, and which classes the sites have: tables and pictures."""
+"""Show the accuracy at single sites, and the sites' classes, as tables and plots."""
 
 from __future__ import annotations
 
@@ -15,81 +15,81 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40  # sites in the picture of classes
 MOST_CLASSES = 50  # named on an axis
-FEW_IMAGES = 10  # of a site, by which an accuracy moves in steps of 10 % and more
-LONGEST, ROOM = 60, 18  # letters of a class's name: in a table, on an axis
+FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10 %
+LONGEST, ROOM = 60, 18  # characters of a class's name: in a table, on an axis
 LARGEST = 260.0  # area of the largest dot
 
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By network what was found at the sites, on each site's own test images (server.run.final_evaluation)."""
+    """Return by network the results on each site's own test images (server.run.final_evaluation)."""
     names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
-    return {names.get(name) or str(name): found for name, found in (summary.get("per_site") or {}).items()}
+    return {names.get(name) or str(name): result for name, result in (summary.get("per_site") or {}).items()}
 
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
-    """How accuracy spreads over the sites: mean, standard deviation, worst, deciles, best."""
+    """Return the spread of accuracy over the sites: mean, standard deviation, worst, deciles, best."""
     rows = []
-    for name, one in at_home(summary).items():
-        low, middle, high = (one["deciles"][place] for place in (0, 4, 8))
-        worst, best = ((percent(one[end]["accuracy"]), one[end]["site"]) for end in ("worst", "best"))
-        rows.append([name, len(one["sites"]), percent(one["mean"]), percent(one["deviation"]), *worst,
+    for name, result in at_home(summary).items():
+        low, middle, high = (result["deciles"][index] for index in (0, 4, 8))
+        worst, best = ((percent(result[end]["accuracy"]), result[end]["site"]) for end in ("worst", "best"))
+        rows.append([name, len(result["sites"]), percent(result["mean"]), percent(result["deviation"]), *worst,
                      *map(percent, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
-    note = "Every site counts the same. 10 %: a tenth of the sites are below; all: summary.json."
+    note = "Every site has the same weight. 10 %: a tenth of the sites are below this value. summary.json has all deciles."
     return Table("On each site's own test images", columns, rows, _looked_at(summary) + _coarse(summary) + note)
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
-    """Accuracy site by site, the worst of the first network first."""
-    found = at_home(summary)
-    first = next(iter(found.values()))["sites"]
-    names = sorted({name: None for one in found.values() for name in one["sites"]},
+    """Return the accuracy by site, the worst of the first network first."""
+    networks = at_home(summary)
+    first = next(iter(networks.values()))["sites"]
+    names = sorted({name: None for result in networks.values() for name in result["sites"]},
                    key=lambda name: first.get(name, {}).get("accuracy", 2.0))  # fmt: skip
-    images = {name: each["images"] for one in found.values() for name, each in one["sites"].items()}
-    rows = [[name, images[name], *(percent(one["sites"].get(name, {}).get("accuracy")) for one in found.values())]
+    images = {name: each["images"] for result in networks.values() for name, each in result["sites"].items()}
+    rows = [[name, images[name], *(percent(result["sites"].get(name, {}).get("accuracy")) for result in networks.values())]
             for name in names]  # fmt: skip
     kept, note = cut(rows, "sites")
-    return Table("Site by site, the worst first", ["site", "test images", *found], kept, note)
+    return Table("Site by site, the worst first", ["site", "test images", *networks], kept, note)
 
 
 def classes_table(summary: Mapping[str, Any]) -> list[Table]:
-    """Accuracy class by class, over the test images of all sites that were looked at; nothing where none told."""
-    found = {name: one["classes"] for name, one in at_home(summary).items() if one["classes"]}
-    numbers = sorted({number for classes in found.values() for number in classes}, key=int)
+    """Return the accuracy by class, over the test images of all measured sites; nothing if no site has reported it."""
+    networks = {name: result["classes"] for name, result in at_home(summary).items() if result["classes"]}
+    numbers = sorted({number for classes in networks.values() for number in classes}, key=int)
     names = summary.get("class_names") or {}
     rows = [[number, *([shortened(names.get(number, "-"), LONGEST)] if names else []),
-             *(percent(_share(classes.get(number))) for classes in found.values())] for number in numbers]  # fmt: skip
+             *(percent(_share(classes.get(number))) for classes in networks.values())] for number in numbers]  # fmt: skip
     kept, note = cut(rows, "classes")
-    return [Table("Class by class", ["class", *(["name"] if names else []), *found], kept, note)] if found else []
+    return [Table("Class by class", ["class", *(["name"] if names else []), *networks], kept, note)] if networks else []
 
 
 def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """The sites' accuracies in ascending order, a line for each network; beside it accuracy by class. None of one site."""
-    found = {name: one for name, one in at_home(summary).items() if len(one["sites"]) > 1}
-    if not found:
+    """Plot the sites' accuracies in ascending order and the accuracy by class, for each network. None for one site."""
+    networks = {name: result for name, result in at_home(summary).items() if len(result["sites"]) > 1}
+    if not networks:
         return None
     figure, ((left, right),) = new_panels(9.5, 4.2, 1, 2, sharey=True)
-    for place, (name, one) in enumerate(found.items()):
-        colour = PALETTE[place % len(PALETTE)]
-        values = sorted(each["accuracy"] for each in one["sites"].values())
+    for index, (name, result) in enumerate(networks.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        values = sorted(each["accuracy"] for each in result["sites"].values())
         left.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
                   marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=short(name, 40))  # fmt: skip
-        classes = sorted(one["classes"], key=int)
-        right.plot([int(name) for name in classes], [_share(one["classes"][name]) for name in classes], color=colour,
+        classes = sorted(result["classes"], key=int)
+        right.plot([int(name) for name in classes], [_share(result["classes"][name]) for name in classes], color=colour,
                    linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
-    for axes, name in ((left, "share of the sites, the worst first"), (right, "class")):
+    for axes, name in ((left, "share of sites, sorted by accuracy"), (right, "class")):
         _dress(axes)
         axes.set_xlabel(name)
     percent_axis(left.xaxis)
     right.xaxis.get_major_locator().set_params(integer=True)
-    _name_classes(right, summary, sorted({int(name) for one in found.values() for name in one["classes"]}))
+    _name_classes(right, summary, sorted({int(name) for result in networks.values() for name in result["classes"]}))
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
     figure.suptitle("Accuracy on the sites' own test images", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
 
 def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Training images by site and class: a dot's area is their number; of many sites a sample. None of one site."""
+    """Plot the training images by site and class as dots whose area is their number. None for one site."""
     counts = summary.get("classes") or {}
     if len(counts) < 2:
         return None
@@ -97,8 +97,8 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
     classes = sorted({int(name) for site in shown for name in counts[site]})
     most = max(number for site in shown for number in counts[site].values())
     figure, axes = new_figure(max(5.0, min(14.0, 2.4 + 0.34 * len(classes))), max(3.0, 1.7 + 0.22 * len(shown)))
-    dots = [(place, int(name), number) for place, site in enumerate(shown) for name, number in counts[site].items()]
-    axes.scatter([name for _, name, _ in dots], [place for place, *_ in dots], color=PALETTE[0], alpha=0.75, linewidth=0,
+    dots = [(index, int(name), number) for index, site in enumerate(shown) for name, number in counts[site].items()]
+    axes.scatter([name for _, name, _ in dots], [index for index, *_ in dots], color=PALETTE[0], alpha=0.75, linewidth=0,
                  s=[max(1.0, LARGEST * number / most) for *_, number in dots])  # fmt: skip
     axes.set_yticks(range(len(shown)), [short(site) for site in shown])
     axes.set_ylim(len(shown) - 0.3, -0.7)
@@ -113,15 +113,15 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def sampled(counts: Mapping[str, Any]) -> list[str]:
-    """The sites that are shown, in their order: all, or of many a sample that is always the same."""
+    """Return the sites to show, in their order: all, or a fixed random sample of many."""
     names = list(counts)
     if len(names) <= MOST_ROWS:
         return names
-    return [names[place] for place in sorted(random.Random(0).sample(range(len(names)), MOST_ROWS))]
+    return [names[index] for index in sorted(random.Random(0).sample(range(len(names)), MOST_ROWS))]
 
 
 def _name_classes(axes: Axes, summary: Mapping[str, Any], classes: list[int]) -> None:
-    """Names in the place of numbers, where the classes have names and there is room for them."""
+    """Label classes by name, if they have names and these fit."""
     names = summary.get("class_names") or {}
     if names and len(classes) <= MOST_CLASSES:
         axes.set_xticks(classes, [short(names.get(str(number), str(number)), ROOM) for number in classes],
@@ -133,16 +133,16 @@ def _share(both: list[int] | None) -> float | None:
 
 
 def _looked_at(summary: Mapping[str, Any]) -> str:
-    found, sites = max((len(one["sites"]) for one in at_home(summary).values()), default=0), len(summary["sites"])
-    few = f"{found} of {sites} sites, drawn from those that trained and have test images (evaluation.sites). "
-    return few if found < sites else ""
+    measured, sites = max((len(result["sites"]) for result in at_home(summary).values()), default=0), len(summary["sites"])
+    few = f"{measured} of {sites} sites, a random sample of those that trained and have test images (evaluation.sites). "
+    return few if measured < sites else ""
 
 
 def _coarse(summary: Mapping[str, Any]) -> str:
-    """A warning where single sites have so few test images that their accuracies say little."""
-    images = {name: one["images"] for found in at_home(summary).values() for name, one in found["sites"].items()}
+    """Return a warning if sites have so few test images that their single accuracies mean little."""
+    images = {name: site["images"] for result in at_home(summary).values() for name, site in result["sites"].items()}
     few = sum(number < FEW_IMAGES for number in images.values())
-    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: look at the mean alone. " if few else ""
+    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: use only the mean. " if few else ""
 
 
 def _dress(axes: Axes) -> None:

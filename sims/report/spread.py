@@ -1,4 +1,4 @@
-"""Means over seeds with their standard deviations, as text and in pictures."""
+"""Compute means over seeds and their standard deviations, as text and in plots."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Spread:
 
     @property
     def bar(self) -> float:
-        """The deviation as the length of a bar: 0 for one value."""
+        """The deviation as the length of an error bar: 0 for one value."""
         return self.deviation if self.n > 1 else 0.0
 
     def text(self, digits: int) -> str:
-        """Mean ± deviation with so many digits; of one value the mean alone."""
-        around = f" ± {self.deviation:.{digits}f}" if self.n > 1 else ""
-        return f"{self.mean:.{digits}f}{around}"
+        """Return mean ± deviation with so many decimals; for one value, only the mean."""
+        deviation = f" ± {self.deviation:.{digits}f}" if self.n > 1 else ""
+        return f"{self.mean:.{digits}f}{deviation}"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one value."""
+    """Return the mean and standard deviation of at least one value."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return Spread(len(values), statistics.fmean(values), deviation)
 
 
 def mean_and_spread(fractions: Sequence[float]) -> str:
-    """Accuracies as text, in %: mean ± standard deviation; 83.5 ± 0.7."""
+    """Return accuracies as text in %, mean ± standard deviation: 83.5 ± 0.7."""
     return spread([100 * fraction for fraction in fractions]).text(1)
 
 
 def mean_line(axes: Axes, series: Mapping[Any, Sequence[float]], **style: Any) -> None:
-    """Draws a line through the means of seeds' values, by their place on the axis, with bars of standard deviations."""
+    """Draw a line through the means, with error bars of one standard deviation. `series`: values of all seeds by x."""
     spreads = [spread(values) for values in series.values()]
     axes.errorbar(list(series), [each.mean for each in spreads], yerr=[each.bar for each in spreads], marker="o",
                   markersize=4, **style)  # fmt: skip

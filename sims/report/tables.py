@@ -1,4 +1,4 @@
-"""Tables of a run's results that can be shown as Markdown, HTML or in the terminal."""
+"""Tables of a run's results, for Markdown, HTML and the terminal."""
 
 import html
 import math
@@ -15,7 +15,7 @@ from fedloom.conf.sites import PERSONAL
 
 @dataclass(frozen=True)
 class Link:
-    """A text that leads to another file, by its path from the page's folder."""
+    """A text with a link to another file. `target` is relative to the page's folder."""
 
     text: str
     target: str
@@ -31,23 +31,23 @@ _NUMBER = re.compile(rf"(\* )?{_ONE}( (→|±|to) {_ONE})*")
 
 
 def percent(fraction: float | None) -> str:
-    """An accuracy as text: 0.914 is '91.4%'; None and NaN are '-'."""
+    """Return an accuracy as text: 0.914 is '91.4%'; None and NaN are '-'."""
     return "-" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f}%"
 
 
 def clean(text: str) -> str:
-    """`text` in one line: every run of white space or unprintable characters is one space."""
+    """Return `text` on one line: each run of white space or unprintable characters becomes one space."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def shortened(text: str, room: int) -> str:
-    """The same as `clean`, in at most `room` letters: the middle is left out."""
+    """Return the cleaned text in at most `room` characters, without its middle if it is longer."""
     text = clean(text)
     return f"{text[: room // 2]}…{text[-(room // 2 - 1) :]}" if len(text) > room else text
 
 
 def show(cell: Cell) -> str:
-    """A cell as one line of text: numbers with up to 4 significant digits (accuracies come as `percent` made them)."""
+    """Return a cell as one line of text: numbers with up to 4 significant digits."""
     if isinstance(cell, str | Link):
         return clean(cell if isinstance(cell, str) else cell.text)
     if cell is None or math.isnan(cell):
@@ -57,7 +57,7 @@ def show(cell: Cell) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table; every row has one cell per column, and `note` is a line below it."""
+    """A table with a title. Every row has one cell per column. `note` is the text below the table."""
 
     title: str
     columns: Sequence[str]
@@ -69,11 +69,11 @@ class Table:
             raise ValueError(f"table '{self.title}': every row takes {len(self.columns)} cells")
 
     def markdown(self) -> str:
-        """GitHub's Markdown, ending in a line break."""
+        """Return the table in GitHub's Markdown, with a final line break."""
         return self._lines(f"**{_in_markdown(self.title)}**", _in_markdown)
 
     def plain(self) -> str:
-        """The same lines for a terminal, every text as it is."""
+        """Return the same lines for a terminal, without escapes."""
         return self._lines(clean(self.title), clean)
 
     def _lines(self, title: str, written: Callable[[str], str]) -> str:
@@ -85,17 +85,17 @@ class Table:
         return "\n".join([*head, *lines, *foot]) + "\n"
 
     def html(self) -> str:
-        """One <table>, everything in it escaped; cells of numbers have the class `number`, of one word `whole`."""
+        """Return an escaped <table>. Cells with numbers have the class `number`, those with one word `whole`."""
         left = self._left()
-        head = "".join(_in_html_cell("th", name, one) for name, one in zip(self.columns, left, strict=True))
-        rows = ("".join(_in_html_cell("td", cell, one) for cell, one in zip(row, left, strict=True)) for row in self.rows)
+        head = "".join(_in_html_cell("th", name, text) for name, text in zip(self.columns, left, strict=True))
+        rows = ("".join(_in_html_cell("td", cell, text) for cell, text in zip(row, left, strict=True)) for row in self.rows)
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
         title = f"<caption>{_in_html(self.title)}</caption>" if self.title else ""
         note = f'<p class="note">{_in_html(self.note)}</p>\n' if self.note else ""
         return f"<table>{title}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n{note}"
 
     def rich(self) -> RichTable:
-        """For a rich console; no cell is read as markup."""
+        """Return a table for a rich console, which reads no cell as markup."""
         caption = Text(clean(self.note)) if self.note else None
         table = RichTable(title=Text(clean(self.title)), caption=caption, title_justify="left", caption_justify="left")
         for name, left in zip(self.columns, self._left(), strict=True):
@@ -105,83 +105,83 @@ class Table:
         return table
 
     def _left(self) -> list[bool]:
-        """Which columns hold text; columns of numbers stand to the right."""
-        places = range(len(self.columns))
-        return [any(not _NUMBER.fullmatch(show(row[place])) for row in self.rows) for place in places]
+        """Return for each column whether it holds text. Columns of numbers are aligned to the right."""
+        columns = range(len(self.columns))
+        return [any(not _NUMBER.fullmatch(show(row[column])) for row in self.rows) for column in columns]
 
 
 def cut(rows: Sequence[Sequence[Cell]], what: str) -> tuple[list[Sequence[Cell]], str]:
-    """The first MAX_ROWS rows, and a line saying so where there are more."""
+    """Return the first MAX_ROWS rows, and a sentence that says so if there are more."""
     left_out = len(rows) > MAX_ROWS
     return list(rows[:MAX_ROWS]), f"The first {MAX_ROWS} of {len(rows)} {what} are shown." if left_out else ""
 
 
 def domains(summary: Mapping[str, Any]) -> list[str]:
-    """The domains that test accuracies are given for, in the order of the summary, without `union`."""
+    """Return the domains with test accuracies, in the order of the summary, without `union`."""
     found = {name: None for scores in accuracies(summary).values() for name in scores}
     return [name for name in found if name != "union"]
 
 
 def only_domain(summary: Mapping[str, Any]) -> str:
-    """The domain that all test accuracies are given for, where there is one alone: it is the union, then. Else empty."""
+    """Return the domain of all test accuracies if there is only one (it equals the union), else an empty text."""
     names = domains(summary)
     rows = [row for row in accuracies(summary).values() if "union" in row]
     return names[0] if len(names) == 1 and all(row.get(names[0]) == row["union"] for row in rows) else ""
 
 
 def columns_of(summary: Mapping[str, Any]) -> list[str]:
-    """The columns of test accuracies: the domains, and where there are several their union."""
+    """Return the columns of test accuracies: the domains, and the union if there are several."""
     return domains(summary) if only_domain(summary) else [*domains(summary), "union"]
 
 
 def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Test accuracies by network: the aggregate first, then the others, then the sites' own networks.
+    """Return test accuracies by network and domain: first the aggregate, then the baselines, then the sites' own networks.
 
-    A method without an aggregate stands there by its mode, with the mean of its sites' networks.
+    A method without an aggregate is listed by its mode, with the mean of its sites' networks.
     """
-    given, sites, first = dict(summary.get("accuracy") or {}), homes(summary), aggregate(summary)
-    own, mode = [given[name] for name in given if name in sites], str(summary.get("method")).rpartition("/")[2]
-    if own and not has_aggregate(summary) and mode not in given:
+    scores, sites, first = dict(summary.get("accuracy") or {}), homes(summary), aggregate(summary)
+    own, mode = [scores[name] for name in scores if name in sites], str(summary.get("method")).rpartition("/")[2]
+    if own and not has_aggregate(summary) and mode not in scores:
         first = mode
-        given[mode] = {key: sum(one[key] for one in own) / len(own) for key in own[0] if all(key in one for one in own)}
-    return {name: given[name] for name in sorted(given, key=lambda name: (name != first, name in sites))}
+        scores[mode] = {key: sum(row[key] for row in own) / len(own) for key in own[0] if all(key in row for row in own)}
+    return {name: scores[name] for name in sorted(scores, key=lambda name: (name != first, name in sites))}
 
 
 def has_aggregate(summary: Mapping[str, Any]) -> bool:
-    """Whether the method has one network for all; otherwise sites have their own alone."""
+    """Return whether the method has one network for all sites."""
     return summary.get("aggregate") != ""
 
 
 def aggregate(summary: Mapping[str, Any]) -> str:
-    """The aggregated network's name among the test accuracies; empty if it was not measured.
+    """Return the aggregated network's name among the test accuracies; empty if it was not measured.
 
-    Summaries that do not say it have it first, before the baselines.
+    In summaries without this name, it is the first network that is not a site's.
     """
-    given, sites = summary.get("accuracy") or {}, homes(summary)
-    said = str(summary.get("aggregate"))
-    if said in given or not has_aggregate(summary):
-        return said
-    return next((name for name in given if name not in sites), "")
+    scores, sites = summary.get("accuracy") or {}, homes(summary)
+    recorded = str(summary.get("aggregate"))
+    if recorded in scores or not has_aggregate(summary):
+        return recorded
+    return next((name for name in scores if name not in sites), "")
 
 
 def homes(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Each site's own domain, by the site's name."""
+    """Return each site's domain, by the site's name."""
     return {site["name"]: site["domain"] for site in summary.get("sites") or []}
 
 
 def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Test accuracies of the network that holds all sites."""
+    """Return the test accuracies, by domain, of the network that contains all sites."""
     return accuracies(summary).get(aggregate(summary), {})
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of what is there; None where nothing is."""
-    there = [value for value in values if value is not None and not math.isnan(value)]
-    return sum(there) / len(there) if there else None
+    """Return the mean of the values that are not None or NaN; None without any."""
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 class Holders:
-    """Who holds which domain; looked up once per summary, as there may be many sites."""
+    """The sites of each domain. Build it once per summary: there may be many sites."""
 
     def __init__(self, summary: Mapping[str, Any]) -> None:
         self.home = homes(summary)
@@ -191,21 +191,21 @@ class Holders:
             self._sites.setdefault(domain, []).append(site)
 
     def others(self, site: str) -> list[str]:
-        """The other sites that hold the same domain as `site`."""
+        """Return the other sites that hold the domain of `site`."""
         return [name for name in self._sites.get(self.home.get(site, ""), []) if name != site]
 
     def retained(self, site: str) -> list[str]:
-        """The domains that the federation still holds without `site`."""
+        """Return the domains that the federation still holds without `site`."""
         lost = None if self.others(site) else self.home.get(site)
         return [name for name in self._domains if name != lost]
 
     def retained_mean(self, scores: Mapping[str, float], site: str) -> float | None:
-        """The mean of `scores` over the domains retained without `site`."""
+        """Return the mean of `scores` over the domains retained without `site`."""
         return mean([scores.get(name) for name in self.retained(site)])
 
 
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
-    """Test accuracy of the sum (or average), the baselines and each site's own network on every domain."""
+    """Return the test accuracy of the aggregate, the baselines and each site's own network on every domain."""
     sites, columns, several = homes(summary), domains(summary), not only_domain(summary)
     shown = columns[:MAX_DOMAINS]
     rows = []
@@ -214,44 +214,47 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
         rows.append([name, *cells, *([percent(scores.get("union"))] if several else [])])
     kept, note = cut(rows, "networks")
     starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
-    mark = "; ".join(filter(None, [starred, "union: the test images of all domains together" if several else ""]))
+    mark = "; ".join(filter(None, [starred, "union: test images of all domains together" if several else ""]))
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
-    means = "" if has_aggregate(summary) else "Methods without a network for all: the mean of their sites' own."
+    means = "" if has_aggregate(summary) else "Methods without an aggregated network: mean over the sites' own networks."
     own = PERSONAL in accuracies(summary)
-    apart = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
-    told = " ".join(filter(None, [f"{mark}." if mark else "", means, apart, note, few]))
-    return Table("Test accuracy", ["network", *shown, *(["union"] if several else [])], kept, told)
+    personal = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
+    notes = " ".join(filter(None, [f"{mark}." if mark else "", means, personal, note, few]))
+    return Table("Test accuracy", ["network", *shown, *(["union"] if several else [])], kept, notes)
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:
-    """What the sites have of the networks that they would use: means over sites (server.evaluation.per_client_metrics)."""
-    rows = [[name, *(percent(one.get(key)) for key in ("own", "lacking", "union"))]
-            for name, one in summary["at_sites"].items()]  # fmt: skip
-    note = ("Means over the sites, each with the network that it would use: on its own domain with the classes as often as "
-            "it has them; on the classes that it has no image of; on all domains.")  # fmt: skip
+    """Return the accuracy of the networks that sites use, as means over sites (server.evaluation.per_client_metrics)."""
+    rows = [[name, *(percent(scores.get(key)) for key in ("own", "lacking", "union"))]
+            for name, scores in summary["at_sites"].items()]  # fmt: skip
+    note = (
+        "Means over sites, each with the shared network of its architecture, else its own. own test: the site's domain, "
+        "classes as frequent as at the site; classes it lacks: classes without images at the site; all: all domains."
+    )
     return Table("At the sites", ["method", "own test", "classes it lacks", "all"], rows, note)
 
 
 def costs_table(summary: Mapping[str, Any]) -> Table:
-    """What networks of different size cost (server.evaluation.per_client_metrics)."""
-    rows = [[name, one["sites"], one["parameters"], _megabytes(one.get("bytes")), f"{1e3 * one['seconds']:.1f}"]
-            for name, one in summary["costs"].items()]  # fmt: skip
-    columns = ["network", "sites", "parameters", "MB a site and round", "ms for 1,000 images"]
-    return Table("What the networks cost", columns, rows, "MB: heard and sent. Milliseconds on the server's machine.")
+    """Return the cost of networks of different sizes (server.evaluation.per_client_metrics)."""
+    rows = [[name, cost["sites"], cost["parameters"], _megabytes(cost.get("bytes")), f"{1e3 * cost['seconds']:.1f}"]
+            for name, cost in summary["costs"].items()]  # fmt: skip
+    columns = ["network", "sites", "parameters", "MB per site and round", "ms for 1,000 images"]
+    return Table("Cost of the networks", columns, rows, "MB: sent and received. ms: measured on the server's machine.")
 
 
 def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Bytes of arrays to and from each site in a round that asked it; none where no round tells."""
+    """Return the mean bytes of arrays to and from each site, over its rounds; nothing if no round has recorded bytes."""
     rounds: dict[str, list[tuple[int, int]]] = {}
     for record in metrics:
         for site, both in (record.get("bytes") or {}).items():
             rounds.setdefault(site, []).append(both)
-    rows = [[site, len(each), *(sum(one[place] for one in each) / len(each) / 1e6 for place in (0, 1))]
+    rows = [[site, len(each), *(sum(pair[direction] for pair in each) / len(each) / 1e6 for direction in (0, 1))]
             for site, each in sorted(rounds.items())]  # fmt: skip
     kept, few = cut(rows, "sites")
-    told = "Arrays of all questions of a round. What several sites are sent alike travels once as far as the engine can."
-    columns = ["site", "rounds", "to it", "from it"]
-    return [Table("What travels in a round, MB", columns, kept, f"{told} {few}".strip())] if rows else []
+    explanation = ("Total data exchanged per round. Identical data is counted once per site, but sent once where the engine "
+            "allows it.")  # fmt: skip
+    columns = ["site", "rounds", "to the site", "from the site"]
+    return [Table("Traffic per round, MB", columns, kept, f"{explanation} {few}".strip())] if rows else []
 
 
 def _megabytes(number: int | None) -> float | None:
@@ -267,7 +270,7 @@ def _line(cells: Any) -> str:
 
 
 def _in_html_cell(tag: str, cell: Cell, left: bool) -> str:
-    """A cell as HTML. Of its words only digests may be broken."""
+    """Return a cell as HTML. Only digests may be broken over lines."""
     text = show(cell)
     digests = left and _DIGEST.search(text)
     kind = ' class="number"' if not left else ' class="whole"' if len(text.split()) == 1 and not digests else ""
@@ -282,6 +285,6 @@ def _in_html(text: str) -> str:
 
 
 def _in_markdown(text: str) -> str:
-    """Escaped, but an underscore inside a word (mnist_m) stays readable: it means nothing to Markdown there."""
+    """Escape a text for Markdown. An underscore inside a word (mnist_m) needs no escape."""
     escaped = re.sub(r"([\\`*|<>&~\[\]])", r"\\\1", clean(text))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", escaped)

@@ -1,7 +1,7 @@
-"""Many runs from Python: `sweep` an experiment, and look at its Results."""
+"""Run many configurations from Python with `sweep`, and read their `Results`."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -23,14 +23,20 @@ def sweep(
     overwrite: bool = False,
     progress: bool = False,
 ) -> "Results":
-    """Run an experiment with each seed and combination of values: sweep("digits", seeds=[0, 1], over={"rounds": [2, 4]}).
+    """Run an experiment with every seed and combination of values: sweep("digits", seeds=[0, 1], over={"rounds": [2, 4]}).
 
-    Finished runs are kept, half-done ones go on, those missing are started; one that fails stops no other. With `parallel`
-    above 1 so many go on at a time, in processes of their own: networks, data and methods of yours have to be in modules.
-    Raises UserError before anything starts for what cannot work. After a KeyboardInterrupt the same call goes on.
+    The sweep skips finished runs, resumes interrupted ones and starts the others. A failed run does not stop the others.
+    To continue after a KeyboardInterrupt, make the same call again.
+
+    Args:
+        parallel: Runs at a time. Above 1, each runs in its own process: put your networks, data and methods in modules.
+        overwrite: Start all runs again and replace their folders.
+
+    Raises:
+        UserError: A run cannot work. Raised before any run starts.
     """
     if not isinstance(parallel, int) or parallel < 1:
-        raise UserError(f"parallel: got {parallel!r}, takes a number of at least 1")
+        raise UserError(f"parallel: got {parallel!r}, takes a whole number of at least 1")
     grid = _grid(seeds, over or {})
     planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
     with as_usual():
@@ -40,7 +46,7 @@ def sweep(
 
 
 def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """The values of each key. UserError for none, and for what is no list."""
+    """Return the values of each swept key."""
     grid = {**over, **({SEED: seeds} if len(seeds) else {})}
     if not grid:
         raise UserError("sweep: takes seeds=[0, 1, 2], over={'training.rate': [0.01, 0.03]} or both")
@@ -60,7 +66,7 @@ def _values(key: str, values: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Results(Sequence[Result]):
-    """The finished runs of a sweep, in its order. `failed`: why others are not, by their folders."""
+    """The finished runs of a sweep, in the sweep's order. `failed`: the reason of each unfinished run, by its folder."""
 
     runs: tuple[Result, ...]
     failed: Mapping[Path, str]
@@ -75,16 +81,13 @@ class Results(Sequence[Result]):
     def __len__(self) -> int:
         return len(self.runs)
 
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self.runs)
-
     def compare(self, by: str | Sequence[str] = ()) -> Comparison:
-        """The runs beside each other, as `fedloom.compare` of their folders. UserError if none is finished."""
+        """Compare the runs, as `fedloom.compare` does. Raise UserError if no run is finished."""
         if not self.runs:
             raise UserError("compare: no run of the sweep is finished")
         return compare([result.folder for result in self.runs], by)
 
     def _repr_html_(self) -> str:
-        """A notebook shows the comparison, and how many failed."""
+        """Return the comparison and the number of failed runs, for a notebook."""
         failed = f"<p>failed: {len(self.failed)}</p>" if self.failed else ""
         return (self.compare()._repr_html_() if self.runs else "") + failed

@@ -1,4 +1,4 @@
-"""What a run in another process tells of itself: its listener's calls as lines of JSON, in and out."""
+"""Send the listener calls of a run in another process as lines of JSON, and repeat them in the parent."""
 
 import contextlib
 import json
@@ -8,14 +8,14 @@ from typing import Any, TextIO
 
 from fedloom.sims.progress.listeners import Watcher
 
-SECONDS = 0.25  # that replies and steps wait for others, to travel together
-CALLS = ("started", "round_started", "round_done", "note", "message")  # of a listener, which travel as they come
+SECONDS = 0.25  # replies are sent together, and steps thinned out, for so long
+CALLS = ("started", "round_started", "round_done", "note", "message")  # listener calls that are sent at once
 STEP, REPLIES = "step", "replies"
-FINISHED, FAILED = "finished", "failed"  # the last of a run
+FINISHED, FAILED = "finished", "failed"  # the last event of a run
 
 
 class Teller(Watcher):
-    """Writes what it hears as lines."""
+    """A listener that writes each call as a line of JSON."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Teller(Watcher):
             setattr(self, call, partial(self.tell, call))
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """One event; replies that wait go before it."""
+        """Write one event, after the replies that are waiting."""
         if self._replies:
             self._tell_replies()
         self._write(what, *arguments)
@@ -34,7 +34,7 @@ class Teller(Watcher):
         self._write(REPLIES, replies)
 
     def _write(self, what: str, *arguments: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone, and says so by stdin's end
+        with contextlib.suppress(BrokenPipeError):  # the parent has exited; stdin's end reports that
             self._out.write(json.dumps([what, *arguments]) + "\n")
             self._out.flush()
 
@@ -50,7 +50,7 @@ class Teller(Watcher):
 
 
 def repeat(event: list[Any], listener: Watcher) -> None:
-    """Call the listener as an event says."""
+    """Repeat a call that `Teller` has written: `event` is its parsed line."""
     what, *arguments = event
     if what == REPLIES:
         for site, ok, reason in arguments[0]:

@@ -1,4 +1,4 @@
-"""What became of a run among many."""
+"""The outcome of each run of a sweep."""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,16 @@ from fedloom.sims.report.tables import Table, before_forgetting, percent
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
-AT_IT = "another process is at it; the same command keeps what that finishes"
-MOST_TOLD = 500  # letters of an error
+BUSY_MESSAGE = "another process is working on this run; repeat the command when that process has finished"
+MOST_CHARACTERS = 500  # letters of an error
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's folder, what was swept in it, and its status: kept (it was there), finished, failed (`error`: why), busy."""
+    """A run's folder, its swept values and its status.
+
+    The status is `kept` (finished before this sweep), `finished`, `failed` (see `error`) or `busy` (in another process).
+    """
 
     folder: Path
     values: Mapping[str, Any]
@@ -28,58 +31,60 @@ class Outcome:
 
     @property
     def missing(self) -> bool:
-        """Whether there is no finished run."""
+        """Whether the folder has no finished run."""
         return self.status in (FAILED, BUSY)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return the outcome as plain values."""
         error = {"error": self.error} if self.error else {}
         return {"run": str(self.folder), "values": dict(self.values), "status": self.status, **error,
                 "summary": dict(self.summary)}  # fmt: skip
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """A row for each run."""
+    """Return a table with a row for each run."""
     rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
             for outcome in outcomes]  # fmt: skip
-    note = "kept: it was finished before." if any(outcome.status == KEPT for outcome in outcomes) else ""
+    note = f"{KEPT}: finished before this sweep." if any(outcome.status == KEPT for outcome in outcomes) else ""
     return Table("Runs", ["run", "status", "test accuracy"], rows, note)
 
 
 def finished(run: Planned, status: str = FINISHED) -> Outcome:
-    """That of a run whose folder says how it ended."""
+    """Return the outcome of a run that is complete, from its folder."""
     return Outcome(run.folder, run.values, status, summary=read_summary(run.folder))
 
 
 def failed(run: Planned, reason: str) -> Outcome:
-    """That of a run that did not end as it should, or that another process works on."""
+    """Return the outcome of a run that failed, or that another process is working on."""
     if busy(run.folder):
-        return Outcome(run.folder, run.values, BUSY, AT_IT)
+        return Outcome(run.folder, run.values, BUSY, BUSY_MESSAGE)
     return Outcome(run.folder, run.values, FAILED, reason, read_summary(run.folder))
 
 
-def looked_at(run: Planned) -> Planned | Outcome:
-    """What is to be done when its turn comes, or its outcome: another process may have made it since it was planned."""
+def check_again(run: Planned) -> Planned | Outcome:
+    """Check a run again just before it starts. Return the run, or its outcome if another process has worked on it."""
     try:
         now = placed(run, run.config.run.overwrite)
     except UserError as error:
-        return failed(run, plain(str(error))[:MOST_TOLD])
+        return failed(run, plain(str(error))[:MOST_CHARACTERS])
     if now.done:
         return finished(now, KEPT)
     if busy(now.folder):
-        return failed(now, AT_IT)
-    return now if now.config.run.overwrite else ordered(now, resume=True)  # also where another process makes it first
+        return failed(now, BUSY_MESSAGE)
+    return (
+        now if now.config.run.overwrite else ordered(now, resume=True)
+    )  # resume, in case another process creates the folder first
 
 
 def attempt(do: Callable[[], Any]) -> str:
-    """Do it; why it failed, in a line, empty if it did not. What nobody foresaw leaves a traceback on stderr, too."""
+    """Call `do`. Return why it failed in one line, or an empty text. Unexpected errors also print a traceback."""
     try:
         do()
     except (UserError, FailedError) as error:
-        return plain(str(error))[:MOST_TOLD]
+        return plain(str(error))[:MOST_CHARACTERS]
     except Exception as error:
         if isinstance(error, OSError) and (text := of_files(error)):
-            return text[:MOST_TOLD]
+            return text[:MOST_CHARACTERS]
         traceback.print_exc()
-        return plain(f"{type(error).__name__}: {error}")[:MOST_TOLD]
+        return plain(f"{type(error).__name__}: {error}")[:MOST_CHARACTERS]
     return ""

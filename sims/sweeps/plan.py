@@ -1,4 +1,4 @@
-"""From an experiment, seeds and values of keys to the runs that there are to be, each with a folder of its own."""
+"""Plan a sweep: turn an experiment, seeds and values of keys into runs, each with its own folder."""
 
 import dataclasses
 import itertools
@@ -19,14 +19,14 @@ from fedloom.sims.sweeps.names import part_of_name, short_keys, text_of
 SEED = "seed"
 EXPERIMENT = "experiment"
 MOST_RUNS = 1000  # each configuration takes some 20 ms to read and check
-MOST_TOLD = 100  # letters of what was given
-KEPT = "run"  # the section that says where a run is kept, which the sweep itself does
+MOST_CHARACTERS = 100  # characters of the input in an error
+KEPT = "run"  # the section with a run's folder, which the sweep sets itself
 Load = Callable[[Sequence[str]], Config]  # an experiment with overrides
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run. `values`: the swept keys' and the seed's. `done`: it is finished already, and kept."""
+    """One run. `values`: the values of the swept keys and the seed. `done`: the run is already finished."""
 
     config: Config
     values: Mapping[str, Any]
@@ -34,22 +34,25 @@ class Planned:
 
     @property
     def folder(self) -> Path:
-        """Where it is kept."""
+        """The run's folder."""
         return Path(self.config.run.root) / self.config.run.name
 
     @property
     def name(self) -> str:
-        """Its folder's."""
+        """The name of the run's folder."""
         return self.config.run.name
 
 
 def read_sweep(seeds: str | None, sweep: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of each key, from `0,1,2` and words such as `training.rate=0.01,0.03`. UserError for what is none."""
+    """Return the values of each key, from seeds such as `0,1,2` and sweeps such as `training.rate=0.01,0.03`.
+
+    Raises UserError for input that it cannot read.
+    """
     grid: dict[str, list[Any]] = {}
     for word in sweep:
         key, values = read_values(word)
         if key in grid:
-            raise UserError(f"--sweep: {key} is given twice; give all its values at once")
+            raise UserError(f"--sweep: {key} appears twice; write all its values in one --sweep")
         grid[key] = values
     if seeds is not None:
         if SEED in grid:
@@ -62,14 +65,14 @@ def _read_seeds(seeds: str) -> list[Any]:
     try:
         return read_values(f"{SEED}={seeds}")[1]
     except UserError:
-        message = f"--seeds: got '{plain(seeds)[:MOST_TOLD]}', takes whole numbers with commas between, such as 0,1,2"
+        message = f"--seeds: got '{plain(seeds)[:MOST_CHARACTERS]}', takes whole numbers with commas between, such as 0,1,2"
         raise UserError(message) from None
 
 
 def plan(load: Load, overrides: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[Planned]:
-    """Every combination of the values, the seed changing fastest.
+    """Return a run for every combination of the values. The seed changes fastest.
 
-    Raises UserError for keys and values that the configuration does not take, and for a run that is there twice.
+    Raises UserError for keys and values that the configuration does not accept, and for two equal runs.
     """
     keys = sorted(grid, key=lambda key: key == SEED)
     _check_keys(keys, grid, overrides)
@@ -85,29 +88,29 @@ def plan(load: Load, overrides: Sequence[str], grid: Mapping[str, Sequence[Any]]
 def _check_keys(keys: Sequence[str], grid: Mapping[str, Sequence[Any]], overrides: Sequence[str]) -> None:
     for key in keys:
         if key == EXPERIMENT:
-            raise UserError(f"{key}: cannot be swept: it is named before all else; one sweep for each experiment")
+            raise UserError(f"{key}: cannot be swept; start one sweep for each experiment")
         if key.partition(".")[0] == KEPT:
-            raise UserError(f"{key}: where runs are kept cannot be swept: each has a folder named after what is")
+            raise UserError(f"{key}: the folder of a run cannot be swept; the sweep names each folder by its values")
         if not grid[key]:
             raise UserError(f"{key}: has no values to sweep")
         _check_overrides(key, overrides)
     for inner, outer in itertools.permutations(keys, 2):
         if inner.startswith(f"{outer}."):
-            raise UserError(f"{inner}: is inside {outer}, which is swept, too; give it in each value of that instead")
+            raise UserError(f"{inner}: is inside {outer}, which is swept, too; set it in each value of {outer} instead")
 
 
 def _check_overrides(key: str, overrides: Sequence[str]) -> None:
-    """UserError for an override of the swept key, of something inside it, or of a section that has it."""
+    """Raise UserError for an override of the swept key, of a key inside it, or of a section that sets it."""
     for override in overrides:
         name, _, value = override.partition("=")
         if name.startswith(f"{key}."):
-            raise UserError(f"{name}: is inside {key}, which is swept; give it in each value of that instead")
+            raise UserError(f"{name}: is inside {key}, which is swept; set it in each value of {key} instead")
         if name == key or (key.startswith(f"{name}.") and value and _has(read_override(override), key[len(name) + 1 :])):
-            raise UserError(f"{key}: is given as an override, too; leave one of the two out")
+            raise UserError(f"{key}: is swept and also set by an override; leave one of the two out")
 
 
 def _has(value: Any, key: str) -> bool:
-    """Whether a dotted key has a value in a section or a list."""
+    """Return whether a dotted key has a value in a section or a list."""
     for part in key.split("."):
         inside: Any = {str(index): entry for index, entry in enumerate(value)} if isinstance(value, list) else value
         if not isinstance(inside, Mapping) or part not in inside:
@@ -118,7 +121,7 @@ def _has(value: Any, key: str) -> bool:
 
 def _check_size(grid: Mapping[str, Sequence[Any]]) -> None:
     if (many := math.prod(map(len, grid.values()))) > MOST_RUNS:
-        raise UserError(f"sweep: makes {many:,} runs, takes at most {MOST_RUNS:,}; give fewer values, or several sweeps")
+        raise UserError(f"sweep: makes {many:,} runs, takes at most {MOST_RUNS:,}; use fewer values, or several sweeps")
 
 
 def _loaded(load: Load, overrides: Sequence[str], values: Mapping[str, Any]) -> Config:
@@ -134,40 +137,43 @@ def _loaded(load: Load, overrides: Sequence[str], values: Mapping[str, Any]) -> 
 
 
 def _named(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with a folder that says what is swept: digits-rate=0.01-seed=0."""
+    """Return the configuration with a folder named after its swept values: digits-rate=0.01-seed=0."""
     short = short_keys(values)
     name = "-".join([config.run.name, *(f"{short[key]}={part_of_name(value)}" for key, value in values.items())])
     if len(name.encode()) > MOST_RUN_NAME_BYTES:
-        raise UserError(f"sweep: the folder's name '{name[:60]}...' is too long; give a shorter run.name=, or fewer keys")
+        raise UserError(f"sweep: the folder name '{name[:60]}...' is too long; use a shorter run.name=, or fewer keys")
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
 
 
 def _refuse_twice(planned: Sequence[Planned]) -> None:
-    """UserError for two runs of the same configuration, or of the same name."""
+    """Raise UserError for two runs with the same configuration or the same name."""
     seen: set[str] = set()
     for run in planned:
         same = to_json(dataclasses.replace(run.config, run=RunConfig()))
         if seen & {same, run.name}:
             swept = " ".join(f"{key}={text_of(value)}" for key, value in run.values.items())
-            raise UserError(f"sweep: the same run is asked for twice ({swept}); give each value once")
+            raise UserError(f"sweep: two runs are the same ({swept}); write each value once")
         seen |= {same, run.name}
 
 
 def placed(run: Planned, overwrite: bool) -> Planned:
-    """The same: to be kept, to go on, or to start, by what is in its folder. UserError if that is another run."""
+    """Return the run, marked as done, to resume or to start, according to its folder.
+
+    Raises UserError if the folder holds something else.
+    """
     if overwrite:
         return ordered(run, overwrite=True)
     if not run.folder.exists():
         return run
     if not holds(run.folder, run.config):
         what = f"a run of another configuration ({CONFIG})" if is_run(run.folder) else "no run of fedloom"
-        raise UserError(f"{run.folder}: is there, and holds {what}; pass --overwrite, or another run.name=")
+        raise UserError(f"{run.folder}: exists, and holds {what}; pass --overwrite, or another run.name=")
     if read_summary(run.folder).get("status") == FINISHED:
         return dataclasses.replace(run, done=True)
     return ordered(run, resume=True)
 
 
 def ordered(run: Planned, **how: bool) -> Planned:
-    """The same, to be run so."""
+    """Return the run with these keys of the section `run`."""
     section = dataclasses.replace(run.config.run, **how)
     return dataclasses.replace(run, config=dataclasses.replace(run.config, run=section))

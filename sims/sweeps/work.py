@@ -1,4 +1,4 @@
-"""Carry out planned runs: those that are there are kept or go on, those missing are started, none stops another."""
+"""Carry out planned runs: skip finished ones, resume interrupted ones and start the others."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.listing import busy
 from fedloom.sims.operations.simulate import absolute_paths, refuse, simulate
 from fedloom.sims.sweeps.display import Display, display_for
-from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, failed, finished, looked_at
+from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, check_again, failed, finished
 from fedloom.sims.sweeps.plan import Planned, placed
 from fedloom.sims.sweeps.worker_pool import WorkerPool
 
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:
-    """The same, by what is there already. UserError, before anything starts, for whatever of them cannot work."""
+    """Return the runs, marked as done, to resume or to start. Raise UserError if one of them cannot work."""
     runs = [placed(dataclasses.replace(run, config=absolute_paths(run.config)), overwrite) for run in planned]
     for run in runs:
         if not run.done and (overwrite or not busy(run.folder)):
@@ -31,38 +31,39 @@ def _refuse(run: Planned) -> None:
 def carry_out(
     planned: Sequence[Planned], parallel: int = 0, *, quiet: bool = False, json_output: bool = False
 ) -> list[Outcome]:
-    """What became of each run, in their order. `parallel`: processes that run one each at a time; 0: in this process.
+    """Carry out the runs, and return their outcomes in the same order.
 
-    A KeyboardInterrupt ends all that is under way, within seconds, and goes on; so does the same sweep later.
+    `parallel` is the number of processes; each carries out one run at a time. 0: in this process.
+    A KeyboardInterrupt stops all runs within seconds. The same sweep resumes them later.
     """
     missing = [run for run in planned if not run.done]
     done = {run.name: finished(run, KEPT) for run in planned if run.done}
     with display_for(quiet, len(planned), len(done), json_output) as display:
         if not quiet:
             display.say("", _opening(len(planned), len(done), parallel))
-        done |= _carried_out(missing, parallel, display)
-        seen = {run.name: looked_at(run) for run in missing if done[run.name].status == BUSY}
+        done |= _run_all(missing, parallel, display)
+        seen = {run.name: check_again(run) for run in missing if done[run.name].status == BUSY}
         done |= {name: outcome for name, outcome in seen.items() if isinstance(outcome, Outcome)}
-        done |= _carried_out([outcome for outcome in seen.values() if isinstance(outcome, Planned)], parallel, display)
+        done |= _run_all([outcome for outcome in seen.values() if isinstance(outcome, Planned)], parallel, display)
     return [done[run.name] for run in planned]
 
 
 def _opening(total: int, kept: int, parallel: int) -> str:
-    """What is ahead, in a line."""
-    there = f", {kept} of them finished before" if kept else ""
-    return f"{total} run{'s' * (total > 1)}{there}, {max(1, min(parallel, total - kept))} at a time"
+    """Return a line that says what the sweep will do."""
+    done = f", {kept} of them already finished" if kept else ""
+    return f"{total} run{'s' * (total > 1)}{done}, {max(1, min(parallel, total - kept))} at a time"
 
 
-def _carried_out(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
-    """What became of each, by its name."""
+def _run_all(tasks: Sequence[Planned], parallel: int, display: Display) -> dict[str, Outcome]:
+    """Carry out the runs in processes or here. Return the outcome of each by its name."""
     if parallel and tasks:
         return WorkerPool(min(parallel, len(tasks)), display).run(tasks)
-    return {task.name: _here(task, display) for task in tasks}
+    return {task.name: _run_here(task, display) for task in tasks}
 
 
-def _here(task: Planned, display: Display) -> Outcome:
-    """What became of it in this process."""
-    now = looked_at(task)
+def _run_here(task: Planned, display: Display) -> Outcome:
+    """Carry out a run in this process."""
+    now = check_again(task)
     if isinstance(now, Planned):
         listener = display.begin(now.name)
         reason = attempt(lambda: simulate(now.config, listener=listener))

@@ -1,6 +1,7 @@
-"""Runs in processes of their own, so many at a time; a process runs one after another.
+"""Carry out runs in several processes. Each process carries out one run after another.
 
-It keeps to its part of the machine, and is in a group of its own: Ctrl-C means the parent, which ends them all.
+Each process uses only its part of the machine. It has its own process group, so Ctrl-C reaches only the parent. The parent
+then stops them all.
 """
 
 import contextlib
@@ -25,19 +26,21 @@ from fedloom.sims.engines.share import Share
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.sweeps.display import Display
 from fedloom.sims.sweeps.events import FAILED, FINISHED, repeat
-from fedloom.sims.sweeps.outcome import Outcome, failed, finished, looked_at
+from fedloom.sims.sweeps.outcome import Outcome, check_again, failed, finished
 from fedloom.sims.sweeps.plan import Planned
 
 START = "from fedloom.sims.sweeps.worker_process import main; main()"
-GRACE = 15.0  # seconds in which an interrupted run puts its folder in order and ends its Ray
+GRACE = 15.0  # seconds for an interrupted run to complete its folder and stop Ray
 POLL = 0.2
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LOST = "its process ended ({}); was there memory enough? Its folder keeps what was committed"
+LOST_MESSAGE = (
+    "its process ended ({}), possibly for lack of memory; repeat the command to resume after the last committed round"
+)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a process has of the machine: cores and GPUs by their numbers, and its share of the rest."""
+    """A process's part of the machine: the numbers of its cores and GPUs, and its share of the memory."""
 
     cores: Sequence[int]
     gpus: Sequence[str]
@@ -45,28 +48,28 @@ class Part:
 
 
 def parts(runs: int, cores: Sequence[int], gpus: Sequence[str]) -> list[Part]:
-    """The machine divided among so many runs. Every core and GPU is somebody's; where they are too few they are shared."""
+    """Divide the machine among so many runs. All cores and GPUs are used. Runs share them if there are too few."""
     on_gpu = max(1, -(-runs // max(1, len(gpus))))
     share = Share(runs, on_gpu if gpus else 1)
     return [Part(_dealt(cores, index, runs), _dealt(gpus, index, runs), share) for index in range(runs)]
 
 
 def _dealt(items: Sequence[Any], index: int, runs: int) -> Sequence[Any]:
-    """The things of one of so many: neighbours, and all of them where there is one run."""
+    """Return the items for one of so many runs: adjacent ones; all of them for a single run."""
     if len(items) < runs:
         return [items[index % len(items)]] if items else []
     return items[index * len(items) // runs : (index + 1) * len(items) // runs]
 
 
 def this_machine() -> tuple[list[int], list[str]]:
-    """The cores and GPUs that this process may use."""
+    """Return the cores and GPUs that this process may use."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     seen = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
     return cores[: machine.cores()], seen or [str(number) for number in range(torch.cuda.device_count())]
 
 
 class WorkerProcess:
-    """One process, and the run that it is at."""
+    """One process and its current run."""
 
     def __init__(
         self, part: Part, told: Callable[["WorkerProcess", str | None], None], said: Callable[["WorkerProcess", str], None]
@@ -95,36 +98,36 @@ class WorkerProcess:
             heard(self, None)
 
     def give(self, task: Planned, listener: Watcher) -> None:
-        """Start a run; what happens is heard."""
+        """Start a run. `listener` receives what happens in it."""
         self.task, self.listener = task, listener
         self._send(to_json(task.config, tracking=True) + "\n")
 
     def _send(self, text: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is heard, too
+        with contextlib.suppress(BrokenPipeError):  # the end of its output reports that
             self._process.stdin.write(text)
             self._process.stdin.flush()
 
     def let_go(self) -> None:
-        """There is nothing more to run."""
+        """Tell the process that no more runs follow."""
         assert self._process.stdin is not None
         self.task = None
         self._process.stdin.close()
 
     def stop(self) -> None:
-        """Interrupt it."""
+        """Interrupt the process."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def wait(self, until: float) -> None:
-        """Until it has ended; by force when the time is up."""
+        """Wait until the process has ended. Kill it at the time `until`."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End it and what is in its group by force."""
+        """Kill the process and its group."""
         with contextlib.suppress(ProcessLookupError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -133,20 +136,20 @@ class WorkerProcess:
         self._process.wait()
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Return how the process ended: a signal's name or an exit code."""
         code = self._process.wait()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _environment(part: Part) -> dict[str, str]:
-    """Ours, with the folders that we import from, and the GPUs that are the process's own."""
+    """Return this process's environment, with its import folders and the GPUs of `part`."""
     folders = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     gpus = {VISIBLE: ",".join(part.gpus)} if part.gpus and part.share.runs > 1 else {}
     return {**os.environ, **gpus, "PYTHONPATH": folders}
 
 
 class WorkerPool:
-    """All processes; `run` has them carry out every task. Ended in any case when it returns or raises."""
+    """A pool of processes. `run` carries out all tasks; when it returns or raises, all processes have ended."""
 
     def __init__(self, number: int, display: Display) -> None:
         self._parts, self._display = parts(number, *this_machine()), display
@@ -156,14 +159,14 @@ class WorkerPool:
         self._outcomes: dict[str, Outcome] = {}
 
     def run(self, tasks: Sequence[Planned]) -> dict[str, Outcome]:
-        """What became of each, by its name."""
+        """Carry out the tasks. Return the outcome of each by its name."""
         self._waiting.extend(tasks)
         try:
             for part in self._parts[: len(tasks)]:
                 self._open(part)
             while len(self._outcomes) < len(tasks):
                 try:
-                    self._take(*self._events.get(timeout=POLL))
+                    self._handle(*self._events.get(timeout=POLL))
                 except Empty:
                     continue
         finally:
@@ -177,20 +180,20 @@ class WorkerPool:
 
     def _next(self, worker: WorkerProcess) -> None:
         while self._waiting:
-            task = looked_at(planned := self._waiting.popleft())
+            task = check_again(planned := self._waiting.popleft())
             if isinstance(task, Planned):
                 worker.give(task, self._display.begin(task.name))
                 return
             self._settle(task, planned)
         worker.let_go()
 
-    def _take(self, worker: WorkerProcess, line: str | None) -> None:
-        """Deal with what a process tells: None is its end."""
+    def _handle(self, worker: WorkerProcess, line: str | None) -> None:
+        """Handle a line from a process. None: the process has ended."""
         task = worker.task
         if task is None or worker.listener is None:
             return
         if line is None:
-            self._settle(failed(task, LOST.format(worker.ending())), task)
+            self._settle(failed(task, LOST_MESSAGE.format(worker.ending())), task)
             worker.task = None
             if self._waiting:
                 self._open(worker.part)
@@ -210,7 +213,7 @@ class WorkerPool:
         self._display.say(worker.task.name if worker.task else "", line)
 
     def _end(self) -> None:
-        """End them all: those at work are interrupted, and get some time to put their folders in order."""
+        """Stop all processes. Those with a run are interrupted and get some time to complete their folders."""
         for worker in self._workers:
             if worker.task is not None:
                 worker.stop()
@@ -218,7 +221,7 @@ class WorkerPool:
         try:
             for worker in self._workers:
                 worker.wait(until)
-        except KeyboardInterrupt:  # a second one
+        except KeyboardInterrupt:  # a second Ctrl-C
             for worker in self._workers:
                 worker.kill()
             raise

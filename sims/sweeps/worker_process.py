@@ -1,7 +1,7 @@
-"""The process that runs one configuration after another, as its parent hands them over: one line of JSON for each on stdin.
+"""Carry out one configuration after another in a process of a sweep. The parent sends each as a line of JSON on stdin.
 
-What happens goes to the parent as lines of JSON, too. When the parent is gone, or says so by SIGTERM, the run is
-interrupted as by Ctrl-C.
+The process reports events to the parent as lines of JSON. When the parent exits or sends SIGTERM, the run is interrupted
+as by Ctrl-C.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from fedloom.sims.process import listen
 
 
 def main() -> None:
-    """Arguments: how many runs go on at once, how many share a GPU, and the cores to take (0,1; empty: all)."""
+    """Start the process. Arguments: the number of parallel runs, how many share a GPU, the cores (0,1; empty: all)."""
     listen()
     runs, on_gpu, cores = sys.argv[1:]
     _take(cores)
     with contextlib.suppress(KeyboardInterrupt):
         work(_own_line(), Share(int(runs), int(on_gpu)))
     sys.stderr.flush()
-    os._exit(0)  # all is in order: the end of an interpreter with torch in it takes seconds on a busy machine
+    os._exit(0)  # all is saved: a normal exit takes seconds with torch on a busy machine
 
 
 def work(out: TextIO, share: Share) -> None:
-    """Run what comes until no more does."""
+    """Carry out configurations from stdin until it ends."""
     lines, busy, gone = SimpleQueue[str](), threading.Event(), threading.Event()
     threading.Thread(target=_read, args=[lines, busy, gone], daemon=True).start()
     from fedloom.sims.operations.simulate import simulate
@@ -47,7 +47,7 @@ def work(out: TextIO, share: Share) -> None:
 
 
 def _read(lines: "SimpleQueue[str]", busy: threading.Event, gone: threading.Event) -> None:
-    """Hand lines on; at the end of them, interrupt what runs, and have nothing more begin."""
+    """Put stdin's lines into the queue. At the end of stdin, interrupt the current run and start no other."""
     for line in sys.stdin:
         lines.put(line)
     gone.set()
@@ -57,13 +57,13 @@ def _read(lines: "SimpleQueue[str]", busy: threading.Event, gone: threading.Even
 
 
 def _own_line() -> TextIO:
-    """What was stdout, for events alone: whatever else is printed goes to stderr."""
+    """Reserve stdout for events, and send everything else that is printed to stderr. Return the stream for events."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return out
 
 
 def _take(cores: str) -> None:
-    """Keep to these cores, where the system can: torch and Ray size themselves by them."""
+    """Use only these cores, where the system supports it: torch and Ray choose their thread numbers by them."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

@@ -1,4 +1,4 @@
-"""Trackers: what a run tells while it goes on, in the files and servers that others look at. One file each, by name."""
+"""Trackers: send a run's metrics to TensorBoard, MLflow, Weights & Biases or CSV files. One file each."""
 
 from fedloom.sims.tracking.base import TRACKERS
 from fedloom.sims.tracking.follow import Tracking, refuse_trackers, trackable

@@ -1,4 +1,4 @@
-"""What a tracker is: options of a configuration, and the writer that they open once a run has begun."""
+"""Base classes of trackers: the options (Tracker), the writer that they open for a run, and its lines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.sims.tracking.results import Results
 
-MAIN = "main"  # the part of a run that is none of its baselines
+MAIN = "main"  # the part of a run that is not a baseline
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run's own method, one of its baselines, or a network trained again, with its rounds counted from 1.
+    """A part of a run whose rounds start at 1: the run's method, a baseline, or a retrained network.
 
-    `name`: its folder within the run's, such as baselines/fedavg, or MAIN. `id`: another one after each rollback.
+    `name`: its folder within the run's folder, such as baselines/fedavg, or MAIN. `id`: changes after each rollback.
     """
 
     name: str
@@ -28,21 +28,21 @@ class Part:
 
 
 class Line(ABC):
-    """Where a tracker keeps one part. `written`: the last round that it holds."""
+    """A tracker's record of one part. `written`: the last round that it contains."""
 
     written = 0
 
     @abstractmethod
     def write(self, record: dict[str, Any]) -> None:
-        """Keep a round: its line of metrics.jsonl. Rounds come in order, each once."""
+        """Write a round: its line of metrics.jsonl. Rounds come in order, each once."""
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """Bring all to its place; the part is FINISHED, INTERRUPTED or FAILED."""
+        """Flush everything, and set the part's status: FINISHED, INTERRUPTED or FAILED."""
 
 
 class Writer(ABC):
-    """A tracker at work on one run, in a thread of its own. Whatever it raises ends it, not the run."""
+    """A tracker's writer for one run, in its own thread. An error stops the writer, not the run."""
 
     def __init__(self, config: Config, sites: int) -> None:
         self.config, self.folder = config, Path(config.run.root) / config.run.name
@@ -53,14 +53,14 @@ class Writer(ABC):
 
     @abstractmethod
     def begin(self, part: Part) -> Line:
-        """A new line for a part, or the one that an earlier process left, as far as it is written."""
+        """Return a new line for a part, or the one that an earlier process began."""
 
     @abstractmethod
     def results(self, results: Results) -> None:
-        """Keep what came out, in place of what came out before."""
+        """Write the final results, in place of earlier ones."""
 
     def part(self, part: Part, records: Sequence[dict[str, Any]]) -> None:
-        """From now on rounds are those of this part, of which these are committed."""
+        """Switch to a part. `records`: its committed rounds."""
         if self._ids.get(part.name) != part.id:
             if before := self.lines.pop(part.name, None):
                 before.close(INTERRUPTED)
@@ -70,29 +70,29 @@ class Writer(ABC):
             self.round(record)
 
     def round(self, record: dict[str, Any]) -> None:
-        """A round of the present part is committed."""
+        """Write a committed round of the current part, unless its line already contains it."""
         line = self.lines[self._now]
         if record["round"] > line.written:
             line.write(record)
             line.written = record["round"]
 
     def close(self, status: str) -> None:
-        """Nothing more comes."""
+        """Close all lines with this status."""
         for line in self.lines.values():
             line.close(status)
 
 
 @dataclass(frozen=True)
 class Tracker(ABC):
-    """A tracker's options. `package`: the module it needs, if any; `extra`: of fedloom, that brings it."""
+    """A tracker's options. `package`: the module that it needs. `extra`: fedloom's extra that installs the package."""
 
     package: ClassVar[str] = ""
     extra: ClassVar[str] = ""
-    sites: int = option(100, "how many sites have metrics of their own: the first ones", low=0)
+    sites: int = option(100, "number of sites with their own metrics: the first ones", low=0)
 
     @abstractmethod
     def open(self, config: Config) -> Writer:
-        """A writer for a run whose folder is there."""
+        """Return a writer for a run. The run's folder exists."""
 
 
 TRACKERS: Registry[Tracker] = Registry("tracker", Tracker, "fedloom.sims.tracking", {

@@ -1,4 +1,4 @@
-"""Plain tables in the run's folder: csv/PART/rounds.csv, csv/PART/sites.csv and csv/results.csv."""
+"""Write CSV files in the run's folder: csv/PART/rounds.csv, csv/PART/sites.csv and csv/results.csv."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -17,14 +17,14 @@ FOLDER = "csv"
 @TRACKERS.register("csv")
 @dataclass(frozen=True)
 class CsvTracker(Tracker):
-    """Tables of comma-separated values; needs no package."""
+    """Tables of comma-separated values. This tracker needs no package."""
 
     def open(self, config: Config) -> Writer:
         return CsvWriter(config, self.sites)
 
 
 class CsvWriter(Writer):
-    """Written anew from the first round on whenever a process begins: nothing is there twice, or of a round taken back."""
+    """Writes all rounds again when a process starts, so no round appears twice or survives a rollback."""
 
     def begin(self, part: Part) -> Line:
         return CsvLine(self.folder / FOLDER / part.name, self.sites)
@@ -36,7 +36,7 @@ class CsvWriter(Writer):
 
 
 class CsvLine(Line):
-    """A row for each round, and one for each number of a site."""
+    """A row for each round in rounds.csv, and for each number of a site in sites.csv."""
 
     def __init__(self, folder: Path, sites: set[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class CsvLine(Line):
                 csv.writer(file).writerows([record["round"], site, name, number] for name, number in numbers.items())
 
     def close(self, status: str) -> None:
-        """All is written."""
+        """Do nothing: all rows are written."""
 
 
 def _write(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The listener that has a run's trackers keep what it tells."""
+"""Pass the events of a run to its trackers."""
 
 import copy
 import dataclasses
@@ -18,46 +18,46 @@ from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRAC
 from fedloom.sims.tracking.courier import Courier
 from fedloom.sims.tracking.results import results_of
 
-SECONDS_AT_END, SECONDS_AFTER_STOP = 60.0, 10.0  # that the run waits for trackers
-BESIDE = ("baselines", "retrained")  # folders of further parts
+SECONDS_AT_END, SECONDS_AFTER_STOP = 60.0, 10.0  # the longest wait for trackers
+BESIDE = ("baselines", "retrained")  # folders of other parts
 
 
 def trackers_of(config: Config) -> dict[str, Tracker]:
-    """The configuration's trackers by name. UserError for one that is unknown, there twice, or has odd options."""
-    found: dict[str, Tracker] = {}
-    for place, entry in enumerate(config.tracking):
-        where = f"tracking[{place}]"
+    """Return the configuration's trackers by name. Raise UserError for unknown or repeated names, and wrong options."""
+    trackers: dict[str, Tracker] = {}
+    for index, entry in enumerate(config.tracking):
+        where = f"tracking[{index}]"
         if not isinstance(entry, str | dict):
             raise UserError(
                 f"{where}: got {entry!r}, takes a name such as csv, or a section such as {{name: mlflow, uri: ...}}"
             )
         section = {"name": entry} if isinstance(entry, str) else entry
         tracker = TRACKERS.build(section, where)
-        if section["name"] in found:
-            raise UserError(f"{where}: '{section['name']}' is there twice; leave one out")
-        found[section["name"]] = tracker
-    return found
+        if section["name"] in trackers:
+            raise UserError(f"{where}: '{section['name']}' appears twice; leave one out")
+        trackers[section["name"]] = tracker
+    return trackers
 
 
 def refuse_trackers(config: Config) -> None:
-    """UserError for a tracker that cannot work, such as one whose package is not installed. Imports none."""
-    for place, (name, tracker) in enumerate(trackers_of(config).items()):
+    """Raise UserError for a tracker that cannot work, such as one without its package. Import no package."""
+    for index, (name, tracker) in enumerate(trackers_of(config).items()):
         if tracker.package and not _installed(tracker.package):
             how = f"pip install 'fedloom[{tracker.extra}]'" if tracker.extra else f"pip install {tracker.package}"
             raise UserError(
-                f"tracking[{place}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
+                f"tracking[{index}]: '{name}' needs the package '{tracker.package}', which is not installed: {how}"
             )
 
 
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # what it is inside of is not there, or no package
+    except (ImportError, ValueError):  # its parent is missing, or not a package
         return False
 
 
 def trackable(config: Config, say: Callable[[str], None]) -> Config:
-    """The configuration, without its trackers where they cannot work, which is said: what is due is done all the same."""
+    """Return the configuration, without trackers if one of them cannot work. `say` gets the reason."""
     try:
         refuse_trackers(config)
     except UserError as error:
@@ -67,9 +67,9 @@ def trackable(config: Config, say: Callable[[str], None]) -> Config:
 
 
 class Tracking(Silent):
-    """The trackers of one run, to be entered before it begins and left when its report is written.
+    """The trackers of one run. Enter this context before the run, and leave it when the report is written.
 
-    `say` gets a line for each tracker that fails; nothing else that happens to it is told, and nothing is raised.
+    `say` gets a line for each tracker that fails. A tracker's errors are never raised.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
@@ -101,7 +101,7 @@ class Tracking(Silent):
         self._tell("round", record)
 
     def _part(self, folder: Path) -> None:
-        """Tell of a part, and of all rounds of it that are committed: a tracker may lack some."""
+        """Announce a part and all its committed rounds: a tracker may lack some of them."""
         within = folder.resolve().relative_to(self._folder)
         name = within.as_posix() if within.parts else MAIN
         records = list(RunFolder(folder).metrics().values())
@@ -112,11 +112,11 @@ class Tracking(Silent):
         self._tell("part", Part(name, id, max((each["round"] for each in records), default=0)), records)
 
     def _results(self) -> None:
-        """Tell what came out; first of parts of which nothing was told, since an earlier process finished them."""
+        """Send the final results, after the parts that an earlier process finished."""
         if not (self._folder / "summary.json").is_file():
             return
-        beside = [path for name in BESIDE for path in sorted((self._folder / name).glob("*"))]
-        for folder in [self._folder, *beside]:
+        others = [path for name in BESIDE for path in sorted((self._folder / name).glob("*"))]
+        for folder in [self._folder, *others]:
             if folder not in self._parts and folder.is_dir():
                 self._part(folder)
         self._tell("results", results_of(self._folder))
@@ -128,10 +128,10 @@ class Tracking(Silent):
                 courier.wait(seconds)
             self._news()
 
-    def _tell(self, call: str, *given: Any) -> None:
-        """Each tracker gets a copy of its own, to do with as it likes."""
+    def _tell(self, call: str, *arguments: Any) -> None:
+        """Queue a call for each tracker, with its own copy of the arguments."""
         for courier in self._couriers:
-            courier.tell(call, *copy.deepcopy(given))
+            courier.tell(call, *copy.deepcopy(arguments))
         self._news()
 
     def _news(self) -> None:
@@ -140,7 +140,7 @@ class Tracking(Silent):
                 self._say(line)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """What cannot be read for the trackers ends them all."""
+        """Call `step`. An error stops all trackers."""
         try:
             step()
         except Exception as error:

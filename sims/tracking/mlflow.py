@@ -1,4 +1,4 @@
-"""MLflow: a run of its own for each part, baselines within the main one; by default in the run's folder (mlruns)."""
+"""Write to MLflow: a run for each part, with baselines as children; by default in the run's folder (mlruns)."""
 
 import os
 import time
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.sims.tracking.base import FAILED, FINISHED, INTERRUPTED, MAIN, TRACKERS, Line, Part, Tracker, Writer
-from fedloom.sims.tracking.numbers import round_numbers, safe, settings, site_numbers
+from fedloom.sims.tracking.numbers import all_numbers, safe, settings
 from fedloom.sims.tracking.results import Results
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 FOLDER = "mlruns"
-ID = "fedloom.id"  # the tag by which a later process finds the run again
-MARK = "round"  # a number of each round, written last
-MOST_NUMBERS, MOST_SETTINGS, MOST_LETTERS = 1000, 100, 500  # in one request; of a setting
+ID = "fedloom.id"  # the tag that identifies the run for a later process
+MARK = "round"  # the number of each round that is written last
+MOST_NUMBERS, MOST_SETTINGS, MOST_LETTERS = 1000, 100, 500  # in one request; characters of a setting
 STATUS = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
 
 
@@ -26,20 +26,20 @@ STATUS = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
 class MlflowTracker(Tracker):
     """MLflow, by default in the run's folder.
 
-    A server's passwords are no options: MLflow reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    Set a server's password in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
 
     package: ClassVar[str] = "mlflow"
     extra: ClassVar[str] = "mlflow"
-    uri: str = option("", "of the tracking server or store; empty: the folder mlruns in the run's own")
-    experiment: str = option("", "MLflow's experiment; empty: this one's name")
+    uri: str = option("", "URI of the tracking server or store; empty: the folder mlruns in the run's folder")
+    experiment: str = option("", "name of MLflow's experiment; empty: the name of this experiment")
 
     def open(self, config: Config) -> Writer:
         return MlflowWriter(config, self)
 
 
 class MlflowWriter(Writer):
-    """Rounds that a rollback took back stay in the run that they were in; what follows is a new one, complete again."""
+    """After a rollback, the old MLflow run keeps its rounds, and a new one gets all committed rounds."""
 
     def __init__(self, config: Config, options: MlflowTracker) -> None:
         super().__init__(config, options.sites)
@@ -53,10 +53,10 @@ class MlflowWriter(Writer):
         self._experiment = _experiment(self._client, safe(options.experiment or config.experiment))
 
     def begin(self, part: Part) -> "MlflowLine":
-        found = self._client.search_runs([self._experiment], f"tags.`{ID}` = '{safe(part.id)}'", max_results=1)
-        if found:
-            self._client.update_run(found[0].info.run_id, status="RUNNING")
-            return MlflowLine(self._client, found[0].info.run_id, self.sites)
+        earlier = self._client.search_runs([self._experiment], f"tags.`{ID}` = '{safe(part.id)}'", max_results=1)
+        if earlier:
+            self._client.update_run(earlier[0].info.run_id, status="RUNNING")
+            return MlflowLine(self._client, earlier[0].info.run_id, self.sites)
         main = self.lines.get(MAIN)
         tags = {ID: safe(part.id), **({"mlflow.parentRunId": main.id} if isinstance(main, MlflowLine) else {})}
         name = self.config.run.name if part.name == MAIN else f"{self.config.run.name}/{part.name}"
@@ -67,9 +67,9 @@ class MlflowWriter(Writer):
     def _settings(self, run: str) -> None:
         from mlflow.entities import Param
 
-        given = [Param(safe(name), text[:MOST_LETTERS]) for name, text in settings(self.config).items()]
-        for start in range(0, len(given), MOST_SETTINGS):
-            self._client.log_batch(run, params=given[start : start + MOST_SETTINGS])
+        params = [Param(safe(name), text[:MOST_LETTERS]) for name, text in settings(self.config).items()]
+        for start in range(0, len(params), MOST_SETTINGS):
+            self._client.log_batch(run, params=params[start : start + MOST_SETTINGS])
 
     def results(self, results: Results) -> None:
         line = self.lines[MAIN]
@@ -86,39 +86,37 @@ class MlflowWriter(Writer):
 
 
 class MlflowLine(Line):
-    """One of MLflow's runs."""
+    """An MLflow run."""
 
     def __init__(self, client: "MlflowClient", id: str, sites: set[str]) -> None:
         self.id, self._client, self._sites = id, client, sites
         self.written = max((point.step for point in client.get_metric_history(id, MARK)), default=0)
-        self._torn = self.written + 1  # the round in which an earlier process may have ended
+        self._torn = self.written + 1  # an earlier process may have stopped within this round
 
     def write(self, record: dict[str, Any]) -> None:
-        numbers = round_numbers(record)
-        for site, each in site_numbers(record, self._sites).items():
-            numbers |= {f"site {site}/{name}": number for name, number in each.items()}
+        numbers = all_numbers(record, self._sites)
         self.log({**numbers, MARK: float(record["round"])}, record["round"], again=record["round"] == self._torn)
 
     def log(self, numbers: dict[str, float], step: int, again: bool = True) -> None:
-        """Add points to curves; where it may be done `again`, those that are not there with this value."""
+        """Add points to curves. `again`: some may exist; add only those without an equal point."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
         points = [Metric(safe(name), number, now, step) for name, number in numbers.items()]
-        if again and (there := self._client.get_run(self.id).data.metrics.keys()):
-            points = [one for one in points if one.key not in there or not self._holds(one)]
+        if again and (present := self._client.get_run(self.id).data.metrics.keys()):
+            points = [point for point in points if point.key not in present or not self._holds(point)]
         for start in range(0, len(points), MOST_NUMBERS):
             self._client.log_batch(self.id, metrics=points[start : start + MOST_NUMBERS])
 
     def _holds(self, point: Any) -> bool:
-        """Whether the curve's latest point at this step is this one."""
-        there = [one.value for one in self._client.get_metric_history(self.id, point.key) if one.step == point.step]
-        return there[-1:] == [point.value]
+        """Return whether the curve's latest point at this step has this value."""
+        values = [other.value for other in self._client.get_metric_history(self.id, point.key) if other.step == point.step]
+        return values[-1:] == [point.value]
 
     def close(self, status: str) -> None:
         self._client.set_terminated(self.id, STATUS[status])
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    return found.experiment_id if found else client.create_experiment(name)
+    experiment = client.get_experiment_by_name(name)
+    return experiment.experiment_id if experiment else client.create_experiment(name)

@@ -1,4 +1,4 @@
-"""The numbers of a round's record, and the settings of a configuration, by names that trackers take."""
+"""Convert a round's record and a configuration to numbers and settings with names that trackers accept."""
 
 import dataclasses
 import json
@@ -15,54 +15,61 @@ TRAFFIC = ("sent", "received")
 
 
 def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a round's record says of all sites together: `train_loss`, `validation/union`, `bytes/sent`, `dropped`, ..."""
+    """Return a round's numbers for all sites together: `train_loss`, `validation/union`, `bytes/sent`, `dropped`, ..."""
     known = {"round", "accuracy", "dropped", "bytes", RECEIVED, "epsilon", "clipped"}
-    found = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
-    found |= dict(_flat("validation", record.get("accuracy") or {}))
+    numbers = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
+    numbers |= dict(_flat("validation", record.get("accuracy") or {}))
     for key in ("dropped", "clipped"):
         if key in record:
-            found[key] = float(len(record[key] or {}))
+            numbers[key] = float(len(record[key] or {}))
     if record.get("bytes"):
-        found |= {f"bytes/{name}": float(each) for name, each in zip(TRAFFIC, traffic_of(record), strict=True)}
+        numbers |= {f"bytes/{name}": float(each) for name, each in zip(TRAFFIC, traffic_of(record), strict=True)}
     if spent := (record.get("epsilon") or {}).values():
-        found["epsilon"] = float(max(spent))
-    return found
+        numbers["epsilon"] = float(max(spent))
+    return numbers
 
 
 def site_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, dict[str, float]]:
-    """The same of each of these sites that took part: `sent`, `received`, `dropped` (0 or 1), `epsilon`, ..."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the numbers of each of these sites that participated: `sent`, `received`, `dropped` (0 or 1), `epsilon`, ..."""
+    by_site: dict[str, dict[str, float]] = {}
     traffic, dropped = record.get("bytes") or {}, record.get("dropped") or {}
     for site in sites & (traffic.keys() | dropped.keys()):
-        found[site] = {"dropped": float(site in dropped)}
-        found[site] |= dict(zip(TRAFFIC, map(float, traffic.get(site, ())), strict=False))
+        by_site[site] = {"dropped": float(site in dropped)}
+        by_site[site] |= dict(zip(TRAFFIC, map(float, traffic.get(site, ())), strict=False))
     for key, item in record.items():
         if key in ("bytes", "dropped") or not isinstance(item, Mapping):
             continue
         for site in sites & item.keys():
-            found.setdefault(site, {}).update(_flat(key, item[site]))
-    return dict(sorted(found.items()))
+            by_site.setdefault(site, {}).update(_flat(key, item[site]))
+    return dict(sorted(by_site.items()))
+
+
+def all_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, float]:
+    """Return the numbers of a round and, as `site NAME/...`, of these sites."""
+    of_sites = {f"site {site}/{name}": number for site, numbers in site_numbers(record, sites).items()
+                for name, number in numbers.items()}  # fmt: skip
+    return round_numbers(record) | of_sites
 
 
 def settings(config: Config) -> dict[str, str]:
-    """Every key of a configuration as a text, dotted; lists as JSON. Where it is kept and what tracks it are none of it."""
+    """Return the configuration as dotted keys and texts, lists as JSON, without the sections `run` and `tracking`."""
     tree = {key: item for key, item in dataclasses.asdict(config).items() if key not in ("run", "tracking")}
     return dict(_texts("", tree))
 
 
 def safe(name: str) -> str:
-    """A name without what a tracker would not take, or would take for a place elsewhere: letters, digits, _ . - and /."""
+    """Return a name with only letters, digits, spaces, _ . - and /, without parts such as `..` that lead elsewhere."""
     parts = [_ODD.sub("_", part).strip() for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)
 
 
 def one(name: object) -> str:
-    """A name as a single part of a longer one."""
+    """Return a name as a single part of a longer name: `/` becomes `_`."""
     return str(name).replace("/", "_")
 
 
 def _flat(name: str, item: Any) -> Iterator[tuple[str, float]]:
-    """All finite numbers in nested sections, each by the names that lead to it."""
+    """Yield all finite numbers in nested sections, each with its path."""
     if isinstance(item, Mapping):
         for key, inner in item.items():
             yield from _flat("/".join(filter(None, [name, one(key)])), inner)

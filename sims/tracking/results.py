@@ -1,4 +1,4 @@
-"""What came out of a run, as its folder has it: accuracies, tables, pictures, digests."""
+"""Read the results of a run from its folder: accuracies, tables, plots, digests."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,11 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Results:
-    """`numbers`: by names such as test/sum/union, fractions of 1; `digest`: of the final states, sha256."""
+    """The results of a run.
+
+    `round`: the last round. `numbers`: accuracies from 0 to 1 by names such as test/sum/union. `digest`: SHA-256 of the
+    final states. `files`: the configuration and the report.
+    """
 
     round: int
     numbers: dict[str, float]
@@ -26,7 +30,7 @@ class Results:
 
 
 def results_of(folder: Path) -> Results:
-    """Those of the run in a folder; without a summary there are none but its configuration."""
+    """Return the results of the run in a folder. An unfinished run has only its configuration."""
     run = RunFolder(folder)
     summary, metrics = run.summary(), run.metrics()
     numbers = {
@@ -40,7 +44,7 @@ def results_of(folder: Path) -> Results:
     return Results(max(metrics, default=0), numbers, tables, pictures, digest, files)
 
 
-def _accuracies(kind: str, given: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, float]]:
-    for name, shares in (given or {}).items():
+def _accuracies(kind: str, accuracies: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, float]]:
+    for name, shares in (accuracies or {}).items():
         for domain, share in shares.items():
             yield f"{kind}/{one(name)}/{one(domain)}", float(share)

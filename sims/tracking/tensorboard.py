@@ -1,4 +1,4 @@
-"""TensorBoard's event files in the run's folder: tensorboard/PART with curves, tensorboard/results with what came out."""
+"""Write TensorBoard's event files: curves in tensorboard/PART, final results in tensorboard/results."""
 
 import logging
 import shutil
@@ -12,11 +12,11 @@ from PIL import Image
 from fedloom.conf import to_yaml
 from fedloom.conf.schema import Config
 from fedloom.sims.tracking.base import MAIN, TRACKERS, Line, Part, Tracker, Writer
-from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.numbers import all_numbers
 from fedloom.sims.tracking.results import Results
 
 FOLDER, RESULTS = "tensorboard", "results"
-MARK = "replies"  # a number that each round has, written last
+MARK = "replies"  # the number of each round that is written last
 
 
 @TRACKERS.register("tensorboard")
@@ -32,7 +32,7 @@ class TensorBoardTracker(Tracker):
 
 
 class TensorBoardWriter(Writer):
-    """Each process adds a file of events; what it takes back of earlier ones is marked so, as TensorBoard does itself."""
+    """Each process adds an event file. TensorBoard's purge step marks rounds of earlier files that were rolled back."""
 
     def begin(self, part: Part) -> Line:
         return TensorBoardLine(self.folder / FOLDER / part.name, part, self.sites, self.config)
@@ -40,9 +40,9 @@ class TensorBoardWriter(Writer):
     def results(self, results: Results) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        place = self.folder / FOLDER / RESULTS
-        shutil.rmtree(place, ignore_errors=True)
-        with SummaryWriter(str(place)) as events:
+        folder = self.folder / FOLDER / RESULTS
+        shutil.rmtree(folder, ignore_errors=True)
+        with SummaryWriter(str(folder)) as events:
             for name, number in results.numbers.items():
                 events.add_scalar(name, number, results.round)
             for table in results.tables:
@@ -56,7 +56,7 @@ class TensorBoardWriter(Writer):
 
 
 class TensorBoardLine(Line):
-    """Curves of one part, and at round 0 of the run's own its configuration."""
+    """The curves of one part. The main part also has the configuration, at round 0."""
 
     def __init__(self, folder: Path, part: Part, sites: set[str], config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -70,13 +70,10 @@ class TensorBoardLine(Line):
             self._events.add_text("configuration", text, 0)
 
     def write(self, record: dict[str, Any]) -> None:
-        step, numbers = record["round"], round_numbers(record)
+        step, numbers = record["round"], all_numbers(record, self._sites)
         mark = numbers.pop(MARK, 0.0)
         for name, number in numbers.items():
             self._events.add_scalar(name, number, step)
-        for site, each in site_numbers(record, self._sites).items():
-            for name, number in each.items():
-                self._events.add_scalar(f"site {site}/{name}", number, step)
         self._events.add_scalar(MARK, mark, step)
         self._events.flush()
 
@@ -85,14 +82,14 @@ class TensorBoardLine(Line):
 
 
 def _written(folder: Path) -> int:
-    """The last round that event files of earlier processes hold in full; 0 without any."""
+    """Return the last complete round in the event files of earlier processes; 0 without any."""
     if not folder.is_dir():
         return 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = logging.getLogger("tensorboard")
     level = log.level
-    log.setLevel(logging.ERROR)  # what was taken back earlier is no news
+    log.setLevel(logging.ERROR)  # hide warnings about purged rounds
     try:
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1}).Reload()
     finally:

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of its own for each part, one group for all; offline in the run's folder (wandb) by default."""
+"""Write to Weights & Biases: a run for each part, in one group; by default offline in the run's folder (wandb)."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from fedloom.conf.schema import Config
 from fedloom.conf.typed import option
 from fedloom.sims.report.tables import show
 from fedloom.sims.tracking.base import FINISHED, MAIN, TRACKERS, Line, Part, Tracker, Writer
-from fedloom.sims.tracking.numbers import round_numbers, site_numbers
+from fedloom.sims.tracking.numbers import all_numbers
 from fedloom.sims.tracking.results import Results
 from fedloom.sims.tracking.wandb_files import last_number
 
@@ -22,15 +22,15 @@ FOLDER, STEP = "wandb", "round"
 class WandbTracker(Tracker):
     """Weights & Biases, by default offline in the run's folder.
 
-    The key of an account is no option: W&B reads WANDB_API_KEY, or what `wandb login` has kept.
+    Set an account's key in WANDB_API_KEY, or with `wandb login`.
     """
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
-    project: str = option("fedloom", "W&B's project")
-    entity: str = option("", "user or team that it belongs to; empty: the account's own")
+    project: str = option("fedloom", "name of W&B's project")
+    entity: str = option("", "user or team that owns the project; empty: the account")
     mode: str = option(
-        "offline", "offline: files for `wandb sync`; online: sent while the run goes on", choices=("offline", "online")
+        "offline", "offline: files for `wandb sync`; online: sent during the run", choices=("offline", "online")
     )
 
     def open(self, config: Config) -> Writer:
@@ -38,7 +38,7 @@ class WandbTracker(Tracker):
 
 
 class WandbWriter(Writer):
-    """Rounds that a rollback took back stay in the run that they were in; what follows is a new one, complete again."""
+    """After a rollback, the old W&B run keeps its rounds, and a new one gets all committed rounds."""
 
     def __init__(self, config: Config, options: WandbTracker) -> None:
         super().__init__(config, options.sites)
@@ -63,7 +63,7 @@ class WandbWriter(Writer):
             job_type=part.name,
             config=tree,
             resume="allow",
-            reinit="create_new",  # whatever run of their own the user has stays as it is
+            reinit="create_new",  # leave the user's own W&B run alone
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
         run.define_metric("*", step_metric=STEP)
@@ -81,20 +81,17 @@ class WandbWriter(Writer):
         }
         if pictures or tables:
             line.run.log({**pictures, **tables}, step=results.round)
-        line.run.summary.update({**results.numbers, **{f"digest/{name}": one for name, one in results.digest.items()}})
+        line.run.summary.update({**results.numbers, **{f"digest/{name}": digest for name, digest in results.digest.items()}})
 
 
 class WandbLine(Line):
-    """One of W&B's runs."""
+    """A W&B run."""
 
     def __init__(self, run: Any, written: int, sites: set[str]) -> None:
         self.run, self.written, self._sites = run, written, sites
 
     def write(self, record: dict[str, Any]) -> None:
-        numbers = round_numbers(record)
-        for site, each in site_numbers(record, self._sites).items():
-            numbers |= {f"site {site}/{name}": number for name, number in each.items()}
-        self.run.log({STEP: record["round"], **numbers}, step=record["round"])
+        self.run.log({STEP: record["round"], **all_numbers(record, self._sites)}, step=record["round"])
 
     def close(self, status: str) -> None:
         self.run.finish(exit_code=0 if status == FINISHED else 1)

@@ -93,7 +93,7 @@ DEEP = f"{{name: mlp, widths: {[1] * 3000}}}"
 @pytest.mark.parametrize("words", [(f"network={DEEP}",), (f"sites=[{{domain: digits, count: 10, network: {DEEP}}}]",)])
 def test_a_network_of_thousands_of_layers_is_not_looked_at(words: tuple[str, ...]) -> None:
     config = load("digits", [*WORDS, *words])
-    with pytest.raises(RefusedError, match=r"network: its options have 9[0-9]{3} letters, and a site takes at most 4000"):
+    with pytest.raises(RefusedError, match=r"network: its options have 9[0-9]{3} characters, but a site takes at most 4000"):
         Policy.of({}).limits.check(config, config.roster[0])
 
 
@@ -104,7 +104,7 @@ def test_limits_are_the_sites_own(tmp_path: Path) -> None:
             Policy.of({name: limit}).limits.check(config, config.roster[0])
     Policy.of({"max_steps": 0, "max_parameters": 0}).limits.check(config, config.roster[0])
     for name, wrong in {"max_steps": -1, "min_members": 1.5, "min_known": True, "min_batch": "x"}.items():
-        with pytest.raises(UserError, match=f"{name}: got .*, takes a whole number from 0 on"):
+        with pytest.raises(UserError, match=f"{name}: got .*, takes a whole number of at least 0"):
             Policy.of({name: wrong})
 
 

@@ -52,7 +52,7 @@ def test_names_are_read(text, name, options):
     [
         ("vgg12", r"unknown network 'vgg12'; did you mean 'vgg1\d'\?"),
         ("", r"unknown network ''"),
-        ("torchvison:resnet18", r"there is no module 'torchvison'"),
+        ("torchvison:resnet18", r"cannot find module 'torchvison'"),
         ("vgg13:norm", r"network 'vgg13:norm': got the option 'norm', takes vgg13:KEY=VALUE"),
         ("vgg13:", r"got the option ''"),
         ("vgg13:norm=", r"got the option 'norm='"),

@@ -149,7 +149,7 @@ def test_a_function_of_the_users_own_may_give_groups_rates_of_their_own(monkeypa
         ("muon", r"training\.optimizer: 'muon' failed \(ValueError: Muon only supports 2D parameters"),
         ("torch:pi", r"training\.optimizer\.name: 'torch:pi' has the type float"),
         ("builtins:list", r"training\.optimizer"),
-        ("no_such_module:Mine", r"training\.optimizer\.name: there is no module 'no_such_module'"),
+        ("no_such_module:Mine", r"training\.optimizer\.name: cannot find module 'no_such_module'"),
     ],
 )
 def test_what_cannot_move_a_sites_network_is_told_in_one_line_before_the_run(optimizer: Any, line: str):

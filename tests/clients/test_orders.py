@@ -76,7 +76,7 @@ def test_nothing_that_a_server_sends_is_looked_up_at_the_site(tmp_path: Path, co
 
 @pytest.mark.parametrize("text", ["${oc.env:SECRET}", "${seed}", "${"])
 def test_a_configuration_from_elsewhere_with_an_interpolation_is_refused_by_its_key(config: Config, text: str):
-    with pytest.raises(UserError, match=r"^data\.root: holds '\$\{', which is not interpolated here") as caught:
+    with pytest.raises(UserError, match=r"^data\.root: contains '\$\{', which is not interpolated here") as caught:
         from_json(altered(config, "data.root", text))
     assert SECRET not in str(caught.value)
 

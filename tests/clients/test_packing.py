@@ -82,5 +82,5 @@ def test_the_sum_is_that_of_what_was_sent_and_the_site_keeps_just_that(tmp_path:
 
 
 def test_packed_updates_and_masks_exclude_each_other(tmp_path: Path):
-    with pytest.raises(UserError, match=r"federation\.packed: under masks"):
+    with pytest.raises(UserError, match=r"federation\.packed: secure_aggregation"):
         check(small(tmp_path, "federation.packed=bf16", "federation.secure_aggregation=true"))

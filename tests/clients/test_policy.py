@@ -114,7 +114,7 @@ def test_no_server_says_where_a_sites_data_are_or_has_them_downloaded():
     config, policy = load("digits", [*WORDS, "data.root=/the/servers", "data.download=true"]), Policy(data="/the/sites")
     here = policy.apply(config, 1)
     assert (here.data.root, here.data.download) == ("/the/sites", False)
-    with pytest.raises(UserError, match=r"order\.site: is no place among the configuration's 2 sites"):
+    with pytest.raises(UserError, match=r"order\.site: is not the index of one of the configuration's 2 sites"):
         policy.apply(config, 2)
 
 
@@ -132,7 +132,9 @@ def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided()
 
 def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
     config = load("digits", WORDS)
-    with pytest.raises(UserError, match="the policy's domain has 100 classes, the federation's configuration 10 for this"):
+    with pytest.raises(
+        UserError, match="the policy's domain has 100 classes, but the federation's configuration 10 for this"
+    ):
         Policy(domain="cifar100").source(config, config.roster[1])
 
 
@@ -142,7 +144,7 @@ def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(tr
     own.apply(config, 1)
     assert (num_classes(config), label(config.roster[1].spec)) == (12, "hospital-b")
     assert len(site_images(config, own.source(config, config.roster[1]))) == 30
-    with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is none of this project's"):
+    with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is not one of this project's"):
         Policy().apply(config, 1)
     assert trap not in sys.modules
 

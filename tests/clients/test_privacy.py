@@ -97,7 +97,7 @@ def test_the_report_tells_what_was_hidden_and_what_it_cost(tmp_path: Path) -> No
     config = configured(tmp_path, *NOISE, "federation.secure_aggregation=true")
     run(config)
     page = checked(write_report(folder(config)))
-    assert "the server read sums over sites, and no site's contribution" in page.text
+    assert "the server read only sums over sites, not single contributions" in page.text
     assert "Noise multiplier 1, changes clipped to 0.5, delta 1e-05" in page.text
     assert f"{epsilon({1.0: 2}, 1e-5):.3g}" in page.text
 
@@ -128,10 +128,10 @@ def test_a_site_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
 
 
 def test_half_a_mechanism_and_methods_that_read_replies_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="takes both"):
+    with pytest.raises(UserError, match="set both"):
         check_hidden(small(tmp_path, "privacy.noise=1.0"))
     config = small(tmp_path, *NOISE, "strategy.name=exclusive", "objective.name=heterogeneous", "baselines=[]")
-    with pytest.raises(UserError, match=r"privacy\.noise: strategy 'exclusive' reads every site's own reply"):
+    with pytest.raises(UserError, match=r"privacy\.noise: strategy 'exclusive' reads every site's reply"):
         run(config)
 
 

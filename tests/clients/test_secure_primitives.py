@@ -74,7 +74,7 @@ def test_both_agree_on_a_key_that_a_third_has_not() -> None:
     assert len({agreed(a, public_key(b), "x"), agreed(a, public_key(b), "y"), agreed(c, public_key(b), "x")}) == 3
     assert commitment(a) == commitment(a) != commitment(b)
     for bad in (bytes(32), b"", bytes(31)):
-        with pytest.raises(UserError, match="a site's public key is none"):
+        with pytest.raises(UserError, match="a site's public key is not valid"):
             agreed(a, bad, "x")
 
 

@@ -23,7 +23,7 @@ from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.cli.main import app
 from fedloom.sims.clusters.job import job
-from fedloom.sims.clusters.kubernetes import Pods, pod, ray_job
+from fedloom.sims.clusters.kubernetes import ray_job
 from fedloom.sims.clusters.slurm import batch_file
 from fedloom.sims.clusters.ssh import cluster_file, commands
 from fedloom.sims.engines import open_engine
@@ -90,7 +90,7 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
         whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
         kubernetes_validate.validate(whole, kubernetes_validate.latest_version(), strict=True)
     assert "engine.workers=12" in read["spec"]["entrypoint"]
-    assert "resources" in pod(one, Pods(), "x")["spec"]["containers"][0]
+    assert ray_job(made(nodes=1), PODS).count("nvidia.com/gpu") == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
         (["slurm", "digits", "--time", "3"], "--time: got '3', takes"),
         (["slurm", "digits", "--partition", "a\n#SBATCH --uid=0"], "partition: got"),
         (["slurm", "digits", "rounds=1\nrm"], "the run's words: got"),
-        (["slurm", "digits", "engine.address=x:1"], "engine.address: is what the file itself says"),
+        (["slurm", "digits", "engine.address=x:1"], "engine.address: the file itself sets it"),
         (["slurm", "digits", "engine.workers=17"], "have room for 16 (engine.num_cpus, engine.num_gpus), not for 17"),
         (["slurm", "digits", "--gpus", "1", "engine.num_gpus=2"], "have room for 0"),
         (["slurm", "digits", "--nodes", "0"], "nodes: got 0"),
@@ -130,7 +130,7 @@ def test_a_file_is_written_once_and_what_to_type_is_said(tmp_path: Path):
     done = CliRunner().invoke(app, ["cluster", "slurm", "digits", "--write", str(place)])
     assert done.exit_code == 0 and f"sbatch {place}" in done.output
     assert place.read_text() == CliRunner().invoke(app, ["cluster", "slurm", "digits"]).output
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         CliRunner().invoke(app, ["cluster", "slurm", "digits", "--write", str(place)], catch_exceptions=False)
 
 

@@ -140,9 +140,9 @@ def test_only_classes_of_this_project_are_shipped(package: Path, monkeypatch: py
             {"name": "twice"},
             r"^strategy\.name: 'twice' is (my_method:Theirs and other:Thing|other:Thing and my_method:Theirs);",
         ),
-        ({"name": "lost"}, r"^strategy\.name: there is no module 'my_metod' \(of 'my_metod:Theirs'\); install it, or start"),
-        ({"name": "no.such:Thing"}, r"^strategy\.name: there is no module 'no' \(of 'no\.such:Thing'\)"),
-        ({"name": "my_method.part:Thing"}, r"^strategy\.name: there is no module 'my_method\.part'|is not a package"),
+        ({"name": "lost"}, r"^strategy\.name: cannot find module 'my_metod' \(of 'my_metod:Theirs'\); install it, or start"),
+        ({"name": "no.such:Thing"}, r"^strategy\.name: cannot find module 'no' \(of 'no\.such:Thing'\)"),
+        ({"name": "my_method.part:Thing"}, r"^strategy\.name: cannot find module 'my_method\.part'|is not a package"),
         ({"name": "my_method:Their"}, r"^strategy\.name: 'my_method:Their' has no 'Their'; did you mean 'Theirs'\?$"),
         (
             {"name": "my_method:thing"},
@@ -173,7 +173,7 @@ def test_modules_of_ours_are_found_by_the_names_of_earlier_versions(package: Pat
     found = imported("sims.experiments.unlearning.averaging:Averaging", "strategy.name")
     assert found.__module__ == "fedloom.sims.experiments.unlearning.averaging"
     (package / "my_server.py").write_text("from server.strategies import Strategy\n")
-    told = r"there is no module 'server.*'; server is part of the package fedloom: import fedloom\.server$"
+    told = r"cannot find module 'server.*'; server is part of the package fedloom: import fedloom\.server$"
     with pytest.raises(UserError, match=told):
         imported("my_server:Strategy", "strategy.name")
 

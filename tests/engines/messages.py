@@ -1,4 +1,4 @@
-"""Messages to an engine whose ClientApp does what they say (sims.benchmarks.faults), and what comes back."""
+"""Messages to an engine whose ClientApp does what they say (tests.engines.faulty), and what comes back."""
 
 import time
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from fedloom.sims.engines.ray import RayGrid, start
 SITES = 12
 
 
-def opened(root: Path, *words: str, app: str = "fedloom.sims.benchmarks.faults:app") -> RayGrid:
+def opened(root: Path, *words: str, app: str = "tests.engines.faulty:app") -> RayGrid:
     """Two workers; they take no cores, so that several grids have room in one Ray."""
     entry = f"sites=[{{domain: digits, count: {SITES}}}]"
     fixed = [entry, f"run.root={root}", "engine.workers=2", "engine.num_cpus=0"]
-    return start(load("digits", [*fixed, *words]), app=app, combine="fedloom.sims.benchmarks.faults:combine")
+    return start(load("digits", [*fixed, *words]), app=app, combine="tests.engines.faulty:combine")
 
 
 def answers(grid: RayGrid, keys: list[str], seconds: float) -> list[Message]:

@@ -20,8 +20,7 @@ from fedloom.conf import UserError, load
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.sims.benchmarks.fault_run import bench
-from fedloom.sims.benchmarks.untrained import fault
+from fedloom.sims.benchmarks.many_faults import bench, fault
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.adapter import FIRST_NODE, LocalGrid
 from fedloom.sims.engines.ray import workers_for

@@ -21,7 +21,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayGrid]:
     """A grid of 12 sites and two workers whose ClientApp does what its messages say; 4 seconds a message at most."""
     entry = f"sites=[{{domain: digits, count: {SITES}}}]"
     words = [entry, f"run.root={tmp_path_factory.mktemp('faults')}", "engine.workers=2", "engine.task_timeout=4"]
-    grid = start(load("digits", words), app="fedloom.sims.benchmarks.faults:app")
+    grid = start(load("digits", words), app="tests.engines.faulty:app")
     yield grid
     grid.close()
 
@@ -75,4 +75,4 @@ def test_a_shared_record_is_put_once_and_goes_when_its_owner_does(grid: RayGrid)
     finally:
         shared._put = original
     assert len(put) == 1
-    assert not shared._places
+    assert not shared._references

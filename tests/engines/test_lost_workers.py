@@ -168,7 +168,7 @@ def test_a_message_that_kills_the_only_worker_is_tried_again_after_all_others(si
 
 
 def test_workers_that_cannot_import_what_they_need_say_so_at_once(tmp_path: Path):
-    grid = opened(tmp_path, "engine.workers=1", app="fedloom.sims.benchmarks.faults:no_such_app")
+    grid = opened(tmp_path, "engine.workers=1", app="tests.engines.faulty:no_such_app")
     try:
         with pytest.raises(FailedError, match=r"Ray's workers cannot run the sites: AttributeError: .*no_such_app"):
             grid.send_and_receive(messages({}), timeout=60)

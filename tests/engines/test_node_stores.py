@@ -77,13 +77,14 @@ def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
     kept = part.put("run", state)
     assert torch.equal(part.get("run", kept, "here")["w"], state["w"])
     assert part.put("run", state) == kept
-    with pytest.raises(ReplyError, match=r"what it gave before cannot be read from node here .*no such blob"):
+    with pytest.raises(ReplyError, match=r"its last contribution cannot be read from node here .*this blob is missing"):
         part.get("other", kept, "here")
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes of one core each, each with a folder of its own under the same name ($PART)."""
+    ray.shutdown()  # of other files
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
                                                             "env_vars": {"PART": str(tmp_path / "part-0")}})  # fmt: skip
     try:
@@ -173,8 +174,8 @@ def test_what_a_lost_node_kept_is_out_of_the_sum_and_the_sum_is_that_of_what_is_
     listener = Watching(kill)
     summary = run(tmp_path, "lost", *over(cluster, NODES, "rounds=6"), listener=listener)
     assert all(summary["checks"].values()) and check(tmp_path / "lost") == []
-    (said,) = [line for line in listener.said if "a node has lost what" in line]
-    assert "they are out of the sum and begin again as new ones" in said
+    (said,) = [line for line in listener.said if "a node lost the last contributions of" in line]
+    assert "these sites leave the sum and start again as new ones" in said
     with Ledger.open(tmp_path / "lost", server=False) as ledger:
         (lost,) = ledger.events("forgotten")
         assert 0 < len(lost.body["sites"]) < SITES and not any(ledger.sites().values())
@@ -196,7 +197,7 @@ def test_what_a_living_node_has_lost_begins_again_as_soon_as_that_is_heard(tmp_p
     listener = Watching(burn)
     summary = run(tmp_path, "burnt", *over(cluster, NODES, "rounds=6"), listener=listener)
     assert all(summary["checks"].values()) and check(tmp_path / "burnt") == []
-    (said,) = [line for line in listener.said if "a node has lost what" in line]
+    (said,) = [line for line in listener.said if "a node lost the last contributions of" in line]
     assert said.startswith(("round 3:", "round 4:"))
     assert not any(record["dropped"] for record in listener.records if record["round"] > 3)
 
@@ -205,7 +206,5 @@ def test_what_a_living_node_has_lost_begins_again_as_soon_as_that_is_heard(tmp_p
     "words", [["engine.name=inline", "federation.partial_sums=true"], ["engine.name=ray"]], ids=["inline", "no sums"]
 )
 def test_where_no_workers_add_up_there_is_no_node_store(words: list[str]):
-    with pytest.raises(
-        UserError, match=r"federation\.node_store: .*takes federation\.partial_sums=true and engine\.name=ray"
-    ):
+    with pytest.raises(UserError, match=r"federation\.node_store: .*set federation\.partial_sums=true and engine\.name=ray"):
         check_config(load("digits", [*words, NODES]))

@@ -1,4 +1,4 @@
-"""A federation of machines for the tests of a file."""
+"""A federation of machines that several files share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +10,9 @@ from fedloom.sims.federation.plan import SERVER, sites_of
 from fedloom.sims.federation.programs import running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Three authenticated nodes of a SuperLink with TLS, started once; nothing of it is left at the end."""
+    """Three authenticated nodes of a SuperLink with TLS, started once. Each test restores what it changes."""
     folder = tmp_path_factory.mktemp("machines") / "federation"
     try:
         assert local.up(folder, 3, tls=True) == ["site-0000", "site-0001", "site-0002"]

@@ -162,8 +162,8 @@ def test_of_an_answer_so_many_bytes_are_read(tmp_path: Path, wary: None):
     bomb = gzip.compress(bytes(64 << 20))
     endless = {"transfer-encoding": "chunked"}
     cases = (
-        ("PullObject", {"content-encoding": "gzip"}, bomb, "packed"),
-        ("PullMessages", {"content-encoding": "x, gzip"}, b"", "packed"),
+        ("PullObject", {"content-encoding": "gzip"}, bomb, "compressed"),
+        ("PullMessages", {"content-encoding": "x, gzip"}, b"", "compressed"),
         ("PullMessages", {}, bytes(5 << 20), "more than 4194304 bytes"),
         ("SendNodeHeartbeat", {}, bytes(SMALL + 1), "more than 65536 bytes"),
         (

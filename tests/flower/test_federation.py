@@ -126,12 +126,12 @@ def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
     write_certificates(tmp_path, ["elsewhere"])
     shutil.copy(tmp_path / "ca.crt", home / "ca.crt")  # of another authority
     told = [line for _, what, line in check(home) if what != "versions"]
-    for word in ("does not run", "chmod 600", "is not the server of this"):
+    for word in ("is not running", "chmod 600", "does not match this"):
         assert any(word in line for line in told), told
     sheet = read(SiteSheet, home / SITE)
     write(home / SITE, SiteSheet(**{**vars(sheet), "superlink": f"127.0.0.1:{free_port()}"}))
     assert "cannot be reached" in check(home)[-1][2]
-    with pytest.raises(UserError, match="is no federation's folder, nor a machine's"):
+    with pytest.raises(UserError, match="is not the folder of a federation or a machine"):
         check(tmp_path / "nowhere")
 
 
@@ -203,7 +203,7 @@ def test_a_site_that_is_added_to_the_plan_gets_in_beside_a_running_server(federa
     plan.write_text(f"port: {port}\nsites: [{{name: further}}]")
     try:
         done = fedloom(tmp_path, "federation", "plan", str(plan), "--folder", str(federation))
-        assert done.returncode == 0 and "the server lets them in" in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and "The server has admitted them." in done.stdout, done.stdout + done.stderr
         launch(home, "federation", "node", SITE)
         until(lambda: len(online(federation)) == len(before) + 1, "it is not let in")
     finally:
@@ -256,7 +256,7 @@ def test_what_a_killed_keeper_leaves_behind_is_known_and_stopped(tmp_path: Path)
     keep = f"from fedloom.sims.federation.programs import keep_running, Path; keep_running(Path('.'), lambda: {program!r})"
     child = subprocess.Popen([sys.executable, "-c", keep], cwd=tmp_path, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
     until(lambda: running(tmp_path).keeper == child.pid, "it did not start")
-    with pytest.raises(UserError, match="is at work already"):
+    with pytest.raises(UserError, match="is running already"):
         keep_running(tmp_path, lambda: program)
     left = running(tmp_path).program
     child.kill()
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
         (Plan(sites=[{"name": "../away"}]), r"sites\[0\]\.name: got '\.\./away', takes letters"),
         (Plan(sites=[{"name": "server"}]), r"sites\[0\]\.name: 'server' is taken"),
         (Plan(sites=[{"name": "a"}, {"name": "a"}]), r"sites\[1\]\.name: 'a' is taken"),
-        (Plan(sites=[{"name": "a", "key": "mine"}]), r"sites\[0\]\.key: is what the plan itself says"),
+        (Plan(sites=[{"name": "a", "key": "mine"}]), r"sites\[0\]\.key: is set by the plan"),
         (Plan(sites=[{"name": "a", "nets": []}]), r"unknown key 'sites\[0\]\.nets'"),
     ]:
         with pytest.raises(UserError, match=told):
@@ -286,7 +286,7 @@ def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
         write_plan(Plan(sites=[{"name": "a"}]), tmp_path / "other")
     assert (tmp_path / "new" / "a" / "key").stat().st_mode & 0o077 == 0
     assert local.down(tmp_path / "new") == []
-    with pytest.raises(UserError, match=r"is no federation's folder, nor a machine's; 'fedloom federation up"):
+    with pytest.raises(UserError, match=r"is not the folder of a federation or a machine; make one: 'fedloom federation up"):
         local.status(tmp_path)
     with pytest.raises(UserError, match="unknown machine 'b'"):
         local.logs(tmp_path / "new", ["b"], 3)

@@ -79,11 +79,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         until(lambda: running(root / "server" / "m" / "server"), "the server did not start")
         fingerprint = subprocess.run(["ssh-keygen", "-lf", "key.pub"], cwd=root / "south", capture_output=True, text=True)
         read_out = ["--fingerprint", fingerprint.stdout.split()[1]]
-        assert "lets them in" in place.fedloom("server", "federation", "admit", "join.request", "--folder", "m", *read_out)
+        assert "has admitted them" in place.fedloom(
+            "server", "federation", "admit", "join.request", "--folder", "m", *read_out
+        )
         shutil.copy(root / "server" / "m" / "server" / "members.yaml", root / "south")
         shutil.copy(root / "server" / "m" / "server" / "members.yaml", root / "north")
         for site in ("south", "north"):
-            assert "as before" in place.fedloom(site, "federation", "accept", "members.yaml", "--yes") or site == "south"
+            assert "unchanged" in place.fedloom(site, "federation", "accept", "members.yaml", "--yes") or site == "south"
         assert (root / "north" / "peers").read_text() == (root / "south" / "peers").read_text()
         _keep(stack, place, "south", "federation", "node", "site.yaml")
         until(lambda: "2 nodes online" in _status(place), "the nodes did not come")

@@ -314,7 +314,7 @@ def test_a_site_sees_that_a_server_obeys_whoever_reaches_it(federation: Path, tm
         stock = subprocess.Popen(words, cwd=home, env=environment(), stdout=log, stderr=log)
         try:
             until(lambda: answer(HERE, there, "/health", "GET") == 200, "Flower's SuperLink did not start")
-            assert "whoever reaches it may control it" in check(tmp_path / "site")[-1][2]
+            assert "anyone who reaches it can control it" in check(tmp_path / "site")[-1][2]
         finally:
             stock.terminate()
             stock.wait()

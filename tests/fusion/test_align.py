@@ -63,7 +63,7 @@ def test_of_equal_sums_the_smaller_rows_from_the_last_column_on():
 @pytest.mark.parametrize(
     ("cost", "line"),
     [
-        (np.zeros((2, 3)), r"costs of shape \[2, 3\]; takes \[m, n\] with m >= n"),
+        (np.zeros((2, 3)), r"costs of shape \[2, 3\]; use \[m, n\] with m >= n"),
         (np.zeros((0, 0)), r"costs of shape \[0, 0\]"),
         (np.zeros((3, 0)), r"costs of shape \[3, 0\]"),
         (np.zeros(4), r"costs of shape \[4\]"),

@@ -161,7 +161,7 @@ def test_a_bias_that_nothing_can_take_up():
     target = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
     with torch.no_grad():
         deep.get_parameter("2.bias").fill_(1.0)
-    with pytest.raises(UserError, match="layer '4' has no bias that could take up those of the layers merged into it"):
+    with pytest.raises(UserError, match="layer '4' has no bias to absorb those of the layers merged into it"):
         flattened(target, deep, torch.randn(5, 2), (0,), "average")
 
 
@@ -188,7 +188,7 @@ def test_blocks_whose_skip_is_no_identity_stay():
     target, deep, probe = network("resnet18:width=0.0625"), network("resnet34:width=0.0625", 1), images(2)
     wiring = wire(deep, probe[:1])
     kept = places(wiring, r"stem|stage\d\.[12]\b")
-    with pytest.raises(UserError, match=r"block 'extractor\.stage2\.0' cannot be removed: its skip is no identity"):
+    with pytest.raises(UserError, match=r"block 'extractor\.stage2\.0' cannot be removed: its skip is not an identity"):
         flattened(target, deep, probe, kept)
 
 
@@ -201,7 +201,7 @@ def test_convolutions_are_not_merged(norm):
 
 def test_blocks_of_other_shortcuts_do_not_correspond():
     target, built = (network(f"wide_resnet:depth={depth},widen={widen}") for depth, widen in ((16, 1), (10, 2)))
-    with pytest.raises(UserError, match=r"\(4 layers\) and '.*' \(5\) are not of one design"):
+    with pytest.raises(UserError, match=r"\(4 layers\) and '.*' \(5\) have different designs"):
         deepened(target, built, images(2))
 
 
@@ -209,5 +209,5 @@ def test_designs_that_differ_are_told_with_both_layers():
     target, built = network("vgg13:width=0.0625,norm=none,bias=true"), network("vgg11:width=0.0625,norm=none")
     with pytest.raises(UserError, match=r"layer 'extractor\.0' .*weight\) does not fit .*weight, bias\).*different design"):
         deepened(target, built, images(4))
-    with pytest.raises(UserError, match=r"'extractor\.\d+' \(\d layers\) and .* are not of one design"):
+    with pytest.raises(UserError, match=r"'extractor\.\d+' \(\d layers\) and .* have different designs"):
         deepened(network("vgg13:width=0.0625,norm=batch"), built, images(4))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.comparators.baselines import Ensemble, naive_average
+from fedloom.fusion.baselines import Ensemble, naive_average
 from fedloom.fusion.search import STEPS, best_weights
 from tests.fusion.parts import apart, images, network, outputs
 
@@ -37,7 +37,7 @@ def test_naive_average(number):
 )
 def test_networks_of_other_shapes_have_no_average(one, other, tensor):
     for texts in ((one, other), (other, one)):
-        with pytest.raises(UserError, match=rf"naive average: tensor '{tensor}' has shapes .*; takes networks of one shape"):
+        with pytest.raises(UserError, match=rf"naive average: tensor '{tensor}' has shapes .*; use networks of one shape"):
             naive_average([network(text) for text in texts])
 
 

@@ -59,5 +59,5 @@ def test_refused(classes, told):
 
 
 def test_a_last_layer_without_bias_is_refused():
-    with pytest.raises(UserError, match="network 0: its last layer has no bias, by which it would never answer 'd'"):
+    with pytest.raises(UserError, match="network 0: its last layer needs a bias, so that it never answers 'd'"):
         fuse([mlp(3, False), mlp(4, False)], into=0, probe=torch.randn(9, 6).double(), classes=["abc", "abcd"])

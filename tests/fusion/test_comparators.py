@@ -9,12 +9,12 @@ from torch import nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.repair import recompute_statistics
-from fedloom.fusion.comparators import COMPARATORS
-from fedloom.fusion.comparators import layers as parts
-from fedloom.fusion.comparators.channels import _assigned, _cca, _zipped
-from fedloom.fusion.comparators.layers import products, ridge, with_ones
-from fedloom.fusion.comparators.sequential import _kmeans
 from fedloom.fusion.refit.patches import patches, picked
+from fedloom.sims.experiments.comparators import COMPARATORS
+from fedloom.sims.experiments.comparators import layers as parts
+from fedloom.sims.experiments.comparators.channels import _assigned, _cca, _zipped
+from fedloom.sims.experiments.comparators.layers import products, ridge, with_ones
+from fedloom.sims.experiments.comparators.sequential import _kmeans
 from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
 PROBE = images(24)
@@ -70,14 +70,14 @@ def test_unequal_widths_become_those_of_one(method, into):
 @pytest.mark.parametrize("method", ["HF-linear", "CCA Merge"])
 def test_unequal_widths_are_refused_where_the_method_has_none(method):
     parents = [settled(f"vgg11:width={width},norm=batch") for width in (0.125, 0.0625)]
-    with pytest.raises(UserError, match=rf"^{method}: .*'extractor.4.weight' has \[16, 8\] channels .* takes equal widths$"):
+    with pytest.raises(UserError, match=rf"^{method}: .*'extractor.4.weight' has \[16, 8\] channels .* use equal widths$"):
         COMPARATORS[method](parents, 1, 1, PROBE)
 
 
 @pytest.mark.parametrize("method", ["Git Re-Basin", "ZipIt", "CCA Merge", "HF-linear", "KF-linear"])
 def test_norms_that_a_method_cannot_take_are_refused(method):
     parents = [network("vgg11:width=0.125,norm=group,groups=4", seed) for seed in range(2)]
-    with pytest.raises(UserError, match=r"'extractor\.[0-9.a-z]+'[ :].*(GroupNorm|takes BatchNorm alone)"):
+    with pytest.raises(UserError, match=r"'extractor\.[0-9.a-z]+'[ :].*(GroupNorm|only supports BatchNorm)"):
         COMPARATORS[method](parents, 1, 1, PROBE)
 
 
@@ -85,7 +85,9 @@ def test_norms_that_a_method_cannot_take_are_refused(method):
 def test_layers_that_read_single_channels_are_refused(method):
     parents = [randomised(nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Flatten(),
                                         nn.Linear(6 * 4 * 4, 5)), seed) for seed in range(2)]  # fmt: skip
-    with pytest.raises(UserError, match=r"^layer '2' is depthwise: comparators take plain convolutions and linear layers$"):
+    with pytest.raises(
+        UserError, match=r"^layer '2' is depthwise: comparators support plain convolutions and linear layers$"
+    ):
         COMPARATORS[method](parents, 1, 1, images(8, size=8))
 
 

@@ -215,7 +215,7 @@ def test_a_map_that_is_given():
 @pytest.mark.parametrize("chosen", [(0,), (0, 1, 2), (1, 1), (2, 1), (0, 4), (-1, 2), ()])
 def test_maps_that_cannot_be(chosen):
     networks = [network("mlp:widths=[9,8,7,6]"), network("mlp:widths=[8,6]", 1)]
-    with pytest.raises(UserError, match=r"fuse: map .* takes, for two networks, 2 rising places below 4"):
+    with pytest.raises(UserError, match=r"fuse: map .* use, for two networks, 2 rising indices below 4"):
         fuse(networks, into=0, probe=PROBE, settings=FusionSettings(map=chosen))
 
 

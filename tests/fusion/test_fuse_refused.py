@@ -36,7 +36,7 @@ def test_different_families(one, other):
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [
-        ("norm=none", "norm=batch", "'extractor.0' (1 layers) and 'extractor.0' (2) are not of one design"),
+        ("norm=none", "norm=batch", "'extractor.0' (1 layers) and 'extractor.0' (2) have different designs"),
         ("groups=4", "norm=batch", "layer 'extractor.1' (BatchNorm2d: "),
         ("groups=4", "groups=2", "layer 'extractor.1' (GroupNorm: "),
         ("norm=none", "norm=none,bias=true", "layer 'extractor.0' (Conv2d: weight, bias) does not fit"),
@@ -83,17 +83,17 @@ def test_weights_so_large_that_the_outputs_are_not_finite():
 @pytest.mark.parametrize("weights", [[], [1.0], [1, 2, 3], [-1, 2], [0, 0], [float("nan"), 1], [float("inf"), 1]])
 def test_weights_of_the_average(weights):
     said = refusal([network(MLP), network(MLP, 1)], weights=weights)
-    assert said.startswith("fuse: weights [") and said.endswith("takes one for each, not negative, not all 0")
+    assert said.startswith("fuse: weights [") and said.endswith("use one for each, not negative, not all 0")
 
 
 @pytest.mark.parametrize("places", [{"into": 2}, {"into": -1}, {"into": 0, "depth": 2}, {"into": 0, "depth": -1}])
 def test_places_out_of_range(places):
     said = refusal([network(MLP), network(MLP, 1)], **places)
-    assert said.startswith("fuse: 2 networks, into=") and said.endswith("takes two or more, places from 0")
+    assert said.startswith("fuse: 2 networks, into=") and said.endswith("use two or more networks, and indices from 0")
 
 
 def test_a_single_network():
-    assert "takes two or more" in refusal([network(MLP)])
+    assert "use two or more" in refusal([network(MLP)])
 
 
 def test_networks_without_hidden_layers():
@@ -124,7 +124,7 @@ class Spare(nn.Sequential):
 
 def test_tensors_on_no_axis():
     said = refusal([randomised(Spare()), randomised(Spare(), 1)], probe=torch.randn(5, 4).double())
-    assert said.startswith("network 0: parameter 'spare' [6] lies on no axis: unused, or not channel by channel; takes ")
+    assert said.startswith("network 0: parameter 'spare' [6] lies on no axis: unused, or not channel by channel; every ")
 
 
 def test_what_cannot_be_wired():
@@ -140,7 +140,7 @@ def test_what_cannot_be_wired():
 def test_what_the_public_code_cannot():
     reference = FusionSettings.reference()
     mobile = network("torchvision:mobilenet_v2")
-    assert "know no depthwise convolutions" in refusal([mobile, mobile], probe=PROBE[:2], settings=reference)
+    assert "do not support depthwise convolutions" in refusal([mobile, mobile], probe=PROBE[:2], settings=reference)
     by_weights = FusionSettings(sequential=True, refit="none", basis="weights")
     assert "sequential plans are made from activations" in refusal([network(MLP)] * 2, settings=by_weights)
 

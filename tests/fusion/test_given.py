@@ -54,14 +54,14 @@ def test_wrapped_networks_are_fused_as_those_within(wrap: Callable[[nn.Module], 
 
 
 @pytest.mark.parametrize("make, message", [
-    (in_part, r"network 0 is compiled in '2'; give it as it was before"),
+    (in_part, r"network 0 is compiled in '2'; pass the original"),
     (lambda _: nn.Sequential(nn.LazyLinear(12), nn.ReLU(), nn.LazyLinear(3)),
      r"network 0 is lazy: '0\.weight' has no values yet; run it once on an input"),
-    (dynamic, r"network 0 is quantised \('0' is a Linear\); fuse first, and quantise what comes out"),
-    (scripted, r"network 0 is TorchScript \(itself\); give the module that it was made of"),
+    (dynamic, r"network 0 is quantised \('0' is a Linear\); fuse first, then quantise the result"),
+    (scripted, r"network 0 is TorchScript \(itself\); pass the module that it was made from"),
     (lambda network: copy.deepcopy(network).to("meta"), r"network 0 has no values in '0\.weight' \(device meta\); load its"),
-    (lambda network: network.state_dict(), r"network 0 is a OrderedDict, takes a torch\.nn\.Module"),
-    (lambda _: None, r"network 0 is a NoneType, takes a torch\.nn\.Module"),
+    (lambda network: network.state_dict(), r"network 0 is a OrderedDict; use a torch\.nn\.Module"),
+    (lambda _: None, r"network 0 is a NoneType; use a torch\.nn\.Module"),
 ])  # fmt: skip
 def test_what_cannot_be_fused_says_what_to_do(make: Callable[[Any], Any], message: str):
     networks = [make(mlp(0)), mlp(1)]

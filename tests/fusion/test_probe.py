@@ -156,7 +156,7 @@ GOOD = images(4)
 @pytest.mark.parametrize(
     ("probe", "line"),
     [
-        (GOOD[:0], r"the probe set has the shape \[0, 3, 32, 32\]; takes \[k, \.\.\.\] with k >= 2"),
+        (GOOD[:0], r"the probe set has the shape \[0, 3, 32, 32\]; use \[k, \.\.\.\] with k >= 2"),
         (GOOD[:1], r"shape \[1, 3, 32, 32\]"),
         (GOOD[0, 0, 0], r"shape \[32\]"),
         (GOOD.index_fill(0, torch.tensor([2]), torch.nan), "holds values that are not finite"),

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.fusion.baselines import naive_average
 from fedloom.fusion.cla_ot.repair import (
     Statistics,
     Target,
+    first_calls,
     in_basis,
-    layer_moments,
     mixture,
     recompute_statistics,
     repair,
@@ -19,10 +20,9 @@ from fedloom.fusion.cla_ot.repair import (
     running,
     watched,
 )
-from fedloom.fusion.comparators.baselines import naive_average
 from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
-from fedloom.fusion.probe import observe
+from fedloom.fusion.probe import Moments, observe
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, images, network, outputs
 
@@ -36,6 +36,14 @@ def norms(built: nn.Module) -> list[nn.BatchNorm2d]:
 
 def over_channels(values: Tensor) -> Tensor:
     return values.movedim(1, 0).flatten(1)
+
+
+def layer_moments(network: nn.Module, layers: list[str], probe: Tensor) -> dict[str, Moments]:
+    """Moments of the named layers' outputs on the probe set, by name."""
+    wiring = wire(network, probe[:1])
+    nodes = first_calls(wiring, layers)
+    seen = observe(wiring, probe, moments=set(nodes.values()))
+    return {name: seen.moments[node] for name, node in nodes.items()}
 
 
 def measured(built: nn.Module, layers: list[str], probe: Tensor) -> dict[str, Statistics]:

@@ -172,7 +172,7 @@ def test_heads_of_attention_keep_their_size_and_the_network_runs(widths, into, w
 
 
 def test_widths_that_attention_cannot_have_are_refused():
-    refused("take a width at which they agree", Encoder(48), Encoder(48), given=torch.randn(9, 6, 8),
+    refused("use a width at which they agree", Encoder(48), Encoder(48), given=torch.randn(9, 6, 8),
             settings=FusionSettings(width=1.3))  # fmt: skip
 
 
@@ -183,5 +183,5 @@ def test_patches_by_unfold():
     assert sum(not torch.equal(order, torch.arange(len(order))) for order in orders.values()) == 2
     twin.load_state_dict(wiring.permuted(network.state_dict(), orders))
     assert apart(twin, network, images) < 1e-5
-    with pytest.raises(UserError, match=r"Unfold with padding 2; takes none, try F.pad before it"):
+    with pytest.raises(UserError, match=r"Unfold with padding 2; use none; try F.pad before it"):
         wire(Patches(2), images[:1])

@@ -102,11 +102,11 @@ def test_of_one_architecture_it_is_its_mean_bit_for_bit(weight):
 
 
 @pytest.mark.parametrize(("large", "small", "told"), [
-    (SHALLOW, DEEP, "is no part of"),
+    (SHALLOW, DEEP, "is not a part of"),
     (DEEP, "mlp:widths=[9,9,7]", "'extractor.5.weight' has 7 channels, 'extractor.7.weight' 6, along dimension 0"),
     ("resnet18:width=0.125", DEEP, "the networks are of different families"),
     ("resnet18:width=0.125,norm=group", "resnet10:width=0.0625,norm=group", "channels"),
-    ("resnet18:width=0.125,norm=batch", "resnet10:width=0.125,norm=none", "is no part of"),
+    ("resnet18:width=0.125,norm=batch", "resnet10:width=0.125,norm=none", "is not a part of"),
     (DEEP, "mlp:widths=[9,6],bias=false", "of 'extractor.1' and 'extractor.1' only one has a bias"),
 ])  # fmt: skip
 def test_what_is_no_part_is_refused_naming_both(large, small, told):

@@ -7,9 +7,9 @@ from torch import nn
 from fedloom.clients.networks import parse_name
 from fedloom.clients.networks.base import initialise
 from fedloom.conf.errors import UserError
-from fedloom.fusion.comparators.net2net import deepened
-from fedloom.fusion.comparators.transfer import by_chain, chain, common, transferred
 from fedloom.fusion.graph.channels import wire
+from fedloom.sims.experiments.comparators.net2net import deepened
+from fedloom.sims.experiments.comparators.transfer import by_chain, chain, common, transferred
 
 
 def network(text: str, seed: int) -> nn.Module:
@@ -68,7 +68,7 @@ def test_common_subsequence_is_the_longest_and_the_earliest() -> None:
 def test_what_cannot_be_transferred_is_told() -> None:
     with pytest.raises(UserError, match="takes one of: chain, cla"):
         transferred(network("conv6", 0), network("conv6", 1), images(), by="luck")
-    with pytest.raises(UserError, match="takes networks of equal widths"):
+    with pytest.raises(UserError, match="use networks of equal widths"):
         transferred(network("mlp:widths=[12,9]", 0), network("mlp:widths=[12,10,9]", 1), images(), by="cla")
 
 

@@ -105,15 +105,15 @@ def test_sites_and_server_measure_the_same_where_nothing_is_fine_tuned(finished:
 
 STRATEGIES, OBJECTIVES = "fedloom.server.strategies", "fedloom.clients.objectives"
 OLD = {
-    "names": (f"from {STRATEGIES} import Expected", f"'Expected' of {STRATEGIES} is called 'RecordSpec' now"),
-    "option": (f"from {OBJECTIVES} import value", f"'value' of {OBJECTIVES} is called 'option' now"),
+    "names": (f"from {STRATEGIES} import Expected", f"'Expected' of {STRATEGIES} is now called 'RecordSpec'"),
+    "option": (f"from {OBJECTIVES} import value", f"'value' of {OBJECTIVES} is now called 'option'"),
     "strategy": (
         "from fedloom.server.strategies import Strategy\nclass Own(Strategy):\n    goes_with = 'fedavg'",
-        "old_method.Own: 'goes_with' is called 'default_objective' now; rename it",
+        "old_method.Own: 'goes_with' is now called 'default_objective'; rename it",
     ),
     "session": (
         "from fedloom.clients.objectives import PlainSession\nclass Own(PlainSession):\n    def own(self): return None",
-        "old_method.Own: 'own' is called 'local_state' now; rename it",
+        "old_method.Own: 'own' is now called 'local_state'; rename it",
     ),
 }  # fmt: skip
 

@@ -277,8 +277,8 @@ REFUSED = {
     "objective.mode=exact": "objective.mode: got 'exact', takes one of: together, sequential_ab, sequential_ba",
     "objective={name: sum_aggregation}": "objective.name: got 'sum_aggregation', strategy arithmetic takes local",
     "strategy={name: sum_aggregation}": "objective.name: got 'local', strategy sum_aggregation takes sum_aggregation",
-    "federation.partial_sums=true": "federation.partial_sums: gradients are taken at the server; leave it off",
-    "engine.vectorise=2": "engine.vectorise: BatchNorm's statistics cannot be trained as one; take 1, or norm=group",
+    "federation.partial_sums=true": "federation.partial_sums: the server computes the gradients of single sites",
+    "engine.vectorise=2": "engine.vectorise: sites with BatchNorm cannot be trained together; take 1, or network.norm=group",
     "strategy.name=sum_aggregation": r"network.norm: the counter 'extractor.1.num_batches_tracked' cannot be averaged",
 }  # fmt: skip
 
@@ -304,12 +304,12 @@ def test_more_replies_than_a_sequential_round_can_have_are_asked_of_the_main_met
 
 @pytest.mark.parametrize(("words", "told"), [
     (["sites=[{domain: digits, count: 5, samples: 20}]", "strategy.search.by=grid"], "a grid of 11 steps for 5"),
-    (["strategy.search={by: powell, low: 2, high: 1}"], "strategy.search.low: got 2, takes less than"),
+    (["strategy.search={by: powell, low: 2, high: 1}"], "strategy.search.low: got 2, must be less than"),
     (["strategy.search={by: grid, steps: [1e38]}"], "strategy.search.steps: got 1e.38, takes a number from"),
     ([f"strategy.coefficients.{A}=1e300"], f"strategy.coefficients.{A}: got 1e.300, takes a number of at most"),
     (["strategy.coefficients=[1, 2]"], "strategy"),
     (["evaluation.statistics=recomputed", "data.validation=0"], "evaluation.statistics=recomputed: needs validation images"),
-    (["evaluation.batch=1"], "evaluation.batch: got 1, statistics=batch takes at least 2"),
+    (["evaluation.batch=1"], "evaluation.batch: got 1, but statistics=batch needs at least 2"),
     (["federation.partial_sums=true"], "federation.partial_sums"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path: Path, words, told):

@@ -118,22 +118,22 @@ def changed_event(id: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("statements", "told"),
     [
-        (changed_event(3), r"event 3 \('round'\) is not what its digest says"),
-        (changed_event(1), r"event 1 \('created'\) is not what its digest says"),
+        (changed_event(3), r"event 3 \('round'\) does not match its digest"),
+        (changed_event(1), r"event 1 \('created'\) does not match its digest"),
         (("DROP TRIGGER events_last", "DELETE FROM events WHERE id = 2"), "event 2 is missing"),
         (("DROP TRIGGER events_last", "DELETE FROM events"), "has no events"),
         (("DROP TRIGGER events_last", "DELETE FROM events WHERE kind = 'finished'"), "'sqlite_master': row"),
         (("DROP TRIGGER events_stay", "UPDATE events SET previous = digest WHERE id = 4"), "event 4 .* does not follow"),
         (
             ("UPDATE contributions SET samples = 11 WHERE site = 'b'",),
-            r"'contributions': row \('b', 2\) is not what the events",
+            r"'contributions': row \('b', 2\) does not follow from the events",
         ),
         (("DELETE FROM contributions WHERE site = 'c'",), r"'contributions': row \('c', 0\)"),
         (("UPDATE runs SET config = 'x'",), r"'runs': row \(1, 'digits'\)"),
         (("UPDATE rounds SET record = NULL WHERE round = 1",), r"'rounds': row \(1, "),
         (("UPDATE sites SET forgotten = 0",), r"'sites': row \('d', 3\)"),
         (("UPDATE requests SET state = 'verified'",), r"'requests': row \('r1', 'forget'\)"),
-        (("PRAGMA foreign_keys=OFF", "DELETE FROM rounds WHERE round = 0"), "'contributions': row .* not in 'rounds'"),
+        (("PRAGMA foreign_keys=OFF", "DELETE FROM rounds WHERE round = 0"), "'contributions': row .* missing in 'rounds'"),
     ],
 )
 def test_rows_and_events_that_were_tampered_with_are_named(tmp_path: Path, statements, told):
@@ -175,7 +175,7 @@ def test_the_stored_sum_must_be_the_sum_to_the_last_bit(tmp_path: Path):
     (other,) = committed(tmp_path / "float", {"w": right.double()}, one, two)
     assert other.what == wrong.what
     (absent,) = committed(tmp_path / "absent", {"w": right, "x": torch.ones(1, dtype=torch.int64)}, two, two)
-    assert "a's contribution has no tensor 'x'" in absent.what
+    assert "a's contribution lacks the sum's tensor 'x'" in absent.what
     big = {"w": torch.full((2,), 2**62)}
     (overflow,) = committed(tmp_path / "overflow", {"w": right}, big, big, big)
     assert overflow.what == wrong.what
@@ -200,7 +200,7 @@ def test_the_files_of_the_last_finish_count_until_the_run_is_resumed(tmp_path: P
     (tmp_path / FINISHED[0]).write_text("changed")
     (tmp_path / FINISHED[1]).unlink()
     assert {problem.file: problem.what.split(":")[0] for problem in check(tmp_path)} == {
-        FINISHED[0]: "is not what it was when the run finished",
+        FINISHED[0]: "was changed after the run finished",
         FINISHED[1]: "is missing",
     }
     with Ledger.open(tmp_path) as ledger:

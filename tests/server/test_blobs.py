@@ -57,7 +57,7 @@ def test_a_blob_may_adopt_itself(blobs: Blobs):
 
 
 def test_a_missing_blob_and_a_missing_file_are_named(blobs: Blobs, tmp_path: Path):
-    with pytest.raises(LedgerError, match=rf"{'0' * 64}\.safetensors: no such blob"):
+    with pytest.raises(LedgerError, match=rf"{'0' * 64}\.safetensors: this blob is missing"):
         blobs.get("0" * 64)
     with pytest.raises(LedgerError, match=r"none\.safetensors: No such file"):
         blobs.adopt(tmp_path / "none.safetensors")
@@ -67,7 +67,7 @@ def test_blobs_to_be_settled_must_be_there(blobs: Blobs):
     blobs.settle([])
     name = blobs.put(STATE)
     blobs.settle([name])
-    with pytest.raises(LedgerError, match=rf"{'0' * 64}\.safetensors: no such blob; put it"):
+    with pytest.raises(LedgerError, match=rf"{'0' * 64}\.safetensors: this blob is missing; write it"):
         blobs.settle([name, "0" * 64])
 
 
@@ -85,7 +85,7 @@ def test_a_damaged_blob_is_named_wherever_the_damage_is(blobs: Blobs):
 
 def test_an_adopted_file_that_is_no_state_is_named_when_read(blobs: Blobs, tmp_path: Path):
     (tmp_path / "junk").write_bytes(b"junk")
-    with pytest.raises(LedgerError, match="is no readable safetensors file"):
+    with pytest.raises(LedgerError, match="is not a readable safetensors file"):
         blobs.get(blobs.adopt(tmp_path / "junk"))
 
 

@@ -99,7 +99,7 @@ def test_the_certificate_says_what_the_ledger_keeps_of_the_forgotten_and_nothing
     assert "the sum" in done["exact"]["statement"] and "weights are deleted from the ledger" in done["exact"]["statement"]
     assert "in it or in the ledger" not in done["exact"]["statement"]
     told = done["not_exact"]["events of the ledger"]
-    assert all(word in told for word in ("round", "number of samples", "sha256", "chain", "proves of a copy"))
+    assert all(word in told for word in ("round", "number of samples", "sha256", "chain", "could prove that it was sent"))
     with Ledger.open(folder(finished), server=False) as before, Ledger.open(folder(config), server=False) as after:
         given = {one.blob for one in before.history(ONE)}
         kept = [event.body["contributions"][ONE] for event in after.events("round") if ONE in event.body["contributions"]]
@@ -143,7 +143,7 @@ def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Conf
     odd += [{**done, "at_sites": said} for said in ([1], None, {ONE: 5}, {ONE: "x"})]
     for text in ("", "{", "[]", "{}", '{"exact": 3}', *map(json.dumps, odd)):
         file.write_text(text)
-        with pytest.raises(UserError, match=r"r1\.json: is no certificate of fedloom"):
+        with pytest.raises(UserError, match=r"r1\.json: is not a certificate of fedloom"):
             findings(config)
 
 
@@ -167,7 +167,7 @@ def test_what_is_put_back_of_a_forgotten_site_is_found(finished: Config, tmp_pat
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
         wrong = [finding.what for finding in findings(config) if finding.verdict == "mismatch"]
-        assert wrong == [f"nothing is kept of {ONE} here"], path
+        assert wrong == [f"this machine stores nothing of {ONE}"], path
         target.unlink()
         if target.parent.name == ONE:
             target.parent.rmdir()
@@ -228,14 +228,14 @@ def test_a_certificate_is_signed_and_checked_without_the_run(
     there.with_suffix(".sig").unlink()
     assert not verify_certificate(there, None, ours)[1]
     for odd, told in [
-        ("", "verify: takes a certificate, and the run.s folder"),
+        ("", "verify: needs the run.s folder"),
         ("nowhere", "there is no file 'nowhere'"),
         ("a b", "ssh-ed25519"),
     ]:
         with pytest.raises(UserError, match=told):
             verify_certificate(there, None, odd)
     (tmp_path / "other").write_text("nonsense")
-    with pytest.raises(UserError, match="is no private key"):
+    with pytest.raises(UserError, match="is not a private key"):
         operator_key()
 
 
@@ -273,8 +273,8 @@ def test_a_site_that_was_readmitted_is_a_mismatch(certified: tuple[Config, dict[
     with method_of(config) as method:
         method.state.readmit([ONE])
     wrong = {finding.what: finding.told for finding in findings(config) if finding.verdict == "mismatch"}
-    assert {f"{ONE} takes no part", f"nothing is kept of {ONE} here"} <= wrong.keys()
-    assert wrong[f"{ONE} takes no part"] == "it was readmitted since, as the ledger says"
+    assert {f"{ONE} does not participate", f"this machine stores nothing of {ONE}"} <= wrong.keys()
+    assert wrong[f"{ONE} does not participate"] == "it was readmitted since, as the ledger says"
 
 
 def test_certifying_does_not_erase_a_site_that_was_readmitted_meanwhile(finished: Config, tmp_path: Path):

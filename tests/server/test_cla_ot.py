@@ -176,15 +176,15 @@ def test_a_map_says_which_layers_correspond(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    ([f"strategy.maps={{{MIDDLE}: [0, 2]}}"], f"{MIDDLE}: [0, 2] is no map of its 3 layers into the 4 of {DEEP}"),
-    ([f"strategy.maps={{{MIDDLE}: [0, 0, 1]}}"], "takes 3 rising places from 0"),
-    ([f"strategy.maps={{{MIDDLE}: first}}"], "takes a list of places such as [0, 2, 3]"),
+    ([f"strategy.maps={{{MIDDLE}: [0, 2]}}"], f"{MIDDLE}: [0, 2] does not map its 3 layers to the 4 of {DEEP}"),
+    ([f"strategy.maps={{{MIDDLE}: [0, 0, 1]}}"], "takes 3 rising indices from 0"),
+    ([f"strategy.maps={{{MIDDLE}: first}}"], "takes a list of indices such as [0, 2, 3]"),
     (["strategy.maps=[0, 1]"], "strategy.maps: got [0, 1], takes a section of keys"),
     (["strategy.every=nan"], "strategy.every: got 'nan', takes a whole number of at least 1 (rounds from one fusion"),
     (["network.widths=[x]"], "network.widths: got ['x'], takes a list of whole numbers"),
     (["strategy.maps={mlp-1: [0]}"], "unknown architecture of strategy.maps 'mlp-1'; did you mean 'mlp-16-8'?"),
     (["strategy.reference=resnet"], "unknown architecture 'resnet'"),
-    ([f"strategy.reference={SHALLOW}"], f"{MIDDLE} is no part of {SHALLOW}"),
+    ([f"strategy.reference={SHALLOW}"], f"{MIDDLE} is not a part of {SHALLOW}"),
     (["objective={name: local}"], "objective.name: got 'local', strategy cla_ot takes heterogeneous"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
@@ -193,8 +193,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, tol
 
 
 @pytest.mark.parametrize(("network", "told"), [
-    ("{name: mlp, widths: [16, 9]}", f"mlp-16-9 is no part of {DEEP}"),
-    ("{name: conv6}", "mlp-16-8 is no part of conv6: the networks are of different families"),
+    ("{name: mlp, widths: [16, 9]}", f"mlp-16-9 is not a part of {DEEP}"),
+    ("{name: conv6}", "mlp-16-8 is not a part of conv6: the networks are of different families"),
     ("{name: mlp, widths: [16, 8], bias: false}", "only one has a bias"),
 ])  # fmt: skip
 def test_a_network_that_is_no_part_of_the_others_is_refused_with_both_names(tmp_path, network, told):
@@ -259,7 +259,7 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
             assert same({k: v for k, v in state.items() if not k.startswith("head.")},
                         {k: v for k, v in states[name].items() if not k.startswith("head.")})  # fmt: skip
     assert listener.records[-1]["replies"] == 3
-    assert f"round 4: {MIDDLE} stays as it is: no site that has this network takes part" in listener.messages
+    assert f"round 4: {MIDDLE} stays unchanged: no participating site has this network" in listener.messages
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])

@@ -194,9 +194,7 @@ def test_a_search_leaves_the_evaluator_as_good_as_new(trained: Done):
 
 @pytest.mark.parametrize("by", ["grid", "powell"])
 def test_without_validation_images_a_search_is_refused_before_anything_is_trained(tmp_path: Path, by):
-    with pytest.raises(
-        UserError, match=rf"strategy\.search\.by={by}: needs validation images; set data\.validation above 0"
-    ):
+    with pytest.raises(UserError, match=rf"strategy\.search\.by={by} needs validation images; set data\.validation above 0"):
         check(configured(tmp_path, f"strategy.search.by={by}", "data.validation=0"))
     check(configured(tmp_path, "data.validation=0"))
 

@@ -106,7 +106,7 @@ def test_the_loss_is_the_published_one(tmp_path, place):
 @pytest.mark.parametrize(("words", "told"), [
     (["objective={name: heterogeneous}"], "objective.name: got 'heterogeneous', strategy depthfl takes depthfl"),
     (["network={name: mlp, widths: [8]}"], "network: strategy depthfl takes {name: exits, of: NETWORK"),
-    (["sites.0.networks.0.of.widths=[7, 8, 6]"], "is no prefix of exits"),
+    (["sites.0.networks.0.of.widths=[7, 8, 6]"], "is not a prefix of exits"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
     with pytest.raises(UserError, match=re.escape(told)):
@@ -116,5 +116,5 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, tol
 def test_recalibration_is_refused_with_the_network_s_name(done):
     with method_of(done.config) as method, pytest.raises(UserError) as refused:
         method.state.check_recalibration(["site-0001"])
-    told = "recalibration: the head of 'exits-3' is not one linear layer with a bias; ask without --recalibrate"
+    told = "recalibration: the head of 'exits-3' is not one linear layer with a bias; leave --recalibrate out"
     assert str(refused.value) == told

@@ -65,7 +65,7 @@ def test_a_name_that_is_taken_is_refused_and_both_nodes_are_named(tmp_path: Path
     for _ in range(3):
         found.refresh()
     assert found.nodes == {"north": A, "south": B}
-    assert found.enrolment.warnings == [f"north: node {C} says so, too, and is refused: node {A} is north"]
+    assert found.enrolment.warnings == [f"north: node {C} also claims this name and is refused: node {A} is north"]
 
 
 def test_a_name_whose_holder_is_gone_is_taken_but_what_the_site_gave_is_not(tmp_path: Path):
@@ -111,13 +111,13 @@ def test_readmit_with_a_node_is_the_operators_word_beside_a_running_server(tmp_p
     ledger.bind({"north": A, "south": B})
     path = tmp_path / config.run.name
     (path / "config.yaml").write_text(_stored(config))
-    assert f"north is at node {C}, no longer at {A}" in readmit(path, ["north"], C)
+    assert f"north is at node {C} now, no longer at {A}" in readmit(path, ["north"], C)
     assert ledger.bound() == {"north": C, "south": B}
     with pytest.raises(UserError, match="unknown site 'east'"):
         readmit(path, ["east"], C)
-    with pytest.raises(UserError, match=f"--node: node {B} is that of 'south' in this run"):
+    with pytest.raises(UserError, match=f"--node: node {B} belongs to 'south' in this run"):
         readmit(path, ["north"], B)
-    with pytest.raises(UserError, match="--node: is that of one site; got 2 sites"):
+    with pytest.raises(UserError, match="--node: takes one site, got 2 sites"):
         readmit(path, ["north", "south"], C)
     for odd in (-5, 0, 2**70):
         with pytest.raises(UserError, match=f"--node: got {odd}, takes the id"):
@@ -138,9 +138,9 @@ def test_a_node_that_is_vouched_for_is_the_sites_in_the_federation(tmp_path: Pat
     write_plan(Plan(sites=[{"name": "north"}, {"name": "south"}]), folder)
     for name, node in {"north": C, "south": B}.items():
         (folder / "server" / "keys" / f"{name}.id").write_text(str(node))
-    with pytest.raises(UserError, match=f"--node: node 42 is no site's in {folder}; that of 'north' is {C}"):
+    with pytest.raises(UserError, match=f"--node: node 42 belongs to no site in {folder}; the node of 'north' is {C}"):
         readmit(path, ["north"], 42)
-    with pytest.raises(UserError, match=f"--node: node {B} is that of 'south' in {folder}; that of 'north' is {C}"):
+    with pytest.raises(UserError, match=f"--node: node {B} belongs to 'south' in {folder}; the node of 'north' is {C}"):
         readmit(path, ["north"], B)
     readmit(path, ["north"], C)
     table = events_table(path, events(path)).markdown()
@@ -152,9 +152,9 @@ def test_nodes_that_are_no_site_of_the_run_are_named(tmp_path: Path):
     found, _ = federation(config, {A: "north", B: "soth", C: "south"})
     found.join(0.0)
     found.refresh()
-    assert found.enrolment.warnings == ["there, but not asked, as no site that takes part in this run: soth"]
+    assert found.enrolment.warnings == ["connected, but not asked, because they are not sites of this run: soth"]
     found, _ = federation(config, {A: "north", B: "soth"})
-    with pytest.raises(UserError, match=r"sites did not join .*: south \(.*; there, and no site that takes part: soth\)"):
+    with pytest.raises(UserError, match=r"sites did not join .*: south \(.*; connected, but not a site of this run: soth\)"):
         found.join(0.0)
 
 

@@ -61,4 +61,4 @@ def test_a_node_that_is_gone_is_told_when_it_comes_and_the_certificate_says_so(r
         assert done["files"] >= 1 and done["bytes"] > 0 and done == at_sites(ledger, "gone", ["south"])["south"]
         findings = verify(certificate, ledger)
         assert all(finding.verdict == "match" for finding in findings), findings
-    assert any("south: deleted what it kept of the run" in line for line in told)
+    assert any("south: deleted its store of the run" in line for line in told)

@@ -302,5 +302,5 @@ def test_a_rate_that_is_too_high_is_no_forgetting() -> None:
 
 @pytest.mark.parametrize(("trains", "tests", "every"), [(0, 10, 5), (10, 0, 5), (10, 10, 0)])
 def test_nothing_to_relearn(trains: int, tests: int, every: int) -> None:
-    with pytest.raises(UserError, match="relearning takes"):
+    with pytest.raises(UserError, match="relearning needs"):
         relearned(fresh(), 0.5, trains, tests, every=every)

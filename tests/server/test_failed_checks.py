@@ -31,7 +31,7 @@ def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
     with monkeypatch.context() as patch:
         patch.setattr(Slots, "commit", loses)
-        with pytest.raises(FailedError, match=r"does not hold: .*sum_of_contributions.*ledger .* --check"):
+        with pytest.raises(FailedError, match=r"failed checks: .*sum_of_contributions.*ledger .* --check"):
             run_experiment(InlineGrid(3, store_folder(config)), config, LogListener())
     return config
 
@@ -48,7 +48,9 @@ def test_nothing_is_erased_where_it_could_not_be_certified(wrong: Config):
         return {name: content for name, content in files(folder(wrong)).items() if not name.startswith("ledger")}
 
     before = kept()
-    with pytest.raises(UserError, match="the sum is not that of the contributions, so nothing is subtracted or erased"):
+    with pytest.raises(
+        UserError, match="the stored sum is not the sum of the contributions, so nothing is subtracted or erased"
+    ):
         unlearn(folder(wrong), UnlearningRequest(["site-0001"]))
     assert kept() == before
     with Ledger.open(folder(wrong), server=False) as ledger:

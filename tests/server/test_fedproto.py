@@ -136,7 +136,7 @@ def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
 
 def test_without_an_aggregate_there_is_nothing_to_compare_with_a_retrained_one(done, tmp_path, blank_pictures):
     path = folder(copied(done.config, tmp_path))
-    with pytest.raises(UserError, match="--retrain: compares aggregates, and this method has none"):
+    with pytest.raises(UserError, match="--retrain compares aggregates, and this method has no aggregate"):
         unlearn(path, UnlearningRequest(["site-0001"], id="r1", retrain=True))
     assert "unlearned" not in json.loads((path / "summary.json").read_text())
 

@@ -29,7 +29,7 @@ from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.server.strategies.flower.memory import arrays_of, put_back, remembered
 from fedloom.server.strategies.flower.nodes import Nodes, quiet
-from fedloom.server.strategies.flower.strategy import TOLD, FlowerStrategy
+from fedloom.server.strategies.flower.strategy import METRIC, FlowerStrategy
 from fedloom.server.unlearning.certificate import CERTIFICATES, KEPT, read
 from fedloom.server.unlearning.verification import verify, verify_accuracy
 from fedloom.sims.engines.adapter import store_folder
@@ -69,7 +69,7 @@ def replies_of(run: Run) -> list[Message]:
     view, found = run.aggregate.view(), []
     for site in run.aggregate.members():
         sent = view.slots.contributions.floats(site.name, NETWORKS)
-        loss, samples = float(sent.pop(f"{TOLD}train_loss")), view.slots.contributions.latest[site.name].samples
+        loss, samples = float(sent.pop(f"{METRIC}train_loss")), view.slots.contributions.latest[site.name].samples
         metrics = MetricRecord({"num-examples": samples, "train_loss": loss})
         content = RecordDict({"arrays": arrays_of(sent), "metrics": metrics})
         found.append(Message(content, reply_to=Message(RecordDict(), site.index + 1, "train")))
@@ -125,7 +125,7 @@ def test_a_request_is_fulfilled_in_a_process_that_has_sent_no_messages(tmp_path:
         before = digest(method.state.aggregate().state)
     words = ["unlearn", str(folder(config)), "site-0000", "--request-id", "r", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "fedloom.sims.cli", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "request 'r' verified" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Request 'r' is verified" in done.stdout, done.stderr
     with method_of(config) as method:
         assert digest(method.state.aggregate().state) != before
     written = read(file := folder(config) / CERTIFICATES / "r.json")
@@ -155,7 +155,7 @@ def test_its_fractions_choose_who_is_asked_by_the_runs_seed(tmp_path: Path):
 
 def test_fedprox_hands_its_weight_to_the_sites(tmp_path: Path):
     assert configured(tmp_path, "FedProx").objective == {"name": "fedprox", "mu": 0.5}
-    with pytest.raises(UserError, match=r"objective\.mu: got 0\.1, the strategy says 0\.5"):
+    with pytest.raises(UserError, match=r"objective\.mu: got 0\.1, the strategy needs 0\.5"):
         configured(tmp_path, "FedProx", "objective.mu=0.1")
 
 
@@ -169,12 +169,12 @@ def test_too_few_replies_for_bulyan_leave_the_network_as_it_was(tmp_path: Path):
     [
         ("FedAdam", ["strategy.eeta=1"], r"strategy\.eeta"),
         ("FedTrimmedAvg", ["strategy.beta=0.7"], r"failed with beta=0\.7 \(ValueError"),
-        ("FedXgbBagging", [], r"trees of XGBoost"),
+        ("FedXgbBagging", [], r"XGBoost's trees"),
         ("DifferentialPrivacyServerSideFixedClipping", [], r"privacy\.clip and privacy\.noise"),
-        ("FedAvg", ["strategy.min_available_nodes=9"], r"min_available_nodes: got 9, there are 4 sites"),
+        ("FedAvg", ["strategy.min_available_nodes=9"], r"min_available_nodes: got 9, but there are 4 sites"),
         ("FedAvg", ["strategy.fraction_train=0"], r"no site would train"),
-        ("FedAvg", ["strategy.weighted_by_key=loss"], r"sites report num-examples and train_loss"),
-        ("FedAvg", ["strategy.train_metrics_aggr_fn=os.system"], r"takes an object of Python"),
+        ("FedAvg", ["strategy.weighted_by_key=loss"], r"sites report only num-examples and train_loss"),
+        ("FedAvg", ["strategy.train_metrics_aggr_fn=os.system"], r"needs a Python object"),
         ("Result", [], r"is the class Result, takes"),
         ("FedAvg", ["federation.secure_aggregation=true"], r"is not summed"),
         ("FedAvg", ["objective.name=local"], r"objective\.name: got 'local'"),
@@ -222,7 +222,7 @@ def flower_array(array):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("Telling", r"tells the sites 'lr'"), ("Failing", r"failed \(KeyError"), ("Nothing", r"failed \(TypeError"),
+    [("Telling", r"sends the sites 'lr'"), ("Failing", r"failed \(KeyError"), ("Nothing", r"failed \(TypeError"),
      ("Infinite", "not finite"),
      ("Waiting", "waits for more sites")],
 )  # fmt: skip

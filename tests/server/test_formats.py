@@ -134,7 +134,7 @@ def test_a_later_ledger_is_refused_in_one_line_and_so_is_its_check(tmp_path: Pat
     monkeypatch.setattr("fedloom.server.ledger.ledger.FORMAT", 99)  # as a later fedloom would write it
     new(tmp_path).close()
     monkeypatch.undo()
-    told = f"has format 99, this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it"
+    told = f"has format 99, but this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it"
     for server in (True, False):
         with pytest.raises(UserError, match=told):
             Ledger.open(tmp_path, server=server)
@@ -147,7 +147,7 @@ def test_a_folder_whose_configuration_is_not_ours_is_never_deleted(tmp_path: Pat
     folder.mkdir()
     lines = to_yaml(small(tmp_path)).replace(f"\n{gone}:", "\nother:")
     (folder / CONFIG).write_text(lines)
-    with pytest.raises(UserError, match=r"digits is no run of fedloom"):
+    with pytest.raises(UserError, match=r"digits is not a run of fedloom"):
         refuse_existing(small(tmp_path, "run.overwrite=true"))
 
 

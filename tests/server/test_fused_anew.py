@@ -194,14 +194,20 @@ def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):
     [
         (["strategy.fusion=ot"], "strategy.fusion: got 'ot'"),
         (["strategy.basis=same"], "strategy.basis: got 'same'"),
-        (["strategy.probe.samples=0"], "strategy.probe.samples: got 0, and strategy.fusion=cla_ot looks at images; takes 2"),
+        (["strategy.probe.samples=0"], "strategy.probe.samples: got 0, but strategy.fusion=cla_ot needs images; take 2"),
         (["data.validation=0"], "strategy.probe: needs held-out images"),
-        (["strategy.recalibrate=true"], "strategy.recalibrate: needs strategy.fusion=parts, got 'cla_ot'; leave it out"),
-        (["strategy.maps={mlp-20-8: [0, 2]}"], "strategy.maps: needs strategy.fusion=parts"),
-        (["strategy.lacking=0.9"], "strategy.lacking: needs strategy.fusion=parts"),
-        (["strategy.fusion=refit", "strategy.basis=weights"], "strategy.basis: needs strategy.fusion=cla_ot, got 'refit'"),
+        (
+            ["strategy.recalibrate=true"],
+            "strategy.recalibrate: works only with strategy.fusion=parts, not 'cla_ot'; leave it out",
+        ),
+        (["strategy.maps={mlp-20-8: [0, 2]}"], "strategy.maps: works only with strategy.fusion=parts"),
+        (["strategy.lacking=0.9"], "strategy.lacking: works only with strategy.fusion=parts"),
+        (
+            ["strategy.fusion=refit", "strategy.basis=weights"],
+            "strategy.basis: works only with strategy.fusion=cla_ot, not 'refit'",
+        ),
         (["strategy.reference=deepest"], "unknown architecture 'deepest'"),
-        (["strategy.start=shared"], "mlp-20-8 is no part of mlp-16-12-8"),
+        (["strategy.start=shared"], "mlp-20-8 is not a part of mlp-16-12-8"),
         (
             ["sites.1.network={name: lenet}", "data.size=16"],
             "strategy.fusion=cla_ot: lenet (of site-0003) cannot be fused into",

@@ -308,20 +308,20 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
     ("words", "sites", "told"),
     [
         (["data.heads=own"], APART,
-         r"'dcc' needs classes that all sites have, and there are none; take \[rp\]"),
+         r"'dcc' needs at least two classes that all sites have, but they share none; take \[rp\]"),
         (["objective.auxiliary=[nix]"], SITES, r"unknown auxiliary 'nix'.*dcc, rp"),
         (["objective.auxiliary=[dcc,dcc]"], SITES, r"objective\.auxiliary\[1\]: 'dcc' is named twice"),
         (["objective.publish=[heads]"], SITES, r"unknown objective\.publish 'heads'; did you mean"),
-        (["objective.private=[nobody]"], SITES, r"objective\.private: there is no site 'nobody'"),
-        (["strategy.scheme=incremental", "strategy.first_sites=2"], SITES, r"first_sites: got 2, takes fewer than the 2"),
+        (["objective.private=[nobody]"], SITES, r"objective\.private: unknown site 'nobody'"),
+        (["strategy.scheme=incremental", "strategy.first_sites=2"], SITES, r"first_sites: got 2, takes a number below 2"),
         (["strategy.alike=[[one]]"], SITES, r"strategy\.alike\[0\]: got \['one'\], takes a list of at least two names"),
         (["objective={name: local}"], SITES, r"objective\.name: got 'local', strategy head_transfer takes components"),
         (["data.heads=task"], SITES, r"data\.heads: strategy head_transfer takes shared or own"),
         ([], f"{SITES}, {OTHER}", r"heads cannot be exchanged: site-0002's head"),
         (["objective.mode=fedper"], f"{SITES}, {WIDER}",
-         r"objective\.mode=fedper averages extractors, and site-0002's network is another one"),
+         r"objective\.mode=fedper averages extractors, but the networks of site-0002 and site-0000 differ"),
         (["objective.mode=lg_fedavg", "data.heads=own"], UNEQUAL,
-         r"objective\.mode=lg_fedavg takes one head for all sites; site-0001's has 3 classes, site-0000's 2"),
+         r"objective\.mode=lg_fedavg takes one head for all sites, but site-0001's has 3 classes, site-0000's 2"),
         (["objective.mode=fedgh", "data.heads=own"], UNEQUAL, r"objective\.mode=fedgh takes one head for all sites"),
         (["objective.pull=40"], SITES, r"objective\.pull: got 40; with training\.rate=0\.05 .* diverges from 38 on"),
         (["objective.same_start=true"], f"{SITES}, {WIDER}",
@@ -345,6 +345,6 @@ def test_names_that_stand_for_no_class_of_any_site_are_told(tmp_path):
 
 def test_a_name_that_a_site_gave_steers_no_terminal(tmp_path):
     tasks = components_of(resolve(configured(tmp_path))).tasks
-    with pytest.raises(UserError, match="one alone") as caught:
+    with pytest.raises(UserError, match="share only") as caught:
         check_common(tasks, ["\x1b[31mred\n"])
     assert str(caught.value).isprintable()

@@ -149,7 +149,7 @@ NAMED = "extractor.block2.0.weight"
 PUBLISHED_LIES = {
     "NaN": (all_of(lambda tensor: tensor * NAN if tensor.is_floating_point() else tensor), "entries that are not finite"),
     "huge": (all_of(lambda tensor: tensor + 1e30 if tensor.is_floating_point() else tensor), "more than federation.largest"),
-    "a piece": (lambda state: {NAMED: state[NAMED]}, "holds a piece of its extractor"),
+    "a piece": (lambda state: {NAMED: state[NAMED]}, "holds an incomplete extractor"),
     "another name": (lambda state: {**state, "extractor.x": torch.ones(1)}, "has an unknown tensor 'extractor.x'"),
     "silence": (None, "the site hangs"),
 }

@@ -56,7 +56,7 @@ def test_a_site_that_never_had_a_state_cannot_have_lost_it(tmp_path: Path):
     forget = edited(lambda content: [content.clear(), content.__setitem__(LOST, ConfigRecord({}))])
     config = small(tmp_path, "federation.lost_store=stop", "rounds=1", samples=20)
     run = set_up(config, WatchedApp(forget, place=1, rounds=(1,))).all_rounds()
-    assert run.listener.records[0]["dropped"] == {"site-0001": "it says that its own state is lost, and needs none"}
+    assert run.listener.records[0]["dropped"] == {"site-0001": "it reports a lost state, but has none yet"}
 
 
 def test_what_steers_a_terminal_reaches_neither_records_nor_listeners(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_robust_aggregation_that_could_not_be_subtracted_is_refused(tmp_path: Pa
     from fedloom.server.run.experiment import check
 
     for words in (["strategy={name: trimmed_mean}"], ["strategy.weighting=median"]):
-        with pytest.raises(UserError, match=r"is no sum: no site could be subtracted again.*federation\.largest_weight"):
+        with pytest.raises(UserError, match=r"is not a sum, so no site could be subtracted.*federation\.largest_weight"):
             check(small(tmp_path, *words))
 
 
@@ -193,10 +193,10 @@ def test_a_contribution_goes_to_nobody_but_its_own_node(tmp_path: Path):
     record = one_round(run.loop, 2)
     assert not any(OWN in records for records in sent)
     reason = record["dropped"]["site-0001"]
-    assert "node 3 is not sent what node 77 gave" in reason
-    assert "site-0001 --node ID' says which one is the site now, of those that claim it: 3)" in reason
+    assert "node 3 does not receive the contributions of node 77" in reason
+    assert "site-0001 --node ID' chooses the site's node; these claim it: 3)" in reason
     # once the operator says so, it is
     run.loop.channel.enrolment.bindings = InMemoryBindings({"site-0001": 3})
     one_round(run.loop, 3)
-    assert any("round 3" in text and "it begins again at its contribution" in text for text in run.listener.messages)
+    assert any("round 3" in text and "it starts again from its contribution" in text for text in run.listener.messages)
     assert sum(OWN in records for records in sent) == 1

@@ -111,8 +111,8 @@ def test_masked_sums_are_those_that_can_be_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (("federation.fraction=0.34",), "moves slower than fedavg's; objective.initialisation=aggregate"),
-    (("federation.fraction=0.34", "objective.mode=regularised"), "have not trained yet hold the sum back"),
+    (("federation.fraction=0.34",), "changes more slowly than with fedavg; objective.initialisation=aggregate"),
+    (("federation.fraction=0.34", "objective.mode=regularised"), "have not trained yet slow down the sum"),
     (("federation.fraction=0.34", "objective.initialisation=aggregate"), ""),
     (("federation.fraction=0.34", "objective.mode=fedavg"), ""),
     ((), ""),
@@ -125,5 +125,5 @@ def test_a_low_fraction_is_told_of(tmp_path: Path, words: tuple[str, ...], told:
 
 def test_only_exact_begins_at_the_aggregate(tmp_path: Path):
     config = small(tmp_path, "objective.mode=regularised", "objective.initialisation=aggregate")
-    with pytest.raises(UserError, match="aggregate is for mode=exact alone; take shared or own"):
+    with pytest.raises(UserError, match="aggregate works only with mode=exact; take shared or own"):
         strategy_of(resolve(config)).check(resolve(config))

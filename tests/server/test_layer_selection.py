@@ -31,7 +31,7 @@ from fedloom.fusion.state import State
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.schedules import Participation
-from fedloom.server.strategies.layer_selection import FOUND, LEAST_MASS, PARTS, PROGRESS, SHARED, LayerSelectionStrategy
+from fedloom.server.strategies.layer_selection import LEAST_MASS, PARTS, PROGRESS, SELECTED, SHARED, LayerSelectionStrategy
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
@@ -209,7 +209,7 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site_and_erases_its_progr
         assert (table[MASS][:, 0] == -1).all() and not table["total"][:, 0].any() and not table["right"][:, 0].any()
         assert (table[MASS][:, 1:] >= 0).all() and table["total"][-1, 1:].all()
         [facts] = strategy.summary_entries(view)["layer_selection"].values()
-        assert facts["sites"] == [B, C] and not view.has(FOUND, A)
+        assert facts["sites"] == [B, C] and not view.has(SELECTED, A)
         residue, measured = strategy.residue(view)
         assert "accuracies" in measured.location
         assert "other sites" in residue.location
@@ -311,7 +311,7 @@ def test_a_site_that_lost_its_store_begins_again(tmp_path: Path) -> None:
     [gone] = store_folder(config).glob(f"*/{B}")
     shutil.rmtree(gone)
     done = run(to_resume(config), listener=heard)
-    assert heard.messages[-1] == f"round 2: {B}: its own state is lost: that after round 1; it begins again at the beginning"
+    assert heard.messages[-1] == f"round 2: {B} has lost its own state after round 1; it starts again from the beginning"
     assert done.summary["status"] == "finished" and all(done.summary["checks"].values())
     assert int(own_state(done, 1)[COUNTS].sum()) == 6 and int(own_state(done, 0)[COUNTS].sum()) == 12
 

@@ -152,7 +152,7 @@ def test_a_task_that_lost_its_store_begins_again_from_what_is_shared(tmp_path: P
     [gone] = store_folder(config).glob(f"*/{B}")
     shutil.rmtree(gone)
     done = run(to_resume(config), listener=heard)
-    assert heard.messages[-1].startswith(f"round 4: {B}: its own state is lost")
+    assert heard.messages[-1].startswith(f"round 4: {B} has lost its own state")
     assert int(own_state(done, 1)[COUNTS].sum()) == 6 and int(own_state(done, 0)[COUNTS].sum()) == 12
     assert all(done.summary["checks"].values())
 
@@ -163,7 +163,7 @@ def test_nobody_has_the_turn_of_a_task_that_was_forgotten_before_it(tmp_path: Pa
     heard = Asking(folder(config), {"r1": [B]})
     done = run(config, client, heard)
     assert client.orders == [(0, 1), (0, 2), (2, 1), (2, 2)]
-    assert heard.messages == [f"request 'r1' verified: {B} forgotten"] and heard.asked == [1, 1, 0, 0, 1, 1]
+    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {B}."] and heard.asked == [1, 1, 0, 0, 1, 1]
     assert found(done)["sites"] == [A, C] and found(done)["own"] == [[1, 2], [5, 6]]
     assert all(done.summary["checks"].values()) and not audit(folder(config))
 

@@ -32,7 +32,7 @@ HOSTILE = {
     "mass NaN": (selection_of(lambda state: {**state, MASS: torch.tensor([float("nan"), 0.2])}), "not finite"),
     "no configuration": (selection_of(lambda state: {**state, CHOSEN: torch.tensor([0.5, 1.0])}), "zeros and ones"),
     "configuration of -1": (selection_of(lambda state: {**state, CHOSEN: torch.tensor([-1.0, 1.0])}), "zeros and ones"),
-    "negative counts": (selection_of(lambda state: {**state, COUNTS: -state[COUNTS]}), "no negative numbers"),
+    "negative counts": (selection_of(lambda state: {**state, COUNTS: -state[COUNTS]}), "numbers of at least 0"),
     "counts of another kind": (selection_of(lambda state: {**state, COUNTS: state[COUNTS].float()}), "expected int64"),
     "huge counts": (selection_of(lambda state: {**state, COUNTS: state[COUNTS] + 2**62}), "counts"),
     "too many groups": (selection_of(lambda state: {**state, MASS: torch.ones(3)}), "shape [3], expected [2]"),
@@ -117,7 +117,7 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     ([OTHER % ("[4, 7]", "none")], "block2.0.weight' is 7 x 4 x 3 x 3 at site-0001 and 6 x 4 x 3 x 3 at site-0000"),
     ([OTHER % ("[4, 6, 6]", "none")], "'extractor.block3.0.weight' is 6 x 6 x 3 x 3 at site-0001 and none at site-0000"),
     ([OTHER % ("[4, 6]", "batch"), "evaluation.statistics=running"], "evaluation.statistics: got 'running'"),
-    (["federation.partial_sums=true"], "federation.partial_sums: workers add up one sum alone"),
+    (["federation.partial_sums=true"], "federation.partial_sums: workers can add up only one sum"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)) as caught:
@@ -131,7 +131,7 @@ def test_a_certainty_without_a_configuration_is_told(tmp_path: Path) -> None:
     """Once it was passed over in silence."""
     config = configured(tmp_path, "objective.certainty=0.5")
     [told] = strategy_of(resolve(config)).warnings(resolve(config))
-    assert told.startswith("objective.certainty=0.5 is for a configuration")
+    assert told.startswith("objective.certainty=0.5 needs a fixed configuration")
     for words in (["objective.mode=all"], ["baselines=[all]"]):
         config = configured(tmp_path, "objective.certainty=0.5", *words)
         assert not strategy_of(resolve(config)).warnings(resolve(config))

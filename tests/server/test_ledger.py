@@ -68,16 +68,16 @@ def test_commits_that_do_not_fit_are_refused_whole(tmp_path: Path):
         plain.forget(ledger, ["d"])
         good, late = contribution(ledger, "a", 3), contribution(ledger, "a", 2)
         states = {}, {}, {"loss": 1.0}, "latest"
-        refused(ledger, "round 2 cannot follow round 2.*go on with round 3", ledger.commit_round, 2, {"a": late}, *states)
+        refused(ledger, "round 2 cannot follow .*continue with round 3", ledger.commit_round, 2, {"a": late}, *states)
         refused(ledger, "unknown site 'aa'; did you mean 'a'", ledger.commit_round, 3, {"aa": good}, *states)
         refused(ledger, r"'d' is forgotten \(these are not: a, b, c\)", ledger.commit_round, 3, {"d": good}, *states)
-        refused(ledger, "round 3: a contribution is of round 2", ledger.commit_round, 3, {"a": late}, *states)
-        refused(ledger, "keep is 'none'", ledger.commit_round, 3, {"a": good}, {}, {}, None, "none")
+        refused(ledger, "round 3: a contribution belongs to round 2", ledger.commit_round, 3, {"a": late}, *states)
+        refused(ledger, "not 'none'", ledger.commit_round, 3, {"a": good}, {}, {}, None, "none")
         missing = {"a": Contribution("0" * 64, 1, 3, 32)}
-        refused(ledger, "no such blob", ledger.commit_round, 3, missing, *states)
-        refused(ledger, "no such blob", ledger.commit_round, 3, {}, {"sum": "f" * 64}, {}, None, "latest")
+        refused(ledger, "this blob is missing", ledger.commit_round, 3, missing, *states)
+        refused(ledger, "this blob is missing", ledger.commit_round, 3, {}, {"sum": "f" * 64}, {}, None, "latest")
         refused(ledger, "CHECK", ledger.commit_round, 3, {"a": Contribution(good.blob, -1, 3, 32)}, *states)
-        refused(ledger, "no JSON", ledger.commit_round, 3, {"a": good}, {}, {}, {"loss": float("nan")}, "latest")
+        refused(ledger, "as JSON", ledger.commit_round, 3, {"a": good}, {}, {}, {"loss": float("nan")}, "latest")
         ledger.prune()
         plain.agrees(ledger)
 
@@ -147,7 +147,7 @@ def test_events_are_chained_and_cannot_be_changed(tmp_path: Path):
     with Ledger.open(tmp_path) as ledger:
         ledger.note("started", {"on": "ä"})
         for kind in ("round", "created", "applied"):
-            refused(ledger, "cannot be noted", ledger.note, kind, {})
+            refused(ledger, "`note` cannot add it", ledger.note, kind, {})
         events = list(ledger.events())
     assert [event.id for event in events] == list(range(1, len(events) + 1))
     before = "0" * 64
@@ -221,7 +221,7 @@ def test_folders_without_a_ledger_and_files_that_are_none_are_told(tmp_path: Pat
         path.write_bytes(b"not a database" * 100)
         told("file is not a database", server=server)
         path.write_bytes(b"")
-        told("holds no run .*no such table", server=server)
+        told("has no run .*no such table", server=server)
         path.unlink()
     with pytest.raises(LedgerError, match=r"not a directory|Not a directory|File exists"):
         (tmp_path / "file").write_text("")
@@ -235,7 +235,7 @@ def test_folders_without_a_ledger_and_files_that_are_none_are_told(tmp_path: Pat
     with sqlite3.connect(path) as db:
         db.execute("UPDATE runs SET format = 9")
     db.close()
-    told("has format 9, this fedloom reads 2 to 4; use the fedloom that wrote it")
+    told("has format 9, but this fedloom reads 2 to 4; use the fedloom that wrote it")
     told("has format 9", server=False)
 
 
@@ -244,7 +244,7 @@ def test_a_ledger_that_somebody_locks_for_too_long_is_told(tmp_path: Path):
     with Ledger.open(tmp_path) as ledger:
         other = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        refused(ledger, "database is locked; another process has it since 5 s", ledger.note, "late", {})
+        refused(ledger, "database is locked; another process has locked it for 5 s", ledger.note, "late", {})
         other.execute("ROLLBACK")
         other.close()
         ledger.note("late", {})

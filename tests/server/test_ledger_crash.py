@@ -112,7 +112,7 @@ def test_a_second_server_is_refused_and_a_reader_is_not(tmp_path: Path):
     plain = closed(tmp_path)
     with child(hold, tmp_path) as (process, says):
         assert says.recv() == "open"
-        with pytest.raises(LedgerError, match=f"process {process.pid} is working on it; let it end"):
+        with pytest.raises(LedgerError, match=f"process {process.pid} is working on it; wait until it ends"):
             Ledger.open(tmp_path)
         with Ledger.open(tmp_path, server=False) as reader:
             plain.agrees(reader)
@@ -144,7 +144,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_last_commit_stays(tmp_path: Pat
     new(tmp_path).close()
     with child(commit_for_ever, tmp_path, limit) as (_, says):
         *rounds, told = heard(says)
-    assert "make room and run again" in told
+    assert "free space and run again" in told
     assert str(tmp_path) in told
     assert "\n" not in told
     assert problems(tmp_path) == []
@@ -171,7 +171,7 @@ def test_a_blob_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path):
     before = contents(tmp_path)
     with child(put_much, tmp_path) as (_, says):
         (told,) = heard(says)
-    assert "File too large; make room and run again" in told
+    assert "File too large; free space and run again" in told
     assert contents(tmp_path) == before
 
 
@@ -210,13 +210,13 @@ def test_a_folder_that_cannot_be_written_can_be_read_and_checked(guarded: Path, 
             says.recv()
     before = contents(guarded)
     with reading_only(guarded):
-        with pytest.raises(LedgerError, match=r"ledger\.lock: Permission denied; look at its permissions"):
+        with pytest.raises(LedgerError, match=r"ledger\.lock: Permission denied; check its permissions"):
             Ledger.open(guarded)
         with pytest.raises(LedgerError, match=r"Permission denied|permissions"):
             Ledger.create(guarded / "new", "digits", "", 32, SITES)
         with Ledger.open(guarded, server=False) as reader:
             plain.agrees(reader)
-            with pytest.raises(LedgerError, match=r"ledger\.sqlite: .*look at the permissions"):
+            with pytest.raises(LedgerError, match=r"ledger\.sqlite: .*check the permissions"):
                 reader.receive("r1", "forget", ["a"], "", {})
         assert check(guarded) == []
     assert contents(guarded) == before

@@ -37,7 +37,7 @@ def test_a_blob_that_is_lost_is_told_at_once(tmp_path: Path):
     with new(tmp_path) as server, Ledger.open(tmp_path, server=False) as reader:
         plain.commit(server, SITES)
         server.blobs.remove_all(server.blobs.names())
-        with pytest.raises(LedgerError, match="no such blob"):
+        with pytest.raises(LedgerError, match="this blob is missing"):
             reading(reader, tries.append)
     assert tries == [0]
 

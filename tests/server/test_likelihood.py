@@ -61,5 +61,5 @@ def test_the_rate_is_at_most_so_many_false_positives():
 
 def test_few_federations_are_refused():
     values = np.zeros((3, 5))
-    with pytest.raises(UserError, match="4 federations or more"):
+    with pytest.raises(UserError, match="at least 4 federations"):
         likelihood_ratio(values, values, values == 0, values == 0)

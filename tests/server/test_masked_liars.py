@@ -69,7 +69,7 @@ def test_a_site_whose_shares_nobody_can_use_is_left_out(tmp_path: Path, record: 
     config = configured(tmp_path, sites=7)
     told = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
     assert (
-        f"round 1: other sites say that they cannot use the shares of {LIAR}: the round begins again without {LIAR}"
+        f"round 1: other sites report that they cannot use the shares of {LIAR}: the round begins again without {LIAR}"
         in told.messages
     )
     with method_of(config) as method:

@@ -62,12 +62,12 @@ def test_the_first_is_the_aggregate_and_others_have_files_of_their_names(tmp_pat
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("nothing", r"its models\(\) must give a fedloom\.server\.strategies\.Models, gave a NoneType"),
-        ("dict", r"must give a fedloom\.server\.strategies\.Models, gave a dict"),
+        ("nothing", r"models\(\) must return a fedloom\.server\.strategies\.Models, not a NoneType"),
+        ("dict", r"must return a fedloom\.server\.strategies\.Models, not a dict"),
         ("no model", r"its models\(\) must hold fedloom\.server\.strategies\.Model, one is a dict"),
         ("lacking", r"Model with the state of its architecture \(.*Missing key\(s\).*head\.weight"),
-        ("path", r"names a network '\.\./\.\./evil', which no file can be named; choose another name"),
-        ("reserved", r"names a network 'aggregate', as the first one's file is"),
+        ("path", r"names a network '\.\./\.\./evil', which is not a valid file name; choose another name"),
+        ("reserved", r"names a network 'aggregate', the file name of the first one"),
     ],
 )
 def test_other_things_are_refused_in_one_line_that_names_the_strategy(tmp_path: Path, what: str, told: str):

@@ -209,9 +209,9 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["strategy.server={steps: 5, weight: 0, images: {domain: cifar100}}"], "'cifar100' has 100 classes"),
         (
             ["strategy.server={steps: 5, weight: 0.5, images: {domain: fashion_mnist}}"],
-            "strategy.server.images.domain: class 0 is 'T-shirt/top' in fashion_mnist and '0' in digits; its labels need",
+            "strategy.server.images.domain: class 0 is 'T-shirt/top' in fashion_mnist and '0' in digits; take",
         ),
-        (["strategy.server={steps: 5, weight: 0}", "data.heads=task"], "data.heads=task takes weight=1"),
+        (["strategy.server={steps: 5, weight: 0}", "data.heads=task"], "with data.heads=task, set weight=1"),
         (["strategy.start=both"], "strategy.start: got 'both'"),
         (
             ["strategy.server.steps=5", "data.validation=0", "strategy.start=shared"],
@@ -232,7 +232,9 @@ def test_labels_of_the_same_classes_are_taken_and_without_labels_any_images(tmp_
 
 def test_networks_that_cannot_be_fused_are_both_named(tmp_path):
     odd = "{domain: digits, samples: 90, network: {name: lenet}}"
-    with pytest.raises(UserError, match=r"mlp-16-8 is no part of lenet: .*, that of site-0004; mlp-16-8: of site-0000\)"):
+    with pytest.raises(
+        UserError, match=r"mlp-16-8 is not a part of lenet: .*, of site-0004; mlp-16-8 is the network of site-0000\)"
+    ):
         check(configured(tmp_path, "data.size=16", sites=f"{SITES}, {odd}"))
 
 

@@ -59,11 +59,11 @@ def test_what_is_named_is_never_replaced():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["strategy.name=fedprox", "strategy.mu=1"], r"strategy\.mu: is an option of the sites' half.*say objective\.mu"),
-        (["strategy.name=ditto", "strategy.strength=1"], r"say objective\.strength"),
+        (["strategy.name=fedprox", "strategy.mu=1"], r"strategy\.mu: is an option of the sites' half.*write objective\.mu"),
+        (["strategy.name=ditto", "strategy.strength=1"], r"write objective\.strength"),
         (
             ["strategy.name=fedadam", "objective.rate=1"],
-            r"objective\.rate: .* the server's half.*say strategy\.rate",
+            r"objective\.rate: .* the server's half.*write strategy\.rate",
         ),
         (["strategy.name=fedadam", "strategy.beta1=1"], r"did you mean 'strategy\.beta_1'"),
         (["strategy.name=krum"], r"flwr\.serverapp\.strategy:Krum"),

@@ -9,7 +9,7 @@ import pytest
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.conf import Config, load
 from fedloom.server.rounds.schedules import looked_at
-from fedloom.server.run.final_evaluation import common_names, counted, told
+from fedloom.server.run.final_evaluation import common_names, counted, spread
 from fedloom.sims.operations.simulate import simulate
 from tests.server.parts import small
 
@@ -56,7 +56,7 @@ def test_what_is_found_at_the_sites_adds_up(both: list[dict[str, Any]]):
 
 def test_the_spread_is_over_sites_each_of_which_counts_the_same():
     scores = {f"site-{place:04d}": Score(place, 10, {0: (place, 10)}) for place in range(11)}
-    found = told(scores)
+    found = spread(scores)
     assert found["mean"] == pytest.approx(0.5)
     assert found["deviation"] == pytest.approx(10**0.5 / 10)
     assert found["deciles"] == pytest.approx([place / 10 for place in range(1, 10)])

@@ -18,7 +18,9 @@ from tests.server.resumes import configured, metrics, results, resumed, run
 def test_another_configuration_is_not_resumed(tmp_path: Path, halted, other):
     config = halted(tmp_path, 2)
     before = files(folder(config))
-    with pytest.raises(UserError, match=r"digits: was run with another configuration \(config\.yaml\); only that one"):
+    with pytest.raises(
+        UserError, match=r"digits: was run with another configuration \(config\.yaml\); it can only be resumed with that one"
+    ):
         resumed(configured(tmp_path, other))
     assert files(folder(config)) == before
 
@@ -30,7 +32,7 @@ def test_what_is_no_run_is_not_resumed(tmp_path: Path, content):
     if content != "nothing":
         (folder(config) / content).write_text("model: precious\n")
     before = files(tmp_path)
-    with pytest.raises(UserError, match="is no run of fedloom"):
+    with pytest.raises(UserError, match="is not a run of fedloom"):
         resumed(config)
     assert files(tmp_path) == before
 
@@ -61,7 +63,9 @@ def test_a_second_server_is_refused_in_one_line_and_changes_nothing(tmp_path: Pa
     config = halted(tmp_path, 2)
     with Ledger.open(folder(config)):
         before = files(folder(config))
-        with pytest.raises(LedgerError, match=r"digits: process \d+ is working on it; let it end, or stop it") as told:
+        with pytest.raises(
+            LedgerError, match=r"digits: process \d+ is working on it; wait until it ends, or stop it"
+        ) as told:
             resumed(config)
         assert "\n" not in str(told.value)
         assert files(folder(config)) == before

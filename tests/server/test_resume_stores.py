@@ -43,7 +43,7 @@ def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(
     client, listener = WatchedApp(), Recorder()
     summary = resumed(lost, listener, client)
     (told,) = listener.messages
-    assert told == "round 3: site-0001: its own state is lost: that after round 2; it begins again at its contribution"
+    assert told == "round 3: site-0001 has lost its own state after round 2; it starts again from its contribution"
     assert summary["status"] == "finished" and all(summary["checks"].values())
     assert [(order.round, order.base) for order in client.orders if order.site == 1] == [(3, 2), (3, 2), (4, 3)]
     assert all(record["replies"] == 3 and not record["dropped"] for record in listener.records)
@@ -80,7 +80,7 @@ def test_a_lost_store_may_stop_the_run_and_put_back_it_goes_on(tmp_path: Path, h
     config = halted(tmp_path, 2, words)
     shutil.move(store_folder(config), tmp_path / "away")
     with pytest.raises(
-        UserError, match=r"round 3: .*site-000\d: its own state is lost.*federation\.lost_store=restart"
+        UserError, match=r"round 3: .*site-000\d has lost its own state.*federation\.lost_store=restart"
     ) as told:
         resumed(config)
     assert "\n" not in str(told.value)

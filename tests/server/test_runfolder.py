@@ -40,7 +40,7 @@ def test_an_existing_run_is_refused_and_left_as_it_is(tmp_path: Path):
     made = opened(tmp_path)
     made.append({"round": 1})
     before = files(made.path)
-    with pytest.raises(UserError, match=r"the run 'digits' exists .*pass --overwrite, or another run\.name="):
+    with pytest.raises(UserError, match=r"the run 'digits' exists .*add --overwrite, or set another run\.name="):
         opened(tmp_path, "seed=1")
     assert files(made.path) == before
 
@@ -216,7 +216,7 @@ def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path
     config = small(tmp_path, "run.overwrite=true")
     folder(config).mkdir(parents=True)
     (folder(config) / CONFIG).write_text("model: precious\n")
-    with pytest.raises(UserError, match="is no run of fedloom"):
+    with pytest.raises(UserError, match="is not a run of fedloom"):
         RunFolder(folder(config)).open(config)
     assert (folder(config) / CONFIG).read_text() == "model: precious\n"
 

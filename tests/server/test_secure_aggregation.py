@@ -108,7 +108,7 @@ def test_too_few_sites_end_the_round(tmp_path: Path) -> None:
         config = configured(tmp_path, MASKS[1], name=stage)
         missing = (1, 2, 3, 4) if stage == SECURE_KEYS else (1, 2)  # those that began count
         told = r"[13] of 5 sites answered '.*', secure aggregation needs [24] \(first failure: site-0001: .*gone"
-        with pytest.raises(FailedError, match=rf"{told}|3 right shares for .* came, and 4 are needed"):
+        with pytest.raises(FailedError, match=rf"{told}|3 valid shares for .* arrived, but 4 are needed"):
             run(config, Spoiled(gone, [stage], sites=missing))
         with method_of(config) as method:
             assert method.unlearning().last_round() == 0
@@ -125,7 +125,9 @@ def test_forgetting_leaves_the_sum_of_what_the_others_hold(tmp_path: Path) -> No
         before = method.unlearning().last_round()
         listener = forget(method, config, [ONE, FOUR], "second")
         assert listener.announced[-1] == listener.records[-1]["round"] == before + 1  # once told as round 3 of 2
-        assert "the server never read one alone" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
+        assert (
+            "the server never read a single one" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
+        )
         assert method.state.digest()["sum"] == held(config, others(ONE, TWO, FOUR))
         assert all(method.state.checks()[0].values())
         assert [one.state for one in map(method.ledger.request, ("first", "second")) if one] == ["verified"] * 2
@@ -159,9 +161,7 @@ def test_who_holds_masks_must_be_there_or_leave_too(tmp_path: Path) -> None:
     run(config)
     with method_of(config) as method:
         before = method.state.digest()
-        with pytest.raises(
-            FailedError, match=f"{ONE} did not answer, and it alone can take out its masks in common with {TWO}"
-        ):
+        with pytest.raises(FailedError, match=f"{ONE} did not answer, and only it can remove its masks with {TWO}"):
             forget(method, config, [TWO], "first", Spoiled(gone, [TRAIN]))
         assert method.state.digest() == before
         method.ledger.set_request("first", "refused", {})
@@ -177,7 +177,7 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
         grid, listener = InlineGrid(SITES, store_folder(config), Spoiled()), Recorder()
         method.train(method.joined(grid), listener, rounds=2)
         assert "its own state is lost" in listener.records[0]["dropped"][TWO]
-        assert "forget it, then readmit it" in listener.records[0]["dropped"][TWO]
+        assert "forget the site, then readmit it" in listener.records[0]["dropped"][TWO]
         forget(method, config, [TWO], "first")
         method.state.readmit([TWO])
         method.train(method.joined(grid), listener, rounds=4)
@@ -187,8 +187,8 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
 @pytest.mark.parametrize(
     ("experiment", "words", "told"),
     [
-        ("digits", ("objective.subset_probability=0.5",), "objective.subset_probability: means without one site"),
-        ("different_digits", (), "counts by samples; take one that gathers unweighted sums"),
+        ("digits", ("objective.subset_probability=0.5",), "objective.subset_probability: a mean without one site"),
+        ("different_digits", (), "counts by samples; choose one that gathers only unweighted sums"),
         ("components", (), "is not summed"),
         ("digits", ("federation.partial_sums=true", MASKS[0]), "federation.partial_sums: workers would read"),
     ],
@@ -209,7 +209,7 @@ def test_the_sum_of_one_site_is_refused(tmp_path: Path) -> None:
         forget(method, config, ["site-0000"], "one")
         request = method.ledger.request("one")
         assert request is not None and request.state == "refused"
-        assert "under masks two must stay" in (request.result or {})["reason"]
+        assert "two sites must remain" in (request.result or {})["reason"]
 
 
 def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_other(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
     with method_of(config) as method:
         receive(method.ledger, "first", ["site-0000", ONE], "", {})
         told = forget(method, config, [TWO, FOUR], "second")
-        assert "request 'second' waits until site-0000, site-0001 are forgotten" in " ".join(told.messages)
+        assert "Request 'second' waits until the run has forgotten site-0000, site-0001" in " ".join(told.messages)
         states = {id: request.state for id in ("first", "second") if (request := method.ledger.request(id))}
         assert states == {"first": "verified", "second": "refused"}
         assert method.state.digest()["sum"] == held(config, others("site-0000", ONE))
@@ -227,7 +227,7 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
 def test_what_some_sites_gave_cannot_be_composed(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     run(config)
-    with pytest.raises(UserError, match="--sites: under masks nobody can read what some of the sites gave"):
+    with pytest.raises(UserError, match="--sites: secure aggregation hides the contributions of single sites"):
         compose(folder(config), CompositionOrder([ONE, TWO]), tmp_path / "some.safetensors")
     compose(folder(config), CompositionOrder(others(), measure=False), tmp_path / "all.safetensors")
 
@@ -235,7 +235,7 @@ def test_what_some_sites_gave_cannot_be_composed(tmp_path: Path) -> None:
 def test_what_sites_tell_of_their_images_is_not_asked_of_those_that_hide_it(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     run(config)
-    with method_of(config) as method, pytest.raises(UserError, match="recalibration: reads what each site tells"):
+    with method_of(config) as method, pytest.raises(UserError, match="recalibration: reads statistics of each site"):
         method.state.check_recalibration([ONE])
 
 
@@ -248,12 +248,14 @@ def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
         early = next(site for site, round in first.items() if round == 1)
         method.state.check_forgetting([early], rollback=True)
         for site in late:
-            with pytest.raises(UserError, match="--rollback: under masks"):
+            with pytest.raises(UserError, match="--rollback: with secure aggregation"):
                 method.state.check_forgetting([site], rollback=True)
 
 
 def test_as_many_sites_are_asked_as_masks_take(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"federation\.fraction: got 0\.25, which asks one of 5 .* set it to 0\.4 or more"):
+    with pytest.raises(
+        UserError, match=r"federation\.fraction: got 0\.25, so a round asks one of 5 .* set it to 0\.4 or more"
+    ):
         check_start(configured(tmp_path, MASKS[1], "federation.fraction=0.25"))
     config = configured(tmp_path, MASKS[1], "federation.fraction=0.4", "rounds=1")
     run(config)

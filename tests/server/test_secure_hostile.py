@@ -85,7 +85,7 @@ def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     with pytest.raises(
         FailedError,
-        match=r"is beyond twice federation.largest_weight \(20000\): a site sent something else than a contribution",
+        match=r"is beyond twice federation.largest_weight \(20000\): a site sent something other than a contribution",
     ):
         run(config, Spoiled(changed(SITE, lambda state: {MASKED: state[MASKED] * 3}), [TRAIN]))
     with method_of(config) as method:
@@ -119,22 +119,22 @@ def turned(message: Message) -> None:
 
 
 def test_a_site_answers_once(tmp_path: Path) -> None:
-    assert all("this attempt's contribution was sent" in told for told in asked_again(tmp_path / "a", TRAIN))
-    assert all("cannot be taken off now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
+    assert all("this attempt's contribution is already sent" in told for told in asked_again(tmp_path / "a", TRAIN))
+    assert all("cannot be removed now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
     assert all(
         "another list" in told or "of this attempt" in told for told in asked_again(tmp_path / "c", SECURE_CONFIRM, turned)
     )
-    assert all("secrets were shared out" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
+    assert all("secrets are already shared" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
 
 
 @pytest.mark.parametrize(
     ("stage", "record", "change", "told"),
     [
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "are not|the same keys"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "two sites have the same keys|are not"),
-        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, ZEROS), "are not its own"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "wrong keys for this site|the same keys"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "have the same keys|wrong keys for this site"),
+        (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, ZEROS), "wrong keys for this site"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, "../x": keys[ONE]}, "cannot be read"),
-        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; 4 must take part"),
+        (TRAIN, SECURE_SHARES, lambda shares: dict(list(shares.items())[:2]), "3 sites are too few; at least 4"),
         (TRAIN, SECURE_SHARES, lambda shares: {}, "1 sites are too few"),
         (SECURE_CONFIRM, SECURE_CONFIRM, lambda counts: {n: one * (n < TWO) for n, one in counts.items()},
          "few|not one of this attempt"),
@@ -179,7 +179,7 @@ def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) ->
     trained = [reply for kind, _, reply in first if kind == TRAIN]
     assert trained and all(reply.has_error() or BLAMED in reply.content.config_records for reply in trained)
     assert (
-        f"round 1: other sites say that they cannot use the shares of {ONE}: the round begins again without {ONE}"
+        f"round 1: other sites report that they cannot use the shares of {ONE}: the round begins again without {ONE}"
         in told.messages
     )
 

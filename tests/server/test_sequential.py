@@ -102,9 +102,9 @@ def done_rounds(done: Done) -> list[dict]:
 def test_forgetting_is_refused_and_nothing_changes(done: Done):
     with method_of(done.config) as method:
         before = method.state.digest()
-        with pytest.raises(UserError, match="no site's part can be subtracted; train again without it"):
+        with pytest.raises(UserError, match="no site can be subtracted; train again without it"):
             receive(method.ledger, "r1", [B], "", {})
-        with pytest.raises(UserError, match=r"keeps no contributions: .*train again without it"):
+        with pytest.raises(UserError, match=r"stores no contributions, .*train again without it"):
             method.state.forget([A], {})
         assert method.ledger.waiting() == []
         assert method.state.digest() == before

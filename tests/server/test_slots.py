@@ -56,16 +56,16 @@ def test_of_a_question_left_early_what_was_put_counts(tmp_path: Path):
 
 def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path):
     with pytest.raises(
-        TooFewRepliesError, match="counts by one number of samples in all weighted slots; put into all at once"
+        TooFewRepliesError, match="must have one number of samples in all weighted slots; put into all at once"
     ):
         trained(tmp_path, "Unequal")
 
 
 @pytest.mark.parametrize(("strategy", "told"), [
-    ("Fraction", r"slot 'networks': got 2\.5 samples of site-0000, takes a whole number from 0"),
+    ("Fraction", r"slot 'networks': samples of site-0000 must be a whole number from 0, not 2\.5"),
     ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
-    ("Slashed", r"the slot 'networks/x' needs a name of letters"),
-    ("NoSlots", r"its slots\(\) must give a dictionary of fedloom\.server\.strategies\.Sum and PerClientSlot"),
+    ("Slashed", r"the slot 'networks/x' must have a name of letters"),
+    ("NoSlots", r"its slots\(\) must return a dictionary of fedloom\.server\.strategies\.Sum and PerClientSlot"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, told: str):
     with pytest.raises(UserError, match=told):
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, to
 def test_workers_add_up_weighted_sums(tmp_path: Path):
     partial = trained(tmp_path, "FedProx", "federation.partial_sums=true", "engine.workers=1", engine="ray")
     assert partial["digest"] == trained(tmp_path, "FedProx", "run.overwrite=true")["digest"]
-    with pytest.raises(UserError, match=r"federation\.partial_sums: workers add up one sum alone"):
+    with pytest.raises(UserError, match=r"federation\.partial_sums: workers can add up only one sum"):
         trained(tmp_path, "Second", "federation.partial_sums=true", engine="ray")
 
 

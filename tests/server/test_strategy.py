@@ -206,7 +206,7 @@ def test_the_sum_can_have_the_mean_of_the_sites_own_norms(tmp_path: Path):
 
 
 def test_norms_of_the_sites_are_for_the_regularised_mode_alone(tmp_path: Path):
-    with pytest.raises(UserError, match=r"strategy\.norms: sites is for objective\.mode=regularised alone"):
+    with pytest.raises(UserError, match=r"strategy\.norms: sites works only with objective\.mode=regularised"):
         check(many(tmp_path, "exact", "strategy.norms=sites"))
 
 
@@ -327,7 +327,7 @@ def test_a_round_is_committed_once_and_keeps_its_contribution(tmp_path: Path):
     play(aggregate, config, [[0]])
     kept, before = contribution(aggregate, "site-0000"), on_disk(aggregate)
     aggregate.slots.contributions.stage("site-0000", 1, {"sum": records(config, "site-0000", 1)[SITE]}, samples=10)
-    with pytest.raises(LedgerError, match="round 1 cannot follow round 1"):
+    with pytest.raises(LedgerError, match="round 1 cannot follow the committed round 1"):
         aggregate.slots.contributions.commit(1, aggregate.slots._states(), aggregate.digest(), {})
     aggregate.slots.contributions.abandon()
     assert on_disk(aggregate) == before

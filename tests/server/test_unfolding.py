@@ -49,7 +49,7 @@ def test_small_things_are_few(kind: str, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("fedloom.server.flower.unfolding.json.loads", loads)
     message = records(*small_things(kind))
-    assert message.has_error() and "16 MiB beside the data of arrays" in str(message.error.reason)
+    assert message.has_error() and "16 MiB in addition to the data of arrays" in str(message.error.reason)
 
 
 def test_an_error_is_cut():

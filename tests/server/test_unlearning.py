@@ -118,7 +118,7 @@ def test_forgotten_sites_are_not_asked_until_they_are_readmitted(finished: Confi
     ("sites", "told"),
     [
         (["site-001"], "did you mean 'site-0001'"),
-        ([TWO], "'site-0002' is forgotten already"),
+        ([TWO], "'site-0002' is already forgotten"),
         ([ONE, ONE], "'site-0001' is named twice"),
         (["site-0000", ONE, THREE], "no site would be left"),
     ],
@@ -144,10 +144,10 @@ def test_a_request_has_a_name_that_can_name_its_files(finished: Config, tmp_path
 def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
     config = run(configured(tmp_path, "objective.mode=fedavg"))
     with method_of(config) as method:
-        with pytest.raises(UserError, match=r"keeps no contributions: .* train again without it"):
+        with pytest.raises(UserError, match=r"stores no contributions, .* train again without it"):
             asked(method.unlearning(), "r1", [ONE])
         assert method.ledger.waiting() == []
-        with pytest.raises(UserError, match="keeps no contributions"):
+        with pytest.raises(UserError, match="stores no contributions"):
             method.state.forget([ONE], {})
 
 

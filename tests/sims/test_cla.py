@@ -13,10 +13,10 @@ from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
 from fedloom.fusion.graph.channels import wire
 from fedloom.sims.experiments import cla, papers, skill_transfer
-from fedloom.sims.experiments.cla import distilling, methods, mlps, sizes, starts
+from fedloom.sims.experiments.cla import distilling, methods, mlps, runs, sizes, starts
 from fedloom.sims.experiments.cla.methods import METHODS, Inputs
-from fedloom.sims.experiments.cla.study import ClaStudy
 from fedloom.sims.experiments.pairs import Recipe, plain_loss
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.domain_task import Task
 from tests.server.arithmetics import one_core
 
@@ -53,8 +53,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def study() -> ClaStudy:
-    return ClaStudy("cpu", Path("runs/cla"))
+def study() -> Study:
+    return Study("cpu", Path("runs/cla"))
 
 
 def network(text: str, seed: int) -> nn.Module:
@@ -72,13 +72,13 @@ def test_tables_are_written_and_measured_once(elsewhere: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == marks
 
 
-def test_a_start_is_measured_at_once_and_after_fine_tuning(study: ClaStudy) -> None:
-    deepened = study.reached("mlp", 0, "B deepened (Net2Net)")
+def test_a_start_is_measured_at_once_and_after_fine_tuning(study: Study) -> None:
+    deepened = runs.reached(study, "mlp", 0, "B deepened (Net2Net)")
     assert [len(deepened[part]) for part in ("test", "validation")] == [2, 2]
-    assert deepened["test"][0] == study.reached("mlp", 0, "B", tune=False)["test"][0]  # it does what B does
-    assert "takes networks of one shape" in study.reached("mlp", 0, "naive average")["refused"]
+    assert deepened["test"][0] == runs.reached(study, "mlp", 0, "B", tune=False)["test"][0]  # it does what B does
+    assert "use networks of one shape" in runs.reached(study, "mlp", 0, "naive average")["refused"]
     with pytest.raises(UserError, match=r"networks of \[3, 2\] hidden layers or blocks; takes networks of one depth"):
-        methods.otfusion(study.inputs("mlp", 0))
+        methods.otfusion(runs.inputs_of(study, "mlp", 0))
 
 
 def test_every_row_of_every_table_is_a_method_and_its_cells_are_the_papers() -> None:
@@ -113,13 +113,13 @@ def test_maps_of_vggs_and_resnets_are_those_of_the_paper() -> None:
     assert len({methods.drawn(resnet, number) for number in range(5)}) > 1
 
 
-def test_every_comparison_and_every_map_of_two_mlps(study: ClaStudy) -> None:
+def test_every_comparison_and_every_map_of_two_mlps(study: Study) -> None:
     found = mlps.measured(study, 0)
     assert list(found["ways"]) == ["1-2", "1-3", "2-3"] and found["maps"]["cka"]["both pinned"] == "1-3"
     assert all(len(ways) == len(mlps.WAYS) for ways in found["ways"].values())
     whole = {"maps": {name: dict.fromkeys(mlps.PINS, "1-2-5") for name in mlps.COMPARISONS}, "ways": {"1-2-5": [0.5] * 4}}
-    assert mlps.nine([whole]).rows[1] == ["cka", *["1-2-5"] * 4, "1-2-5", "1-2-5", "1-2-3 ?", "1-2-3 ?"]
-    assert mlps.ten([whole]).rows[0][5:] == ["92.5 ± 2.6", "94.0 ± 1.4", "92.4 ± 2.9"]
+    assert mlps.nine(study, [whole]).rows[1] == ["cka", *["1-2-5"] * 4, "1-2-5", "1-2-5", "1-2-3 ?", "1-2-3 ?"]
+    assert mlps.ten(study, [whole]).rows[0][5:] == ["92.5 ± 2.6", "94.0 ± 1.4", "92.4 ± 2.9"]
 
 
 def test_a_teacher_without_weight_is_plain_training() -> None:
@@ -131,17 +131,17 @@ def test_a_teacher_without_weight_is_plain_training() -> None:
 
 
 def test_distillation_takes_the_settings_that_are_best_on_validation_images(
-    study: ClaStudy, capsys: pytest.CaptureFixture[str]
+    study: Study, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = distilling.table(replace(study, quiet=False), 1)
+    [table] = distilling.table(replace(study, quiet=False))
     assert len(capsys.readouterr().out.splitlines()) == len(distilling.STUDENTS) * 2  # each is told when it is measured
     assert [row[0] for row in table.rows] == list(distilling.STUDENTS) and table.rows[2][3:] == ["91.4", "91.2 ± 0.2"]
     found = {"a": {"validation": [0.4], "test": [0.9]}, "b": {"validation": [0.5], "test": [0.6]}}
     assert distilling._best(found, ["a", "b"]) == 0.6
 
 
-def test_costs_are_measured(study: ClaStudy) -> None:
-    for table in (cla.sizing.table(study), distilling.epochs_table(ClaStudy("cpu", Path("runs/epochs")))):
+def test_costs_are_measured(study: Study) -> None:
+    for table in (*cla.sizing.table(study), *distilling.epochs_table(Study("cpu", Path("runs/epochs")))):
         assert len(table.rows) >= 3
 
 
@@ -162,7 +162,7 @@ def test_skill_is_transferred_at_every_weight(monkeypatch: pytest.MonkeyPatch, t
     for name in ways:
         assert found["test"][name][0] == pytest.approx(alone[0], abs=0.02)  # A alone
     assert found["test"]["ours, refit"][-1] == pytest.approx(alone[1], abs=0.02)  # B alone
-    table = skill_transfer.table([found])
+    table = skill_transfer.table(Study("cpu", tmp_path), [found])
     (theirs,) = (row for row in table.rows if row[0] == "layers added (paper)")
     assert theirs[1:3] == ["90.8", "87.6"]
     assert skill_transfer.drawn([found], tmp_path / "curve.png").stat().st_size > 5000
@@ -171,9 +171,11 @@ def test_skill_is_transferred_at_every_weight(monkeypatch: pytest.MonkeyPatch, t
 def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(UserError, match="unknown preset 'papers'"):
         cla.reproduce("papers", 1, [], quiet=True)
-    with pytest.raises(UserError, match="takes tables=NUMBER"):
+    with pytest.raises(UserError, match="unknown table '99'"):
         cla.reproduce("cpu", 1, ["tables=99"], quiet=True)
-    with pytest.raises(UserError, match="reproduce skill_transfer takes none"):
+    with pytest.raises(UserError, match="override 'seed=1': this reproduction takes tables=NAME,NAME"):
+        cla.reproduce("cpu", 1, ["seed=1"], quiet=True)
+    with pytest.raises(UserError, match="takes no overrides"):
         skill_transfer.reproduce("cpu", 1, ["tables=13"], quiet=True)
     with pytest.raises(UserError, match="unknown preset"):
         skill_transfer.reproduce("tiny", 1, [], quiet=True)

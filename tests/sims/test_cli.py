@@ -89,8 +89,8 @@ def test_report_draws_again(fedloom: Command, finished):
         (["run", "lr=0.1"], "unknown key 'lr'; did you mean 'training.rate'?"),
         (["run", "training.epoch=3"], "did you mean 'training.epochs'?"),
         (["run", "epochs=3"], "did you mean 'training.epochs'?"),
-        (["run", "sites.9.samples=3"], "override 'sites.9.samples': sites has 2 entries, which count from 0"),
-        (["run", "engine.device=cuda"], "engine.device: got cuda, and this machine has no GPU"),
+        (["run", "sites.9.samples=3"], "override 'sites.9.samples': sites has 2 entries, counted from 0"),
+        (["run", "engine.device=cuda"], "engine.device: got cuda, but this machine has no GPU"),
         (["run", "sites.0.dataset=mnist"], "did you mean 'sites.0.domain'?"),
         (["run", "network.name=conv5"], "did you mean 'conv6'"),
         (["run", "network.groups=3"], "network.groups: got 3"),
@@ -168,11 +168,11 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
     ("section", "line"),
     [
         ("sit", "unknown section 'sit'; did you mean 'sites'?"),
-        ("augment", "unknown section 'augment'; did you mean 'training.augment'? 'fedloom options training' tells of it"),
+        ("augment", "unknown section 'augment'; did you mean 'training.augment'? 'fedloom options training' lists it"),
         ("augmentation", "did you mean 'training.augment'?"),
-        ("optimizer", "did you mean 'training.optimizer'? 'fedloom options training.optimizer' tells of it"),
-        ("dirichlet", "did you mean 'sites.0.partition.alpha'? 'fedloom options sites.partition' tells of it"),
-        ("training.rate", "training.rate: is no section; 'fedloom options training' lists the keys"),
+        ("optimizer", "did you mean 'training.optimizer'? 'fedloom options training.optimizer' lists it"),
+        ("dirichlet", "did you mean 'sites.0.partition.alpha'? 'fedloom options sites.partition' lists it"),
+        ("training.rate", "training.rate: is not a section; 'fedloom options training' lists the keys"),
         ("tracking.cvs", "unknown tracker 'cvs'; did you mean 'csv'?"),
         ("network.mpl", "unknown network 'mpl'; did you mean 'mlp'?"),
         ("strategy.arithmetic.serch", "unknown section 'strategy.arithmetic.serch' (known: search)"),
@@ -180,6 +180,10 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
 )
 def test_options_names_the_sections_that_there_are(fedloom: Command, section: str, line: str):
     refused(fedloom("options", section), line)
+
+
+def test_help_explains_arguments(fedloom: Command):
+    assert "A shipped experiment" in fedloom("run", "--help").out
 
 
 def test_the_version_is_that_of_the_package(fedloom: Command):

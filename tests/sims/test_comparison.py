@@ -114,7 +114,7 @@ def test_rows_by_a_key_are_means_over_what_else_differs(swept: Path):
         ("mode=exact", 4),
         ("mode=fedavg (baseline)", 4),
     ]
-    assert found.notes == ("Rows are means over runs that differ in training.rate, too",)
+    assert found.notes == ("Rows are means over runs that also differ in training.rate",)
     runs = found.runs()
     exact = runs[runs["row"] == "mode=exact"]
     assert found.groups[0].scores() == pytest.approx({seed: exact[exact["seed"] == seed]["union"].mean() for seed in (0, 1)})
@@ -141,7 +141,7 @@ def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Pat
 
 def test_of_one_seed_nothing_is_judged(fedloom: Command, swept: Path, tmp_path: Path):
     said = fedloom("compare", *swept.glob("*-seed=0"), "--html", tmp_path / "page.html")
-    told = "One seed: whether a difference is more than chance cannot be judged"
+    told = "One seed cannot show whether a difference is more than chance"
     assert said.code == 0 and told in said.out and told in (tmp_path / "page.html").read_text()
     assert told not in fedloom("compare", swept).out
 
@@ -156,11 +156,11 @@ def test_what_cannot_be_compared_is_told(fedloom: Command, swept: Path, run: Pat
     (half / "summary.json").unlink()
     said = fedloom("compare", swept, run, other, half)
     assert said.code == 0
-    assert f"note: {other}: was measured on other test images (data.test_limit), and is not compared" in said.out
-    assert f"note: {half}: is stopped, and not compared" in said.out
+    assert f"note: {other}: left out, because its test images differ (data.test_limit)" in said.out
+    assert f"note: {half}: left out, because it is stopped" in said.out
     refused(fedloom("compare", half), "no finished run", "is stopped")
-    refused(fedloom("compare", swept, other, "--by", "mode"), "--by: unknown key 'mode'", f"note: {other}: was measured")
-    refused(fedloom("compare", run / "plots"), "there is no run of fedloom in it")
+    refused(fedloom("compare", swept, other, "--by", "mode"), "--by: unknown key 'mode'", f"note: {other}: left out")
+    refused(fedloom("compare", run / "plots"), "contains no run")
     refused(fedloom("compare", swept, "--html", run / "nowhere" / "page.html"), "cannot be written")
     refused(fedloom("compare", swept, "--csv", run / "nowhere" / "runs.csv"), "cannot be written")
 
@@ -171,7 +171,7 @@ def test_the_same_run_twice_counts_once(fedloom: Command, run: Path):
     found = last_line(fedloom("compare", run, again, run, "--json"))
     assert [row["runs"] for row in found["rows"]] == [1]
     assert found["rows"][0]["row"] == "sum_aggregation/exact" and found["rows"][0]["union std"] is None
-    assert found["notes"] == [f"{again}: has configuration and seed of {run}, which stands for both"]
+    assert found["notes"] == [f"{again}: left out, because {run} has the same configuration and seed"]
 
 
 def test_runs_that_share_no_measured_round_have_no_curve(fedloom: Command, swept: Path, run: Path, tmp_path: Path):
@@ -185,7 +185,7 @@ def test_runs_that_share_no_measured_round_have_no_curve(fedloom: Command, swept
         records[left - 1] = json.loads(lines[left - 1])
         (place / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     said = fedloom("compare", run, other, "--by", "strategy.name", "--html", page)
-    told = "strategy=sum_aggregation: no round was measured in all of its runs; it has no curve"
+    told = "strategy=sum_aggregation: has no curve, because no round was measured in all its runs"
     assert said.code == 0 and f"note: {told}" in said.out
     assert told in page.read_text() and PNG not in page.read_text()
     assert told in (found := compare([run, other], by="strategy.name")).table().attrs["notes"]
@@ -248,7 +248,7 @@ def test_rounds_that_metrics_lack_are_told(fedloom: Command, run: Path):
     assert not last_line(fedloom("compare", run, "--json"))["notes"]
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    told = "{}: metrics.jsonl tells of {} of 2 rounds; cost and curve are of those"
+    told = "{}: metrics.jsonl has {} of 2 rounds; cost and curve cover only these"
     assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 1)]
     metrics.unlink()
     assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 0)]
@@ -261,7 +261,7 @@ def test_other_training_data_are_told(fedloom: Command, run: Path):
     (other / "config.yaml").write_text(text.replace("samples: 40", "samples: 30"))
     found = last_line(fedloom("compare", run, other, "--json"))
     assert len(found["rows"]) == 2
-    assert found["notes"] == ["The rows were trained on different data: sites"]
+    assert found["notes"] == ["The rows have different training data: sites"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from fedloom.sims.experiments.components import joint
 from fedloom.sims.experiments.components.joint import APART, DCC, RP, SAME, Pair, Setting, measured, train
-from fedloom.sims.experiments.components.study import ComponentsStudy
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core, same
@@ -66,10 +66,10 @@ def test_with_permuted_labels_own_heads_answer_as_well_and_equal_starts_help_no_
 def test_the_table_is_written_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(joint, "PAIRS", {"digits": PAIR})
     monkeypatch.setattr(joint, "STEPS", 2)
-    study = ComponentsStudy("cpu", tmp_path, quiet=True)
-    [table] = joint.joint(study, 2)
+    study = Study("cpu", tmp_path, seeds=2)
+    [table] = joint.joint(study)
     assert isinstance(table, Table)
     assert [row[0] for row in table.rows] == list(joint.ROWS) and table.rows[1][1] == "25.1"
     marks = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
-    joint.joint(study, 2)
+    joint.joint(study)
     assert len(marks) == 2 * len(joint.ROWS) and {path: path.stat().st_mtime_ns for path in marks} == marks

@@ -10,9 +10,10 @@ import torch
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import components, papers
-from fedloom.sims.experiments.components import details, feature_correlation, rivals, sizes
+from fedloom.sims.experiments.components import feature_correlation, sizes, tables
 from fedloom.sims.experiments.components.methods import ALL, DCC, INDEPENDENT, PULLS, WAYS
-from fedloom.sims.experiments.components.study import ComponentsStudy, Found, way
+from fedloom.sims.experiments.components.runs import Measurements, measured, way
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
@@ -41,12 +42,12 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def study() -> ComponentsStudy:
-    return ComponentsStudy("cpu", components.FOLDER)
+def study() -> Study:
+    return Study("cpu", components.reproduce.folder_of("cpu"))
 
 
-def found(accuracy: list[list[float]]) -> Found:
-    return Found(accuracy, 10, 100, [], 0.0)
+def found(accuracy: list[list[float]]) -> Measurements:
+    return Measurements(accuracy, 10, 100, [], 0.0)
 
 
 def test_figure_2_is_written_beside_the_papers_cells_and_measured_once(
@@ -67,21 +68,21 @@ def test_figure_2_is_written_beside_the_papers_cells_and_measured_once(
 
 
 @pytest.mark.parametrize(("table", "known"), [("steps", "2 sites, pulled"), ("figure9", "61.8 ?")])
-def test_every_row_of_a_table_is_there(study: ComponentsStudy, table: str, known: str) -> None:
-    parts = components.TABLES[table](study, 1)
+def test_every_row_of_a_table_is_there(study: Study, table: str, known: str) -> None:
+    parts = components.TABLES[table](study)
     assert known in "".join(part.markdown() for part in parts if isinstance(part, Table))
 
 
-def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: ComponentsStudy) -> None:
-    sites = [rivals._without(site, lacked) for site, lacked in zip(TASK.sites, rivals.LACKED, strict=True)]
-    one = study.found("tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
+def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study) -> None:
+    sites = [tables._without(site, lacked) for site, lacked in zip(TASK.sites, tables.LACKED, strict=True)]
+    one = measured(study, "tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
     assert one.missing is not None and one.missing_exchanged is not None
     assert one.missing < one.missing_exchanged  # no head learns a class that its site has no image of
-    assert study.found("tiny", WAYS[DCC].pulled(0.1), 0).missing is None
+    assert measured(study, "tiny", WAYS[DCC].pulled(0.1), 0).missing is None
 
 
-def test_same_start_shows_in_the_correlation_of_features(study: ComponentsStudy) -> None:
-    same, apart = (study.found("tiny", WAYS[name].pulled(0.1), 0) for name in ("IIW+RP", "RP"))
+def test_same_start_shows_in_the_correlation_of_features(study: Study) -> None:
+    same, apart = (measured(study, "tiny", WAYS[name].pulled(0.1), 0) for name in ("IIW+RP", "RP"))
     assert sum(same.correlation) > sum(apart.correlation) + 1 and len(same.correlation) == 8
     assert all(math.isclose(max(one.permuted, sum(one.correlation) / 8), one.permuted) for one in (same, apart))
 
@@ -94,11 +95,11 @@ def test_correlation_is_of_each_channel_with_each() -> None:
     assert table[1].tolist() == [0.0, 0.0]
 
 
-def test_norms_are_of_all_parts_of_the_network(study: ComponentsStudy) -> None:
-    words = details.normed(study, "tiny", {"norm": "layer"})["network"]
+def test_norms_are_of_all_parts_of_the_network(study: Study) -> None:
+    words = tables.normed(study, "tiny", {"norm": "layer"})["network"]
     assert words["of"]["norm"] == words["head"]["norm"] == "layer" and words["of"]["widths"] == [6, 8]
-    assert details.normed(study, "tiny", {"unit": True})["network"]["unit"]
-    assert details.normed(study, "tiny", {"evaluation.statistics": "running"}) == {"evaluation.statistics": "running"}
+    assert tables.normed(study, "tiny", {"unit": True})["network"]["unit"]
+    assert tables.normed(study, "tiny", {"evaluation.statistics": "running"}) == {"evaluation.statistics": "running"}
 
 
 def test_exchanged_heads_are_those_off_the_diagonal_and_the_way_starts_at_chance() -> None:
@@ -111,8 +112,8 @@ def test_exchanged_heads_are_those_off_the_diagonal_and_the_way_starts_at_chance
 def test_every_cell_of_the_paper_that_is_shown_is_there() -> None:
     assert {INDEPENDENT, "IIW", "RP", DCC, ALL} < papers.cells("components", "figure2").rows.keys()
     assert papers.cells("components", "figure5").shown("stored statistics", "exchanged") == "32.4"
-    assert set(papers.cells("components", "figure5").rows) <= set(details.NORMS)
-    assert set(papers.cells("components", "figure6").rows) <= set(details.CORRELATED)
+    assert set(papers.cells("components", "figure5").rows) <= set(tables.NORMS)
+    assert set(papers.cells("components", "figure6").rows) <= set(tables.CORRELATED)
 
 
 def test_what_is_not_there_is_refused() -> None:

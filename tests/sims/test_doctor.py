@@ -51,7 +51,7 @@ def test_versions_machine_and_domains(data_module: ModuleType) -> None:
     assert "narrow convolutions" in found
     assert found["domain digits"] == ("/here/digits", True)
     assert found["domain svhn"] == ("not available: no such file", False)
-    assert found["domain broken"] == ("cannot be found out: disk on fire", False)
+    assert found["domain broken"] == ("cannot be determined: disk on fire", False)
 
 
 def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: 
     assert (
         last.startswith("mnist, fashion_mnist, ")
         and "FEDLOOM_DATA" in last
-        and last.endswith("fetches them, but for mnist_m")
+        and last.endswith("fetches them, except mnist_m")
     )
 
 
@@ -125,20 +125,20 @@ def test_the_real_domains() -> None:
 def test_table() -> None:
     table = doctor_table([("torch", "2.0", True), ("domain svhn", "not available", False)])
     assert [row[2] for row in table.rows] == ["yes", "NO"]
-    assert table.note.startswith("1 of 2 are not there or not sound")
-    assert doctor_table([("torch", "2.0", True)]).note == "All is there."
+    assert table.note.startswith("1 of 2 checks failed.")
+    assert doctor_table([("torch", "2.0", True)]).note == "Everything is available."
 
 
 @pytest.mark.parametrize("date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"])
 def test_whatever_a_server_says_of_the_time_is_a_line(monkeypatch: pytest.MonkeyPatch, date: str | None):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, date))
-    told = checks._spoken("a", 1, Path())
+    told = checks._check_server("a", 1, Path())
     assert told.startswith(("answers, but not as Flower's", "its clock differs by"))
 
 
 def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, "Tue, 25 Nov 2025 10:00:00 -0000"))
-    assert checks._spoken("a", 1, Path()).startswith("its clock differs by")
+    assert checks._check_server("a", 1, Path()).startswith("its clock differs by")
 
 
 def test_a_server_that_answers_by_drops_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -78,7 +78,7 @@ def test_what_is_left_of_a_site_is_seen_and_stopped_from_its_own_folder(fedloom:
 
 @pytest.mark.parametrize("words", [["status"], ["down"], ["logs", "--folder"]], ids=lambda words: words[0])
 def test_a_folder_that_is_none_is_refused(fedloom: Command, tmp_path: Path, words: list[str]):
-    refused(fedloom("federation", *words, tmp_path / "nowhere"), "nowhere: is no federation's folder, nor a machine's")
+    refused(fedloom("federation", *words, tmp_path / "nowhere"), "nowhere: is not the folder of a federation or a machine")
 
 
 def test_logs_takes_the_folder_as_the_others_do(fedloom: Command, tmp_path: Path):
@@ -105,7 +105,7 @@ def test_a_port_in_use_is_told_with_the_key_to_change(fedloom: Command, tmp_path
         taken.listen()
         port = taken.getsockname()[1]
         write_plan(Plan(port=port, sites=[{"name": "a"}]), tmp_path / "m")
-        told = f"server.yaml: port {port} is in use by another program: stop that, or change it there"
+        told = f"server.yaml: port {port} is in use by another program; stop that program, or change it there"
         refused(fedloom("federation", "server", tmp_path / "m" / "server"), told)
         refused(fedloom("federation", "up", tmp_path / "m"), told)
     refuse_port(tmp_path / "m" / "server", ServerSheet(port=port))
@@ -122,14 +122,16 @@ def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: P
         for path in folder.rglob("*")
         if path.is_file() and path.name not in ("peers", "members.yaml")
     }
-    refused(fedloom("federation", "plan", plan, "--folder", folder), "has all of these sites; add one to the plan")
+    refused(
+        fedloom("federation", "plan", plan, "--folder", folder), "already has all sites of the plan; add a site to the plan"
+    )
     plan.write_text("port: 8001\nsites: [{name: north}, {name: east}]")
-    told = "is a federation with the server 127.0.0.1:8000, not 127.0.0.1:8001; say the same"
+    told = "is a federation with the server 127.0.0.1:8000, not 127.0.0.1:8001; use the same"
     refused(fedloom("federation", "plan", plan, "--folder", folder), told)
     assert not (folder / "east").exists()
     plan.write_text("sites: [{name: north}, {name: south}, {name: east, publish: [none]}]")
     said = fedloom("federation", "plan", plan, "--folder", folder)
-    assert said.code == 0 and f"{folder}/east: copy it" in said.out and "lets them in when it starts" in said.out, said
+    assert said.code == 0 and f"{folder}/east: copy it" in said.out and "admits them when it starts" in said.out, said
     assert not (folder / "south").exists() and read(SiteSheet, folder / "east" / SITE).publish == ["none"]
     assert {path: path.read_bytes() for path in before} == before
     peers = (folder / "north" / "peers").read_text()
@@ -149,7 +151,7 @@ def test_a_server_that_does_not_run_takes_no_run(tmp_path: Path):
 def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Command, tmp_path: Path):
     """Its keys may be known to whoever reached its port."""
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
-    home, told = tmp_path / "m" / "server", "was planned by an earlier version"
+    home, told = tmp_path / "m" / "server", "is from an earlier version"
     old = "host: 127.0.0.1\nport: 8000\ncertificate: server.crt\nkey: server.key\nauthority: ca.crt\nauthenticate: true\n"
     for text in (old, "port: 8000\n"):
         (home / SERVER).write_text(text)
@@ -165,10 +167,10 @@ def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Com
 
 def test_a_federation_without_tls_is_refused(fedloom: Command, tmp_path: Path):
     (tmp_path / "nodes.yaml").write_text("tls: false\nhost: fed.example.org\nsites: [{name: a}]")
-    refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), "tls: false is not offered")
-    refused(fedloom("federation", "up", tmp_path / "m", "--no-tls"), "tls: false is not offered")
+    refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), "tls: false is not possible")
+    refused(fedloom("federation", "up", tmp_path / "m", "--no-tls"), "tls: false is not possible")
     (tmp_path / SITE).write_text("name: b\nsuperlink: 127.0.0.1:1\n")
-    refused(fedloom("federation", "node", tmp_path / SITE), "certificate: is empty, so anybody")
+    refused(fedloom("federation", "node", tmp_path / SITE), "certificate: is empty, so anyone")
     assert not (tmp_path / "m").exists()
 
 
@@ -177,7 +179,7 @@ def test_a_machine_that_is_down_is_told_by_the_exit_code(fedloom: Command, tmp_p
     for words in (["federation", "status", tmp_path / "m"], ["doctor", "--federation", tmp_path / "m"]):
         said = fedloom(*words)
         assert said.code == 1 and said.out and not said.err, said
-    refused(fedloom("federation", "logs", tmp_path / "m"), "there is no log of any machine")
+    refused(fedloom("federation", "logs", tmp_path / "m"), "has no log of any machine")
 
 
 def test_what_a_program_says_in_the_foreground_is_in_its_log_too(tmp_path: Path):
@@ -185,7 +187,7 @@ def test_what_a_program_says_in_the_foreground_is_in_its_log_too(tmp_path: Path)
     code = "from fedloom.sims.federation.programs import *; keep_running(Path('.'), lambda: ['echo', 'hello'])"
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
-        assert [keeper.stdout.readline() for _ in range(2)] == ["hello\n", "the program ended (0); again in 1 s\n"]
+        assert [keeper.stdout.readline() for _ in range(2)] == ["hello\n", "the program ended (0); it starts again in 1 s\n"]
         keeper.terminate()
     assert (tmp_path / "log.txt").read_text().startswith("hello\nthe program ended (0)")
 
@@ -196,7 +198,7 @@ def test_an_address_of_no_federation_is_refused_before_anything_is_started(
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
     monkeypatch.chdir(tmp_path)
     words = ["run", "digits", "engine.name=flower", "engine.address=nowhere", "data.test_limit=50"]
-    refused(fedloom(*words), "engine.address: 'nowhere' is no federation's folder", "of Flower's own there is none")
+    refused(fedloom(*words), "engine.address: 'nowhere' is not a federation's folder", "(it has none)")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "flwr").mkdir()
     (tmp_path / "flwr" / "config.toml").write_text('[superlink]\ndefault="lab"\n[superlink.lab]\naddress="127.0.0.1:1"\n')

@@ -40,15 +40,15 @@ def test_a_site_makes_its_own_key_and_all_learn_each_others(fedloom: Command, op
     assert told.returncode or told.stdout.split()[1] == fingerprint(public)
     assert (north / "key").stat().st_mode & 0o077 == 0 and north.stat().st_mode & 0o077 == 0
     asked = ("federation", "admit", north / "join.request", "--folder", operator)
-    refused(fedloom(*asked), "admit: stdin is not a terminal, so nobody can be asked; nothing is changed")
-    refused(fedloom(*asked, "--fingerprint", "SHA256:other"), "the key in it is not the one that was read out")
+    refused(fedloom(*asked), "admit: stdin is not a terminal, so no one can answer; nothing is changed")
+    refused(fedloom(*asked, "--fingerprint", "SHA256:other"), "its key does not have this fingerprint")
     assert not members(operator / "server")
     assert fedloom(*asked, "--fingerprint", fingerprint(public)).code == 0
     assert members(operator / "server") == {"north": public.strip()}
     assert not any("PRIVATE" in path.read_text() for path in [file, north / "join.request"])
     south = joined(fedloom, operator, "south")
     for home in (north, south):
-        refused(fedloom("federation", "node", home / SITE), "there is no", "'fedloom federation accept' takes it")
+        refused(fedloom("federation", "node", home / SITE), "is missing", "'fedloom federation accept' copies it")
         refused(fedloom("federation", "accept", file, "--folder", home), "accept: stdin is not a terminal")
         said = fedloom("federation", "accept", file, "--folder", home, "--yes")
         assert said.code == 0 and said.out.count("new") >= 3
@@ -62,17 +62,19 @@ def test_a_key_that_changes_is_seen_by_all(fedloom: Command, operator: Path):
     north, south = joined(fedloom, operator, "north"), joined(fedloom, operator, "south")
     file = operator / "server" / "members.yaml"
     assert fedloom("federation", "accept", file, "--folder", north, "--yes").code == 0
-    refused(fedloom("federation", "join", "south", *LINK, "--folder", south), "is there already; --rekey makes another")
+    refused(fedloom("federation", "join", "south", *LINK, "--folder", south), "exists already; --rekey replaces it")
     old = (south / "key").read_bytes()
     assert fedloom("federation", "join", "south", "--rekey", "--folder", south).code == 0
     assert (south / "key").read_bytes() != old
     asked = ("federation", "admit", south / "join.request", "--folder", operator, "--yes")
-    refused(fedloom(*asked), "south: is a member with another key, SHA256:", "--rekey takes that one back")
-    refused(fedloom("federation", "rekey", "south", "--folder", operator), "south: makes its keys itself")
-    refused(fedloom("federation", "accept", file, "--folder", south, "--yes"), "with a key that is not this site's")
+    refused(fedloom(*asked), "south: is a member with another key, SHA256:", "--rekey replaces it")
+    refused(fedloom("federation", "rekey", "south", "--folder", operator), "south: makes its own keys")
+    refused(
+        fedloom("federation", "accept", file, "--folder", south, "--yes"), "is not in the members' file with this site's key"
+    )
     assert fedloom(*asked, "--rekey").code == 0
     said = fedloom("federation", "accept", file, "--folder", north, "--yes")
-    assert "ANOTHER KEY than" in " ".join(said.out.split()) and "as before" in " ".join(said.out.split())
+    assert "ANOTHER KEY than" in " ".join(said.out.split()) and "unchanged" in " ".join(said.out.split())
     assert (south / "key.pub").read_text().strip() in (north / "peers").read_text()
 
 
@@ -102,7 +104,7 @@ def test_a_request_that_is_not_its_own_is_refused(fedloom: Command, operator: Pa
     refused(fedloom(*asked, operator.parent / "altered"), "cannot be read")
     refused(fedloom(*asked, operator.parent / "nowhere"), "cannot be read")
     assert fedloom("federation", "join", "North", *LINK, "--folder", operator.parent / "n2").code == 0
-    refused(fedloom(*asked, operator.parent / "n2" / "join.request"), "a site of almost the same name is a member")
+    refused(fedloom(*asked, operator.parent / "n2" / "join.request"), "a member has almost the same name")
     refused(fedloom(*asked, request, "--folder", other), "server.yaml: cannot be read")
 
 
@@ -147,4 +149,4 @@ def test_joining_says_what_it_takes(fedloom: Command, tmp_path: Path):
     refused(fedloom("federation", "join", "a", "--folder", tmp_path / "a"), "superlink: got '', takes HOST:PORT")
     assert not (tmp_path / "a").exists()
     assert fedloom("federation", "join", "a", *LINK, "--folder", tmp_path / "a").code == 0
-    refused(fedloom("federation", "join", "b", *LINK, "--rekey", "--folder", tmp_path / "a"), "is the sheet of another site")
+    refused(fedloom("federation", "join", "b", *LINK, "--rekey", "--folder", tmp_path / "a"), "belongs to another site")

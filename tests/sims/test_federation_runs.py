@@ -86,7 +86,7 @@ def test_resuming_what_is_finished_starts_no_engine_and_says_so(tmp_path: Path, 
     done = run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     assert resume(folder(config), listener=listener_for(quiet=False)) == json.loads(json.dumps(done))
     page, said = folder(config) / "report.html", capfd.readouterr().out.splitlines()
-    assert said == [f"{folder(config)}: is finished, after 1 round; nothing is left to do", f"report: {page}"]
+    assert said == [f"{folder(config)}: the run is finished after 1 round; nothing remains to do", f"report: {page}"]
     page.write_text("as it was")
     before = kept(config)
     resume(folder(config))
@@ -100,7 +100,7 @@ def test_a_rollback_that_cannot_be_is_refused_before_an_engine_starts_and_what_f
     """The run was noted as resumed before; its files' digests no longer counted."""
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=2", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
-    with pytest.raises(UserError, match=r"refused: .*the state after round \d is not kept"):
+    with pytest.raises(UserError, match=r"refused: .*the state after round \d is not stored"):
         unlearn(folder(config), UnlearningRequest(["site-0001"], rollback=True))
     (folder(config) / "metrics.jsonl").write_text("{{{")
     assert [problem.file for problem in check(folder(config))] == ["metrics.jsonl"]

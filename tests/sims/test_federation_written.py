@@ -107,7 +107,7 @@ def test_a_plan_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     try:
         write_plan(given, folder)
     except UserError as error:
-        assert "has all of these sites" in str(error)
+        assert "already has all sites of the plan" in str(error)
     assert sites_of(folder) == ["north", "south"] == sorted(members(folder / SERVER))
     for name in sites_of(folder):
         assert {path.name for path in (folder / name).iterdir()} == with_all
@@ -150,7 +150,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path):
     (folder / SERVER / KEYS / "south.pub").unlink()
     (folder / "south").mkdir()
     (folder / "south" / "notes").write_text("mine")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         write_plan(Plan(sites=SITES), folder)
     assert content(folder / "south") == {str(folder / "south" / "notes"): b"mine"}
 

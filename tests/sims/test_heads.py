@@ -96,7 +96,7 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     told = matrix(done).of(A, B)
     assert f"{percent(told)} on {A}'s test images" in said.out
     assert f"{percent(matrix(done).of(A, A))} on {A}'s test images" in said.out
-    assert "| 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in said.out and "each batch's own statistics" in said.out
+    assert "| 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in said.out and "the statistics of each batch" in said.out
     network, name = load_network(out)
     whose = {"extractor.": read_state(done / "states" / f"{A}.safetensors"),
              "head.": read_state(done / "states" / f"{B}.safetensors")}  # fmt: skip
@@ -127,19 +127,19 @@ def test_pairs_that_there_are_not(fedloom: Command, done: Path, tmp_path: Path, 
 def test_places_where_nothing_is_written(fedloom: Command, done: Path, tmp_path: Path) -> None:
     pair = ["--from", B, "--to", A]
     (tmp_path / "there.safetensors").write_text("mine")
-    refused(fedloom("transfer-head", done, *pair, "--out", tmp_path / "there.safetensors"), "is there already")
+    refused(fedloom("transfer-head", done, *pair, "--out", tmp_path / "there.safetensors"), "exists already")
     assert (tmp_path / "there.safetensors").read_text() == "mine"
-    refused(fedloom("transfer-head", done, *pair, "--out", done / "states" / "x.safetensors"), "the run's own files")
-    refused(fedloom("heads", done, "--png", done / "x.png"), "--png: got", "the run's own files")
-    refused(fedloom("heads", done, "--png", tmp_path / "no" / "x.png"), "--png: got", "in a folder that is there")
+    refused(fedloom("transfer-head", done, *pair, "--out", done / "states" / "x.safetensors"), "inside the run's folder")
+    refused(fedloom("heads", done, "--png", done / "x.png"), "--png: got", "inside the run's folder")
+    refused(fedloom("heads", done, "--png", tmp_path / "no" / "x.png"), "--png: got", "in an existing folder")
     refused(fedloom("heads", done, "--png", tmp_path / "x.jpg"), "ends in .png")
-    refused(fedloom("heads", tmp_path), "is no run of fedloom")
+    refused(fedloom("heads", tmp_path), "is not a run of fedloom")
 
 
 def test_runs_of_other_methods_have_no_heads(fedloom: Command, finished_run: Path, tmp_path: Path) -> None:
-    refused(fedloom("heads", finished_run), "no heads were measured")
+    refused(fedloom("heads", finished_run), "measured no heads")
     pair = ["--from", B, "--to", A, "--out", tmp_path / "net.safetensors"]
-    refused(fedloom("transfer-head", finished_run, *pair), "strategy 'sum_aggregation' keeps no catalogue of components")
+    refused(fedloom("transfer-head", finished_run, *pair), "strategy 'sum_aggregation' stores no components of sites")
 
 
 def test_a_forgotten_site_is_in_no_table_and_gives_nothing(fedloom: Command, run: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_head_brings_its_own_classes_and_one_that_was_not_measured_says_so(
     assert "| 1, 2, 3, 4, 5 |" in said.out
     assert load_network(out)[1].classes == 5
     said = fedloom("transfer-head", run, "--from", A, "--to", B, "--out", tmp_path / "other.safetensors")
-    assert "was not measured" in said.out and load_network(tmp_path / "other.safetensors")[1].classes == 4
+    assert "not measured in this run" in said.out and load_network(tmp_path / "other.safetensors")[1].classes == 4
 
 
 @pytest.mark.parametrize(

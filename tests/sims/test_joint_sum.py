@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fedloom.clients.networks import NetworkName
 from fedloom.sims.experiments import aggregation, joint_sum
 from fedloom.sims.experiments.joint_sum import COMMON, OWN, Apart, Joint, Setting, convolutions, measured, trained
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
@@ -85,14 +86,14 @@ def test_the_tables_have_their_rows_and_nothing_is_measured_twice(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     sizes = (TASKS * 2, SLIM, {"steps": 16, "batch": 8, "rate": 0.03})
     monkeypatch.setitem(aggregation.SIZES, "cpu", sizes)
-    asked = aggregation.Asked("cpu", 1, (), True)
-    two, four = aggregation.joint(asked)
+    study = Study("cpu", tmp_path)
+    two, four = aggregation.joint(study)
     assert isinstance(two, Table) and isinstance(four, Table)
     assert [row[0] for row in two.rows] == ["N1", "N2", "N*", "sum", "forget N1", "forget N1, own norms", "forget N2",
                                             "forget N2, own norms"]  # fmt: skip
     assert len(four.rows) == 4 + 2 + 4
-    [table] = aggregation.epochs(asked)
+    [table] = aggregation.epochs(study)
     assert isinstance(table, Table) and [row[0] for row in table.rows] == ["2", "4", "8", "16"]
     monkeypatch.setattr(joint_sum, "trained", lambda setting: pytest.fail("it was there already"))
-    assert len(aggregation.joint(asked)) == 2
-    assert measured(TINY.__class__(TASKS * 1, SLIM, **sizes[2]), asked.root / "joint")
+    assert len(aggregation.joint(study)) == 2
+    assert measured(study, TINY.__class__(TASKS * 1, SLIM, **sizes[2]))

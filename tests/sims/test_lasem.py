@@ -13,14 +13,14 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.sims.experiments import lasem
-from fedloom.sims.experiments.lasem import study as studies
-from fedloom.sims.experiments.lasem import tables
+from fedloom.sims.experiments.lasem import runs, tables
 from fedloom.sims.experiments.lasem import tasks as sequences
 from fedloom.sims.experiments.lasem.comparators import Apd, Darts, Made, Progressive
 from fedloom.sims.experiments.lasem.lifelong import Learner, Outcome, Plan, accuracy, met
+from fedloom.sims.experiments.lasem.runs import COMPARED, SIZES, TaskSequence, of
 from fedloom.sims.experiments.lasem.selecting import Selecting, configured
-from fedloom.sims.experiments.lasem.study import COMPARED, SIZES, LasemStudy, TaskSequence, of
 from fedloom.sims.experiments.lasem.tasks import Task
+from fedloom.sims.experiments.study import Study
 from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
@@ -47,10 +47,10 @@ def _one_core() -> Iterator[None]:
 
 
 @pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LasemStudy:
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     monkeypatch.setitem(SIZES, "tiny", {"made": TINY, "resnet": TINY})
-    monkeypatch.setitem(studies.SEQUENCES, "made up", made_up)
-    return LasemStudy("tiny", tmp_path)
+    monkeypatch.setitem(runs.SEQUENCES, "made up", made_up)
+    return Study("tiny", tmp_path)
 
 
 def config() -> Config:
@@ -92,7 +92,7 @@ def test_a_second_column_reads_the_first_one():
     second = learner.network(1).eval()
     before = second(images).detach()
     with torch.no_grad():
-        for one in learner.columns[0].parameters():
+        for one in learner.network(0).parameters():
             one += 0.5
     assert not torch.equal(second(images).detach(), before)
 
@@ -140,15 +140,15 @@ def test_accuracies_are_those_of_the_networks_that_are_told():
     assert again.peak == found.peak and again.final == found.final and found.seconds > 0
 
 
-def test_every_table_has_its_rows_and_is_made_once(study: LasemStudy, monkeypatch: pytest.MonkeyPatch):
+def test_every_table_has_its_rows_and_is_made_once(study: Study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tables, "GROUPS", {4: [1, 1, 1, 1]})
     monkeypatch.setattr(tables, "LEARNERS", {"DF-CNN": "df_cnn"})
     rows = {"figure1": 9, "figure4": 1, "figure5": 1, "figure6": 7, "searches": 3, "table1": 5, "table2": 2, "table3": 1}
     for name, count in rows.items():
-        [first, *_] = [part for part in tables.TABLES[name](study, 1) if isinstance(part, Table)]
+        [first, *_] = [part for part in tables.TABLES[name](study) if isinstance(part, Table)]
         assert len(first.rows) == count, name
-    monkeypatch.setattr(studies, "met", lambda *given: pytest.fail("it was there already"))
-    assert len(tables.figure1(study, 1)) == 1
+    monkeypatch.setattr(runs, "met", lambda *given: pytest.fail("it was there already"))
+    assert len(tables.figure1(study)) == 1
     assert (study.folder / "figure4-made.png").is_file() and set(rows) | {"federated"} == set(tables.TABLES)
 
 
@@ -177,7 +177,7 @@ def test_tasks_have_as_many_images_as_the_papers(monkeypatch: pytest.MonkeyPatch
 def test_wrong_words_are_told_in_a_line():
     for words, told in [
         (["tables=figure9"], "table.*figure"),
-        (["sequences=office"], "sequences"),
+        (["sequences=office"], "unknown sequence 'office'"),
         (["rat=1"], "rate"),
         (["epochs=many"], "epochs: got 'many', takes a whole number"),
         (["epochs=0"], "epochs: got 0, takes a whole number above 0"),
@@ -193,9 +193,10 @@ def test_a_plan_has_the_papers_optimiser_and_its_rate():
     plan = Plan(3, 1e-3, every=1, clip=0.0, optimizer={"name": "rmsprop", "alpha": 0.9, "eps": 1e-10}, decay=0.5)
     assert [plan.rate_in(epoch) for epoch in range(3)] == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 2])
     network = {**NETWORK, "dropout": 0.5}
-    runs = [
+    runs_of_both = [
         met(Selecting({"mode": "learned"}, configured(network, 8, 3, 2, 0)), made_up(8, 2, 0), plan, 0) for _ in range(2)
     ]
-    assert runs[0].peak == runs[1].peak and runs[0].end == runs[1].end and len(runs[0].end) == 2
-    assert runs[0].kept_of_end == pytest.approx(sum(f / e for f, e in zip(runs[0].final, runs[0].end, strict=True)) / 2)
+    first, second = runs_of_both
+    assert first.peak == second.peak and first.end == second.end and len(first.end) == 2
+    assert first.kept_of_end == pytest.approx(sum(f / e for f, e in zip(first.final, first.end, strict=True)) / 2)
     assert Plan(4, 1.0).rate_in(2) == pytest.approx(0.5)

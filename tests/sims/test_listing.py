@@ -52,7 +52,7 @@ def test_runs_are_listed_as_they_stand(fedloom: Command, run: Path):
     assert one["bytes"] == sum(path.lstat().st_size for path in run.rglob("*") if path.is_file())
     said = fedloom("runs", root)
     assert said.code == 0 and len([line for line in said.out.splitlines() if str(root) in line]) == 5
-    refused(fedloom("runs", root / "nowhere"), "there is no such folder")
+    refused(fedloom("runs", root / "nowhere"), "the folder does not exist")
     assert "no runs yet" in fedloom("runs", root / "no-run").out
 
 
@@ -95,16 +95,16 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     nested, baseline = run / "more" / "run", run / "baselines" / "fedavg"
     for odd, told in (
         (tmp_path / "link", "is a link"),
-        (tmp_path / "other", "is no run"),
-        (tmp_path / "nowhere", f"is not there; 'fedloom runs {tmp_path}' lists what is"),
+        (tmp_path / "other", "is not a run"),
+        (tmp_path / "nowhere", f"does not exist; 'fedloom runs {tmp_path}' lists the runs there"),
     ):
         refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
     baseline.mkdir(parents=True)
     shutil.copy(run / CONFIG, baseline)
-    refused(fedloom("rm", baseline, "--yes"), "is a part of the run")
+    refused(fedloom("rm", baseline, "--yes"), "is part of the run")
     nested.mkdir(parents=True)
     shutil.copy(run / CONFIG, nested)
-    refused(fedloom("rm", run, "--yes"), "holds another run", str(nested))
+    refused(fedloom("rm", run, "--yes"), "contains another run", str(nested))
     assert (run / CONFIG).is_file() and (tmp_path / "link").is_symlink() and (tmp_path / "other" / CONFIG).is_file()
 
 
@@ -118,9 +118,9 @@ def test_a_list_of_runs_tells_of_forgotten_sites(fedloom: Command, run: Path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"thesis.txt": "precious"}, "holds what fedloom does not write (thesis.txt)"),
-        ({"thesis.txt": "precious", METRICS: ""}, "holds what fedloom does not write (thesis.txt)"),
-        ({".git": "precious", METRICS: ""}, "holds what fedloom does not write (.git)"),
+        ({"thesis.txt": "precious"}, "has files that fedloom did not write (thesis.txt)"),
+        ({"thesis.txt": "precious", METRICS: ""}, "has files that fedloom did not write (thesis.txt)"),
+        ({".git": "precious", METRICS: ""}, "has files that fedloom did not write (.git)"),
         ({"states": "precious"}, "(without ledger.sqlite, metrics.jsonl, summary.json)"),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_somebody_keeps_among_a_runs_files_keeps_the_run(fedloom: Command, 
     (run / mine).parent.mkdir(parents=True, exist_ok=True)
     (run / mine).write_text("precious")
     told = "plots/thesis" if "thesis" in mine else mine
-    refused(fedloom("rm", run, "--yes"), f"holds what fedloom does not write ({told})")
+    refused(fedloom("rm", run, "--yes"), f"has files that fedloom did not write ({told})")
     refused(fedloom("run", "digits", *SMALL, f"run.root={run.parent}", f"run.name={run.name}", "--overwrite"), told)
     assert (run / mine).read_text() == "precious"
 
@@ -163,7 +163,7 @@ def test_all_that_a_run_writes_goes_with_it(fedloom: Command, run: Path):
     assert {path.name for path in run.iterdir()} < WRITTEN
     (run / ".report.html.new").write_text("torn")
     (part,) = (run / "retrained").iterdir()
-    refused(fedloom("rm", part, "--yes"), "is a part of the run")
+    refused(fedloom("rm", part, "--yes"), "is part of the run")
     assert fedloom("rm", run, "--yes").code == 0 and not run.exists()
 
 
@@ -188,5 +188,5 @@ def test_where_nobody_can_be_asked_one_line_says_so(fedloom: Command, run: Path,
     with open(os.devnull) as given:
         monkeypatch.setattr("sys.stdin", given)
         said = fedloom("rm", run)
-    refused(said, "stdin is no terminal", "--yes")
+    refused(said, "stdin is not a terminal", "--yes")
     assert not said.out and run.exists()

@@ -51,7 +51,7 @@ def test_a_run_goes_on_where_its_output_finds_no_room_and_says_so_at_the_end(sma
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(small, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "fedloom: standard output: No space left on device; what it was to show is not whole\n"
+    assert done.stderr == "fedloom: standard output: No space left on device; the output is incomplete\n"
     assert (tmp_path / "small" / "report.html").is_file()
 
 

@@ -125,9 +125,9 @@ def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_th
             "network.name: 'mine.nets:TineNet' has no 'TineNet'; did you mean 'TinyNet'?",
         ),
         (["network.hiden=3"], "unknown option of 'mine.nets:TinyNet' 'network.hiden'; did you mean 'network.hidden'?"),
-        (["network.name=mine.net:TinyNet"], "network.name: there is no module 'mine.net'"),
+        (["network.name=mine.net:TinyNet"], "network.name: cannot find module 'mine.net'"),
         (["sites.0.domain=images:fotos"], "there is no"),
-        (["sites.0.domain=image:photos"], "domain: there is no module 'image'"),
+        (["sites.0.domain=image:photos"], "domain: cannot find module 'image'"),
         (["sites.0.partition.name=mine.ways:evn"], "partition.name: 'mine.ways:evn' has no 'evn'; did you mean 'uneven'?"),
         (["sites.0.partition.options.shar=1"], "'partition.options.shar'; did you mean 'partition.options.share'?"),
     ],
@@ -186,5 +186,5 @@ def test_a_method_that_leaves_the_program_makes_no_run_that_went_well(
     monkeypatch.syspath_prepend(folder)
     said = fedloom("run", "mine.yaml", "run.name=left", "engine.name=inline", "strategy={name: 'leaving:Leaves'}", "--quiet")
     assert said.code == 1, said
-    assert "fedloom: code from outside called exit(0); what was committed is kept" in said.err
+    assert "fedloom: code from outside called exit(0); committed rounds are saved" in said.err
     assert summary(folder / "runs" / "left")["status"] == "interrupted"

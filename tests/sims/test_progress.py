@@ -95,7 +95,7 @@ def test_plain_lines_one_per_round() -> None:
 
 def test_plain_lines_tell_of_steps_that_take_long() -> None:
     clock, console = Clock(), pipe()
-    with PlainListener(console, clock):
+    with PlainListener(console, clock=clock):
         for _ in steps("searching", range(40)):
             clock.now += 1.0
         for _ in steps("soon done", range(3)):
@@ -139,7 +139,7 @@ def test_rich_shows_messages_and_tables() -> None:
 
 def test_rich_line_follows_the_run() -> None:
     clock = Clock()
-    listener = RichListener(pipe(), clock)
+    listener = RichListener(pipe(), clock=clock)
     with listener:
         listener.started("digits", 4, 10, "")
         assert "digits" in line(listener)
@@ -160,7 +160,7 @@ def test_rich_line_follows_the_run() -> None:
 
 def test_the_second_question_of_a_round_counts_its_own_answers():
     """Where methods ask twice, more sites once seemed to have answered than were asked."""
-    with RichListener(pipe(), Clock()) as listener:
+    with RichListener(pipe(), clock=Clock()) as listener:
         listener.started("digits", 2, 10, "")
         listener.round_started(1, 2)
         for told in ("sites 1/2 (1 running)", "sites 2/2 (0 running)") * 2:
@@ -170,7 +170,7 @@ def test_the_second_question_of_a_round_counts_its_own_answers():
 
 def test_time_left_of_a_run_that_goes_on_counts_only_this_process() -> None:
     clock = Clock()
-    listener = RichListener(pipe(), clock)
+    listener = RichListener(pipe(), clock=clock)
     with listener:
         listener.started("digits", 1, 100, "goes on after round 90")
         listener.round_started(91, 1)
@@ -278,7 +278,7 @@ def test_a_run_says_what_it_is_at_before_anything_is_known_of_it(tmp_path: Path)
             load("digits", [*SMALL, "evaluation.statistics=recomputed", "data.validation=0", f"run.root={tmp_path}"]),
             listener=Hearing(pipe()),
         )
-    assert heard == ["looking at configuration and data"] * 2
+    assert heard == ["checking configuration and data"] * 2
 
 
 def test_one_is_told_as_one():

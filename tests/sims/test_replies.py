@@ -41,7 +41,7 @@ TREES = {
                       for n in range(60)], "more than 2000 parts"),
     "the same in many": ([ObjectTree(object_id=leaf(f"p{n}").object_id, children=[leaf(str(m)) for m in range(60)])
                           for n in range(60)], "more than 2000 parts"),
-    "deep": ([deep(40)], "deep in each other"),
+    "deep": ([deep(40)], "more than 8 levels"),
     "twice": ([leaf("a"), leaf("a")], "names a part twice"),
     "twice, differently": ([leaf("a"), ObjectTree(object_id=leaf("b").object_id, children=[
         ObjectTree(object_id=leaf("a").object_id, children=[leaf("c")])])], "names a part twice"),
@@ -154,7 +154,7 @@ def test_a_part_holds_the_parts_that_it_was_announced_with(link: Link):
     assert taken and inner.object_id in missing
     with speaking(node):
         assert not link.state.store_object(link.run, session, inner.object_id, parts[inner.object_id].deflate())
-    refused(link, asked, "holds others than were announced")
+    refused(link, asked, "contains other parts than announced")
 
 
 def test_a_runs_own_orders_say_how_large_replies_may_be(link: Link, monkeypatch: pytest.MonkeyPatch):

@@ -67,7 +67,7 @@ def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) 
     assert "ab" * 32 in page.text
     assert "note: <b>bold</b>" in page.text
     assert "bit-identical" in page.text
-    assert "what all sites share" in page.text
+    assert "What subtraction does not guarantee" in page.text
     assert all(name in page.text for name in names)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
@@ -116,7 +116,7 @@ def test_report_tells_of_dropped_replies_and_failed_checks(tmp_path: Path) -> No
     assert "not finite <here>" in page.text
     assert "Warning: a check FAILED: subtraction exact" in page.text
     assert "bit-identical" not in page.text
-    assert "what all sites share" in page.text
+    assert "What subtraction does not guarantee" in page.text
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
@@ -131,7 +131,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     ("name", "content", "says"),
     [
         ("summary.json", b"{", "summary.json: damaged JSON"),
-        ("summary.json", b"[]", "summary.json: takes a JSON object"),
+        ("summary.json", b"[]", "summary.json: is not a JSON object"),
         ("summary.json", b"{}", "'experiment' is missing"),
         ("summary.json", b"\xff", "not UTF-8"),
         ("metrics.jsonl", b'{"round": 1}\n{"rou', "metrics.jsonl line 2: damaged JSON"),
@@ -157,7 +157,7 @@ def test_results_that_are_none_are_told(tmp_path: Path, key: str, value: Any) ->
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such run folder; give the folder of a run"):
+    with pytest.raises(UserError, match="no such run folder; name the folder of a run"):
         write_report(tmp_path / "nowhere")
 
 
@@ -240,15 +240,15 @@ def test_forgetting_table_knows_who_shares_a_domain() -> None:
 def test_captions_say_what_to_expect_of_a_domain_that_others_hold_too() -> None:
     told = {sites: caption(results(sites, ["a", "b"])[1]) for sites in (2, 3, 4)}
     assert "its own domain should fall" in told[2]
-    assert "a domain that it alone held should fall; others, also those that it shares, should stay" in told[3]
-    assert "fall" not in told[4] and "other sites hold its domain, too" in told[4]
+    assert "should fall on a domain that only this site held, and stay about the same on all others" in told[3]
+    assert "fall" not in told[4] and "other sites also hold its domain" in told[4]
 
 
 def test_a_single_domain_is_shown_once(tmp_path: Path) -> None:
     metrics, summary = results(3, ["shapes"])
     assert accuracy_table(summary).columns == ["network", "shapes"] and "union" not in accuracy_table(summary).note
     table = forgetting_table(summary)
-    assert list(table.columns) == ["site", "domain", "own domain", "held also by"]
+    assert list(table.columns) == ["site", "domain", "own domain", "also held by"]
     assert list(table.rows[0]) == ["site-0000", "shapes", "80.0% → 80.0%", "2 other sites"]
     dots, grid, curves = forgetting_figure(summary), sites_figure(summary), accuracy_figure(metrics, {"fedavg": metrics})
     assert dots is not None and grid is not None and curves is not None
@@ -257,7 +257,7 @@ def test_a_single_domain_is_shown_once(tmp_path: Path) -> None:
     assert len(curves.axes[0].lines) == 2 and "union" not in curves.axes[0].get_xlabel()
     page = write_report(write_run(tmp_path / "run", metrics, summary)).read_text()
     assert "union" not in page and "80.0% test accuracy on shapes" in page and "should fall" not in page
-    assert "shapes, which other sites hold, too, goes from 80.0% to 80.0%" in page
+    assert "shapes, which other sites also hold, goes from 80.0% to 80.0%" in page
 
 
 def test_a_network_measured_on_all_domains_together_alone_keeps_that_column() -> None:

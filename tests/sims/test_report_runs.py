@@ -105,12 +105,12 @@ def test_the_accuracy_picture_has_the_baselines_curves(folder: Path) -> None:
     assert baseline.get_linestyle() == "--"
     assert list(baseline.get_xdata()) == [1, 2] and list(baseline.get_ydata()) == [0.3, 0.3]  # type: ignore[arg-type]
     assert "fedavg 30.0%" in [text.get_text() for text in figure.axes[0].texts]
-    assert "broken lines" in page.text
+    assert "ashed lines" in page.text
     with_baselines = (folder / "plots" / "accuracy.png").read_bytes()
     with (folder / "baselines" / "fedavg" / "metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "accu')  # a crash
     write_report(folder)
     assert (folder / "plots" / "accuracy.png").read_bytes() == with_baselines
     shutil.rmtree(folder / "baselines")
-    assert "broken lines" not in checked(write_report(folder)).text
+    assert "ashed lines" not in checked(write_report(folder)).text
     assert (folder / "plots" / "accuracy.png").read_bytes() != with_baselines

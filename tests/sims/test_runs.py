@@ -68,7 +68,7 @@ def test_what_is_no_run_is_one_line(fedloom: Command, run: Path, tmp_path: Path)
         for path in (tmp_path / "other", tmp_path / "nowhere"):
             given = [tmp_path / "r1.json", path] if command == ["verify"] else [path, *words]
             refused(fedloom(*command, *given), str(path))
-    refused(fedloom("verify", tmp_path / "r1.json", run), "r1.json: there is no such certificate")
+    refused(fedloom("verify", tmp_path / "r1.json", run), "r1.json: this certificate does not exist")
     (run / "ledger.sqlite").unlink()
     for command in (["unlearn", run, ONE], ["readmit", run, ONE], ["ledger", run]):
         refused(fedloom(*command), "has no ledger")

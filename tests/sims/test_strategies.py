@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.sims.experiments.strategies import OWN, _config, _plain
+from fedloom.sims.experiments.study import Study
 from tests.sims.commands import Command, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -37,10 +38,11 @@ def test_the_plain_loop_is_run_again_with_other_settings_alone(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
 
     def figure(*words: str) -> float:
-        return _plain(tmp_path, _config("embedded", "fedavg", 0, ["rounds=1", *words]))[1]
+        study = Study("embedded", tmp_path, overrides=["rounds=1", *words])
+        return _plain(study, _config(study, "plain", 0))[1]
 
     first = figure()
-    kept = next(tmp_path.glob("plain-*.json"))
+    kept = next(tmp_path.glob("results/plain-*.json"))
     kept.write_text(kept.read_text().replace(str(first), "0.125"))
     assert figure() == 0.125  # as it was kept
     assert figure("data.size=8") != 0.125

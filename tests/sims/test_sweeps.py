@@ -26,7 +26,7 @@ from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.progress.listeners import QuietListener
 from fedloom.sims.sweeps.events import Teller, repeat
 from fedloom.sims.sweeps.names import label_of, part_of_name, short_keys
-from fedloom.sims.sweeps.outcome import AT_IT, attempt
+from fedloom.sims.sweeps.outcome import BUSY_MESSAGE, attempt
 from fedloom.sims.sweeps.plan import plan
 from fedloom.sims.sweeps.work import carry_out, ready
 from fedloom.sims.sweeps.worker_pool import START, parts
@@ -135,30 +135,33 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["--sweep", "training.rate=[]"], "has no values"),
         (["--sweep", "training.rate=0.1,fast"], "training.rate: got 'fast', takes a number"),
         (["--sweep", "training.rate=0.1,[0.2"], "override 'training.rate=[0.1,[0.2]'"),
-        (["--sweep", "training.rate=0.1,0.10"], "the same run is asked for twice (training.rate=0.1)"),
-        (["--sweep", "training.rate=0.1", "--sweep", "training.rate=0.2"], "is given twice"),
-        (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is given as an override, too"),
-        (["--sweep", "run.name=a,b"], "where runs are kept cannot be swept"),
+        (["--sweep", "training.rate=0.1,0.10"], "two runs are the same (training.rate=0.1)"),
+        (["--sweep", "training.rate=0.1", "--sweep", "training.rate=0.2"], "appears twice"),
+        (["--sweep", "training.rate=0.1,0.2", "training.rate=0.3"], "is swept and also set by an override"),
+        (["--sweep", "run.name=a,b"], "the folder of a run cannot be swept"),
         (["--sweep", "seed=0,1", "--seeds", "0,1"], "leave one of the two out"),
         (
             ["--sweep", "training={rate: 0.1},{rate: 0.2}", "training.rate=0.5"],
             "training.rate: is inside training, which is",
         ),
         (["--sweep", "training={rate: 0.1}", "--sweep", "training.steps=1,2"], "is inside training, which is swept, too"),
-        (["--sweep", "training.rate=0.1,0.2", "training={rate: 0.5}"], "training.rate: is given as an override, too"),
-        (["--sweep", "sites.0.samples=30,40"], "sites.0.samples: is given as an override, too"),
+        (
+            ["--sweep", "training.rate=0.1,0.2", "training={rate: 0.5}"],
+            "training.rate: is swept and also set by an override",
+        ),
+        (["--sweep", "sites.0.samples=30,40"], "sites.0.samples: is swept and also set by an override"),
         (["--sweep", "experiment=digits,office"], "experiment: cannot be swept"),
         (["--seeds", ",".join(map(str, range(1001)))], "makes 1,001 runs, takes at most 1,000"),
         (["--seeds", ""], "--seeds: got '', takes whole numbers with commas between"),
         (["--seeds", ","], "--seeds: got ',', takes whole numbers with commas between"),
         (["--seeds", "0,x"], "seed: got 'x', takes a whole number"),
-        (["--seeds", "0,0"], "asked for twice (seed=0)"),
+        (["--seeds", "0,0"], "two runs are the same (seed=0)"),
         (["--seeds", "0,1", "engine.name=flower"], "(the run digits-seed=0)"),
         (["--seeds", "0,1", "objective.mode=none"], "objective.mode: got 'none'"),
-        (["--parallel", "2"], "--parallel: is for many runs"),
-        (["seeds=0,1"], "seeds: a run for each is made by --seeds 0,1"),
-        (["seed=0,1"], "(of everything that is random); a run for each value: --sweep seed=0,1"),
-        (["training.rate=0.1,0.2"], "a run for each value: --sweep training.rate=0.1,0.2"),
+        (["--parallel", "2"], "--parallel: needs several runs"),
+        (["seeds=0,1"], "seeds: for one run per seed, use --seeds 0,1"),
+        (["seed=0,1"], "(seed of everything random); for one run per value, use --sweep seed=0,1"),
+        (["training.rate=0.1,0.2"], "for one run per value, use --sweep training.rate=0.1,0.2"),
     ],
 )
 def test_what_cannot_be_swept_is_told_before_anything_starts(fedloom: Command, tmp_path: Path, words: list[str], told: str):
@@ -244,7 +247,7 @@ def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.
         first = next(line for line in begun.stdout if "round 2/30" in line).partition(":")[0]
         begun.send_signal(signal.SIGINT)
         _, told = begun.communicate(timeout=60)
-    assert begun.returncode == 130 and "the same command goes on" in told
+    assert begun.returncode == 130 and "run the same command again" in told
     assert not _processes_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert status(Path("runs", first)) == "interrupted" and not Path("runs/digits-seed=2").exists()
@@ -270,7 +273,7 @@ def test_a_full_disk_is_one_line(capfd: pytest.CaptureFixture[str]):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/full/file")
 
-    assert attempt(full) == "/full/file: No space left on device; make room or mend permissions, then resume"
+    assert attempt(full) == "/full/file: No space left on device; free some space or correct the permissions, then resume"
     assert capfd.readouterr().err == ""
     assert attempt(lambda: {}["odd"]).startswith("KeyError") and "Traceback" in capfd.readouterr().err
 
@@ -293,7 +296,7 @@ def test_a_run_that_another_process_is_at_is_busy(tmp_path: Path, fedloom: Comma
     lock = acquire(tmp_path / "digits-seed=0")
     found = sweep("digits", *words, seeds=[0, 1])
     assert [result.folder.name for result in found] == ["digits-seed=1"]
-    assert found.failed == {tmp_path / "digits-seed=0": AT_IT}
+    assert found.failed == {tmp_path / "digits-seed=0": BUSY_MESSAGE}
     refused(fedloom("run", "digits", *words, "--seeds", "0,1", "--overwrite"), "is working on it")
     os.close(lock)
     found = sweep("digits", *words, seeds=[0, 1])

@@ -177,8 +177,8 @@ def test_a_tracker_that_fails_says_so_once_and_the_run_goes_on(
     result = run({**TREE, "tracking": [tracker]}, f"run.root={tmp_path}", "run.name=odd")
     assert result.summary["status"] == "finished" and len(result.metrics) == len(ROUNDS)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("tracking: ")]
-    assert len(lines) == 1 and lines[0].startswith(f"tracking: {name} stops: {told}"), lines
-    assert lines[0].endswith("; the run goes on without it")
+    assert len(lines) == 1 and lines[0].startswith(f"tracking: {name} has stopped ({told}"), lines
+    assert lines[0].endswith("The run continues without it.")
 
 
 def test_what_one_tracker_does_to_what_it_is_told_is_nothing_to_another(tmp_path: Path):
@@ -196,7 +196,7 @@ def test_what_no_tracker_can_be_made_of_is_refused_before_anything_starts(
     for given, words in [
         ("[csv,wandb]", ["tracking[1]: 'wandb' needs the package 'wandb'", "pip install 'fedloom[wandb]'"]),
         ("[tensorbord]", ["did you mean 'tensorboard'?"]),
-        ("[csv,csv]", ["tracking[1]: 'csv' is there twice"]),
+        ("[csv,csv]", ["tracking[1]: 'csv' appears twice"]),
         ("['tests.sims.trackers:Nowhere']", ["needs the package 'there_is_none.of_it'", "pip install there_is_none.of_it"]),
         ("[3]", ["tracking[0]: got 3, takes a name"]),
         ("[{name: mlflow, url: x}]", ["unknown key 'tracking[0].url'; did you mean 'tracking[0].uri'?"]),

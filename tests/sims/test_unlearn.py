@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--reason", "asked by mail")
     assert said.code == 0, said.err
-    assert said.out.count(f"request 'r1' verified: {ONE} forgotten") == 1
+    assert said.out.count(f"Request 'r1' is verified: {ONE} forgotten") == 1
     file, page = run / "certificates/r1.json", run / "certificates/r1.html"
     assert str(page) in said.out
     written, text = file.read_text(), page.read_text()
@@ -33,7 +33,7 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert (done["sites"], done["reason"]) == ([ONE], "asked by mail")
     networks = [done["evidence"][stage]["network"] for stage in ("before", "after")]
     assert networks[0] != networks[1] and all(network in text for network in networks)
-    assert done["exact"]["digest_after"]["sum"] in text and "What is exact" in text and "What is not" in text
+    assert done["exact"]["digest_after"]["sum"] in text and "What is exact" in text and "What is not exact" in text
     summary = json.loads((run / "summary.json").read_text())
     assert summary["unlearned"] == [ONE] and ONE not in summary["accuracy"] and summary["status"] == "finished"
     assert [site["name"] for site in summary["sites"]] == ["site-0000", TWO]
@@ -52,20 +52,20 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
         said = fedloom("verify", file, run)
         assert said.code == 1 and "r1.json: mismatch" in said.out and f"| {what} | mismatch |" in said.out
     said = fedloom("ledger", run, "--check")
-    assert said.code == 1 and "certificates/r1.json: is not as the server wrote it" in said.out
+    assert said.code == 1 and "certificates/r1.json: differs from what the server wrote" in said.out
     file.write_text(written)
 
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"}
     again = fedloom("unlearn", run, ONE, "--request-id", "r1", "--json")
-    assert again.code == 0 and "request 'r1' was verified before" in again.out
+    assert again.code == 0 and "Request 'r1' was verified before" in again.out
     assert last_line(again) == done
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"} == before
 
     other = fedloom("unlearn", run, TWO, "--request-id", "r1")
-    assert other.code == 0 and f"nothing is done about {TWO}: ask under another id" in other.out
+    assert other.code == 0 and f"This request does not forget {TWO}; use another --request-id" in other.out
 
     said = fedloom("readmit", run, ONE)
-    assert said.code == 0 and "may take part again" in said.out and "no round is left" in said.out
+    assert said.code == 0 and "can participate again" in said.out and "No rounds remain" in said.out
     said = fedloom("verify", file, run)
     assert said.code == 1 and "it was readmitted since" in said.out
     assert fedloom("ledger", run, "--check").code == 0
@@ -94,7 +94,7 @@ def test_a_baseline_with_the_site_that_is_put_back_is_no_match(fedloom: Command,
     assert (run / "retrained/r1").is_dir() and fedloom("verify", certificate, run).code == 0
     shutil.copytree(finished_run, run / "baselines/fedavg")
     said = fedloom("verify", certificate, run)
-    assert said.code == 1 and f"| nothing is kept of {ONE} here | mismatch | there are baselines/fedavg |" in said.out
+    assert said.code == 1 and f"| this machine stores nothing of {ONE} | mismatch | it has baselines/fedavg |" in said.out
 
 
 def test_unlearn_answers_in_json_and_repairs(fedloom: Command, run: Path):
@@ -117,7 +117,7 @@ def test_unlearn_compares_with_a_network_that_was_trained_without_the_site(fedlo
     assert retrained["distance"] and 0 <= retrained["accuracy"]["digits"] <= 1 and retrained["disagreement"] is not None
     assert "retrained/earlier" in done["erased"]
     page = (run / "certificates/r1.html").read_text()
-    assert "relative distance of the weights" in page and "different classes" in page and "retrain True" in page
+    assert "relative distance of the weights" in page and "different predicted classes" in page and "retrain True" in page
     with Ledger.open(run / "retrained/r1", server=False) as ledger:
         last = ledger.last_round()
         assert list(ledger.sites()) == ["site-0000", TWO]
@@ -142,7 +142,7 @@ def test_without_the_images_to_measure_with_nothing_is_forgotten_unless_that_is_
         return done.stderr
 
     said = unlearn()
-    assert "usps" in said and "nothing is forgotten yet" in said and "(--without-data: all the same" in said
+    assert "usps" in said and "Nothing is forgotten yet" in said and "--without-data forgets" in said
     assert events(run) == before
     unlearn("--without-data", "--request-id", "r")
     done = json.loads((run / "certificates/r.json").read_text())
@@ -156,7 +156,7 @@ def test_a_request_before_the_first_contribution_waits_and_one_to_a_method_that_
             if slots:
                 assert receive(ledger, "r", [ONE], "", {}).state == "received"
             else:
-                with pytest.raises(UserError, match="its method keeps no contributions"):
+                with pytest.raises(UserError, match="the method stores no contributions"):
                     receive(ledger, "r", [ONE], "", {})
 
 
@@ -188,7 +188,7 @@ def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeyp
         ([ONE, ONE], "named twice"),
         (["site-0000", ONE, TWO], "no site would be left"),
         ([ONE, "--request-id", "../r1"], "request id: got '../r1'"),
-        ([ONE, "--reason", "\udcff withdrawn"], "is no text in UTF-8"),
+        ([ONE, "--reason", "\udcff withdrawn"], "is not valid UTF-8 text"),
     ],
 )
 def test_what_cannot_be_forgotten_is_one_line_and_changes_nothing(fedloom: Command, run: Path, words: list[str], told: str):
@@ -203,7 +203,7 @@ def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: 
         receive(ledger, "r1", [ONE], "", {"repair": 1})
     said = fedloom("resume", run, "--quiet")
     assert said.code == 0, said.err
-    assert f"request 'r1' verified: {ONE} forgotten" in said.out
+    assert f"Request 'r1' is verified: this run has forgotten {ONE}." in said.out
     assert "What is exact" in (run / "certificates/r1.html").read_text()
     assert json.loads((run / "summary.json").read_text())["rounds"] == 3
     assert check(run) == []
@@ -220,7 +220,7 @@ def test_requests_that_wait_are_told_and_fulfilled_with_the_next(fedloom: Comman
     assert said.code == 0, said.err
     assert all((run / "certificates" / f"{id}.html").is_file() for id in ("r1", "r3"))
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE, TWO]
-    refused(fedloom("unlearn", run, ONE, "--request-id", "r2"), "'r2' was refused", "forgotten already")
+    refused(fedloom("unlearn", run, ONE, "--request-id", "r2"), "'r2' was refused", "already forgotten")
     assert check(run) == [] and last_line(fedloom("ledger", run, "--check", "--json"))["notes"] == []
 
 
@@ -248,13 +248,13 @@ def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, ru
     with monkeypatch.context() as broken:
         broken.setattr(Unlearning, "certify", killed)
         assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 130
-    refused(fedloom("readmit", run, ONE), "request 'r1' is not done with 'site-0001' yet")
+    refused(fedloom("readmit", run, ONE), "request 'r1' to forget 'site-0001' is not finished")
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     assert fedloom("readmit", run, ONE).code == 0
 
 
 def test_a_certificate_that_is_not_there_is_told_in_plain_words(fedloom: Command, run: Path):
-    refused(fedloom("verify", run / "certificates/r9.json", run), "r9.json: there is no such certificate")
+    refused(fedloom("verify", run / "certificates/r9.json", run), "r9.json: this certificate does not exist")
 
 
 def test_a_refused_request_leaves_the_results_under_watch(fedloom: Command, run: Path):
@@ -302,18 +302,18 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
         refused(fedloom("unlearn", path, "site-001"), "did you mean")
         said = fedloom("unlearn", path, ONE, "--request-id", "r1", "--repair", 2, "--retrain")
-        assert said.code == 0 and "request 'r1' received: the running server takes it" in said.out
+        assert said.code == 0 and "Request 'r1' is queued. The server will process it" in said.out
         until(certificate.is_file, server)
         assert json.loads(certificate.read_text())["evidence"]["retrained"]["distance"]
         again = fedloom("unlearn", path, ONE, "--request-id", "r1")
-        assert again.code == 0 and "request 'r1' was verified before" in again.out
+        assert again.code == 0 and "Request 'r1' was verified before" in again.out
         assert "What is exact" in certificate.with_suffix(".html").read_text()
         assert fedloom("verify", certificate, path).code == 0
         assert fedloom("ledger", path).code == 0
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=60)
     assert server.returncode == 130
-    assert f"request 'r1' verified: {ONE} forgotten" in told.read_text()
+    assert f"Request 'r1' is verified: this run has forgotten {ONE}." in told.read_text()
     assert [found for found in check(path) if found.severity == "problem"] == []  # orphans of a broken round are none
 
 

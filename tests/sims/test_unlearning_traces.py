@@ -12,7 +12,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.sims.experiments import unlearning
-from fedloom.sims.experiments.unlearning import methods, sequence, shadows, traces
+from fedloom.sims.experiments.unlearning import sequence, shadows, traces
 from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
 
@@ -28,7 +28,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "SETTING", small)
     for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MOST", 4), ("RELEARNED", 1)):
         monkeypatch.setattr(traces, name, number)
-    monkeypatch.setattr(methods, "ROOT", tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
 
 
 def test_each_federation_draws_half_of_the_pool_and_the_others_keep_their_images(tmp_path: Path):
@@ -139,7 +139,8 @@ def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("preset", "words", "told"), [("paper", [], "takes --preset cpu"), ("cpu", ["tables=trace"], "did you mean 'traces'")]
+    ("preset", "words", "told"),
+    [("paper", [], "unknown preset 'paper'"), ("cpu", ["tables=trace"], "did you mean 'traces'")],
 )
 def test_another_preset_or_table_is_one_line(preset: str, words: list[str], told: str):
     with pytest.raises(UserError, match=told):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import write_state
-from fedloom.fusion.comparators.baselines import Ensemble
+from fedloom.fusion.baselines import Ensemble
 from fedloom.sims.operations.domain_task import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
 
@@ -143,7 +143,7 @@ def test_accuracies_weights_and_report(weave, folder):
     report = (folder / "made.md").read_text()
     assert "**Accuracy on digits**" in report
     assert report.replace("**", "").replace("\\", "") + "\n" == out.partition("written: ")[0]
-    control = "control: a.safetensors alone, fused like that"
+    control = "control: a.safetensors alone, fused the same way"
     assert column(out, 0)[:6] == ["network", "a.safetensors", "b.safetensors", "all of them (ensemble)", "fused", control]
     networks = [load_network(folder / f"{stem}.safetensors")[0] for stem in ("a", "b", "made")]
     shown = Ensemble(networks[:2]), networks[2], networks[0]
@@ -215,41 +215,41 @@ BAD = [
     (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
     (["align", "a", "b", "--probe", "digit"], "unknown domain 'digit'; did you mean 'digits'?"),
     (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not an existing folder"),
-    (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere is not there"),
+    (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere does not exist"),
     (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
     (["align", "a", "r18"], "the networks are of different families"),
     (["align", "a", "big"], "big.safetensors: is for 1 x 16 x 16 images, a.safetensors for 1 x 8 x 8"),
     (["fuse", "a", "colour", "--into", "1"], "colour.safetensors: is for 3 x 8 x 8 images, a.safetensors for 1 x 8 x 8"),
     (["fuse", "b", "seven", "--into", "1"], "network 1 has 7 classes, the others 10"),
-    (["fuse", "a", "b", "--into", "c"], "--into: 'c' is none of the networks; takes a.safetensors, b.safetensors"),
-    (["fuse", "a", "b", "--into", "0"], "--into: '0' is none of the networks"),
-    (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is none of the networks"),
-    (["fuse", "a", "--into", "1"], "takes two or more"),
+    (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
+    (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),
+    (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is not one of the networks"),
+    (["fuse", "a", "--into", "1"], "use two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
     (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
     (["fuse", "a", "b", "--into", "1", "--refit", "all"], "fusion refit: got 'all', takes one of: none, plans, regression"),
     (["fuse", "a", "b", "--into", "1", "--width", "2", "--refit", "plans"], "fusion width: got 2 with refit 'plans'"),
     (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
-    (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere is not there"),
+    (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere does not exist"),
     (["fuse", "a", "b", "--into", "1", "--labels", "digit"], "unknown domain 'digit'"),
     (
         ["fuse", "seven", "seven", "--into", "1", "--labels", "digits"],
-        "seven.safetensors: answers for 7 classes, --labels digits",
+        "seven.safetensors: has 7 outputs, but --labels digits",
     ),
     (["fuse", "a", "b", "--into", "1", "--classes", "0,1"], "--classes: 1 lists of names for 2 files; takes one for each"),
     (
         ["fuse", "a", "b", "--into", "1", "--classes", "0,1", "--classes", "0,1"],
         "network 0: 2 class names, 2 different, for 10",
     ),
-    (["fuse", "a", "b", "--into", "1", "--out", "a"], "--out: a.safetensors is one of the networks that are fused"),
-    (["fuse", "a", "b", "--into", "1", "--out", "."], "--out: . is no place for a file"),
-    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "--report: would be written to x.md, which is taken"),
-    (["fuse", "a", "b", "--into", "1", "--reference", "--width", "2"], "--reference: the public code knows no --refit"),
+    (["fuse", "a", "b", "--into", "1", "--out", "a"], "--out: a.safetensors is one of the networks to fuse"),
+    (["fuse", "a", "b", "--into", "1", "--out", "."], "--out: . is not a path of a file"),
+    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "--report: its path would be x.md, which is in use"),
+    (["fuse", "a", "b", "--into", "1", "--reference", "--width", "2"], "--reference: the public code has no --refit"),
     (["fuse", "r18", "r34", "--into", "1", "--reference"], "'head' has a bias, and the widths differ at "),
     (["fuse", "r18", "r34", "--into", "1", "--width", "1.3"], "--width 1.3: no named network has 1.3 times the channels"),
     (["fuse", "v11", "v13", "--into", "1"], "cannot be merged into the next one"),
-    (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "no named network has both"),
+    (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "No named network has both"),
 ]
 
 

@@ -1,7 +1,7 @@
-"""The site's side of secure aggregation, last steps: a signed list of the sites that count, and masks off.
+"""The site's side of secure aggregation, last steps: sign the list of the sites that count, and remove masks.
 
-A site signs a list if every site in it trained by the same as itself. It takes masks off once, and only when as many sites
-as must answer have signed the same list (Bonawitz et al. 2017, the consistency check against an active server).
+A site signs a list if every site in it signed the same training. It helps to remove masks once, and only if enough
+sites have signed the same list (Bonawitz et al. 2017, the consistency check against an active server).
 """
 
 from fedloom.clients.job import Job
@@ -27,20 +27,20 @@ from fedloom.conf.errors import UserError
 def confirm(job: Job) -> Answer:
     """Sign which sites' contributions count (1) and which dropped out (0).
 
-    One list in an attempt, of sites that have signed the same training: of one that trained otherwise, the server may know
-    what it gave, and the difference to a second sum would tell the rest. SummedBeforeError if this sum and an earlier one
-    would differ by what few sites gave.
+    A site signs one list in an attempt, of sites that have signed the same training. If one site trained differently,
+    the server could know its contribution, and the difference to a second sum would reveal the rest. Raise
+    SummedBeforeError if this sum minus an earlier one would reveal what a few sites sent.
     """
     secrets = Secrets(job.store)
     attempt, mine = attempt_of(job), job.site.name
-    counts = {name: bool(one[0]) for name, one in incoming(job, SECURE_CONFIRM, 1).items()}
-    counted = sorted(name for name, one in counts.items() if one)
+    counts = {name: bool(flag[0]) for name, flag in incoming(job, SECURE_CONFIRM, 1).items()}
+    counted = sorted(name for name, flag in counts.items() if flag)
     if not attempt.sent or counts.keys() != attempt.held.keys() | {mine} or mine not in counted:
         raise UserError("secure aggregation: the list of the sites that count is not one of this attempt")
     if attempt.counted not in ([], counted):
         raise UserError("secure aggregation: this site has signed another list of the sites that count")
     if staying := sorted(attempt.lifts.keys() & set(counted)):
-        raise UserError(f"secure aggregation: {staying[0]} leaves, and its contribution is in the list of those that count")
+        raise UserError(f"secure aggregation: {staying[0]} leaves, but is in the list of the sites that count")
     check_enough(attempt, len(counted))
     if not job.simulated:
         check_members(job.policy, counted)
@@ -53,55 +53,60 @@ def confirm(job: Job) -> Answer:
 
 
 def _check_trained(job: Job, attempt: Attempt, counted: list[str]) -> None:
-    """UserError unless all sites that count have signed the same training as this one, and those that go on from the same
-    round, that they have agreed on the same in it: of one that was prepared otherwise, the server may know what it gave."""
+    """Raise UserError unless all sites that count have signed the same training as this one.
+
+    Sites that continue from the same round must also have signed the same agreement in it. If a site was prepared
+    differently, the server could know its contribution.
+    """
     mine, bases = job.site.name, attempt.bases
     signatures, text = incoming(job, SECURE_TRAINED, 2 * SIGNATURE), trained_words(attempt.id, attempt.statement)
     base = (Secrets(job.store).agreed(bases[mine]) if bases[mine] else None) or Agreed()
     history = history_words(attempt.id, base.digest)
     for name in (name for name in counted if name != mine):
-        both, signing = signatures.get(name, b""), attempt.keys(name).signing
-        if not is_signature(signing, text, both[:SIGNATURE]):
+        pair, signing = signatures.get(name, b""), attempt.keys(name).signing
+        if not is_signature(signing, text, pair[:SIGNATURE]):
             raise UserError(f"secure aggregation: {name} has not signed the same training as this site")
-        if bases[name] == bases[mine] and not is_signature(signing, history, both[SIGNATURE:]):
-            raise UserError(f"secure aggregation: {name} has not signed that it goes on from the same as this site")
+        if bases[name] == bases[mine] and not is_signature(signing, history, pair[SIGNATURE:]):
+            raise UserError(f"secure aggregation: {name} has not signed that it continues from the same state as this site")
 
 
 def unmask(job: Job) -> Answer:
-    """Shares of each site's secret: of those whose contribution counts, of the mask that is theirs alone; of those that
-    dropped out, of their common masks. Once in an attempt, if enough sites have signed the same list as this one.
+    """Return shares of each site's secret, once in an attempt, if enough sites have signed the same list as this one.
+
+    For sites whose contributions count, these are shares of the individual mask; for sites that dropped out, of their
+    common masks.
     """
     secrets = Secrets(job.store)
     attempt, mine = attempt_of(job), job.site.name
     if not attempt.counted or attempt.unmasked:
-        raise UserError("secure aggregation: the masks of this attempt cannot be taken off now")
+        raise UserError("secure aggregation: the masks of this attempt cannot be removed now")
     signatures, agree = incoming(job, SECURE_UNMASK, SIGNATURE), 0
     for name in attempt.counted:
         good = name in signatures and is_signature(attempt.keys(name).signing, _statement(attempt), signatures[name])
         if (agree := agree + good) >= attempt.threshold:
             break
     if agree < attempt.threshold:
-        raise UserError(f"secure aggregation: {agree} sites have signed this site's list, and {attempt.threshold} must: "
-                        "the server told sites of different lists, or had them train differently")  # fmt: skip
+        raise UserError(f"secure aggregation: {agree} sites have signed this site's list, but {attempt.threshold} must: "
+                        "the server sent sites different lists, or had them train differently")  # fmt: skip
     job.memory.add(_disclosure(job, attempt, attempt.counted))
     attempt.unmasked = True
     secrets.read(job.order.round)
     secrets.keep_lifted(attempt, job.order.round)
     secrets.save(attempt)
-    found = {mine: to_tensor(bytes.fromhex(attempt.shares))}
-    for name, text in ((name, bytes.fromhex(both)) for name, both in attempt.held.items()):
-        found[name] = to_tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
-    return Answer({SECURE_UNMASK: found})
+    shares = {mine: to_tensor(bytes.fromhex(attempt.shares))}
+    for name, text in ((name, bytes.fromhex(shares_hex)) for name, shares_hex in attempt.held.items()):
+        shares[name] = to_tensor(text[:SECRET] if name in attempt.counted else text[SECRET:])
+    return Answer({SECURE_UNMASK: shares})
 
 
 def _statement(attempt: Attempt) -> bytes:
-    """What a site signs: over whom the sum is."""
+    """Return what a site signs: the sites of the sum."""
     return counted_words(attempt.id, attempt.statement, attempt.counted)
 
 
 def _disclosure(job: Job, attempt: Attempt, counted: list[str]) -> Disclosure:
     bases, mine = attempt.bases, attempt.bases[job.site.name]
-    beside = [name for name in counted if bases[name] == mine]
+    same_base = [name for name in counted if bases[name] == mine]
     first = not any(bases[name] for name in counted)
-    about = job.order.run, job.order.round, counted, beside, first, attempt.config, unpacked(attempt.sketches)
+    about = job.order.run, job.order.round, counted, same_base, first, attempt.config, unpacked(attempt.sketches)
     return Disclosure(*about, list(attempt.lifts), attempt.idle)

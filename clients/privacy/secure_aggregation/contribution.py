@@ -1,7 +1,7 @@
-"""The site's side of secure aggregation: its contribution under masks, and what it remembers of it.
+"""The site's side of secure aggregation: mask its contribution, and remember it.
 
-Of every record that is summed it keeps a sketch of what the server does not know of it, and it signs a digest of what
-determined the training: see clients.privacy.memory and clients.privacy.secure_aggregation.agreement.
+For every summed record, the site stores a sketch of what the server does not know about it. It signs a digest of what
+determined the training. See clients.privacy.memory and clients.privacy.secure_aggregation.agreement.
 """
 
 import hashlib
@@ -45,29 +45,31 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import RunConfig
 from fedloom.fusion.state import State
 
-LARGEST_START = 1024  # of a weight that is sent: float32 has steps of 6e-5 beside it
-DEFAULT_WEIGHT = 1e4  # of a configuration that sets no largest_weight
-OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ from site to site
+LARGEST_START = 1024  # largest weight that is sent: there, float32 has steps of 6e-5
+DEFAULT_WEIGHT = 1e4  # for a configuration without largest_weight
+OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between sites
 
 
 def masked(
     job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
 ) -> dict[str, ArrayRecord]:
-    """What a site sends of a round's records: of each a vector, int64, that looks random; only the sum over sites does not.
+    """Return what a site sends for a round's records: for each, an int64 vector that looks random; only sums can be read.
 
-    Of the contribution that the server keeps it is the change since the last one that counted. Masks that this site has in
-    common with one that leaves (LIFT) are taken out of it in passing.
-    Beside them is a signed digest of what determined the training, and one of the round that it goes on from: only sites
-    that trained by the same are summed. `whole`: the records, int64. `changed`: the change of the round, before noise.
-    `steps`: of the optimiser. Where a privacy budget bounds what sums tell, no sketches are kept.
+    For the contribution that the server stores, it is the change since the last one that counted. Masks in common
+    with a leaving site (LIFT) are removed from it at the same time. The site also signs a digest of what determined
+    the training, and one of the round that it continues from: only sites that trained in the same way are summed. If
+    a privacy budget bounds what sums reveal, no sketches are stored.
+
+    `whole`: the records, int64. `changed`: the change of the round, before noise. `steps`: optimiser steps of the
+    training.
     """
     secrets, order, charged = Secrets(job.store), job.order, job.charged
     attempt, lifts = ready.attempt, ready.lifts
     if attempt.sent:
-        raise UserError("secure aggregation: this attempt's contribution was sent")
+        raise UserError("secure aggregation: this attempt's contribution is already sent")
     _check_records(job, whole, changed)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
-    found, moved = {}, dict[str, Sketch]()
+    records, moved = {}, dict[str, Sketch]()
     if not charged:
         seen, moved = _sketches(job, sketch_key, secrets, changed)
         attempt.sketches = packed(seen)
@@ -80,36 +82,43 @@ def masked(
         vector += mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
             vector.add_(mask(key, record, len(vector)), alpha=sign(job.site.name, name))
-        found[record] = to_arrays({MASKED: vector})
+        records[record] = to_arrays({MASKED: vector})
     attempt.sent, attempt.idle = True, order.again == IDLE
     attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
     attempt.statement, attempt.bases, attempt.config = _trained(job, steps), ready.bases, _configured(job)
-    found[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
+    records[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
     if not charged:
         secrets.keep_moved(order.round, order.base, moved)
     secrets.agree(order.round, order.base, None)
     secrets.masked(order.round, common)
     secrets.save(attempt)
-    return found
+    return records
 
 
 def _check_records(job: Job, whole: Mapping[str, State], changed: Changes) -> None:
-    """UserError unless all records are summed at once: sums of the same that differ by records are two equations. And for
-    weights beside which a site's moves are rounded: the rounding would make what is repeated look new."""
+    """Raise UserError unless all records are summed at once, and sent weights are not too large.
+
+    Sums over different records are two equations. Next to large weights a site's changes are rounded, and the
+    rounding would make repeated changes look new.
+    """
     if job.order.sums.keys() != whole.keys():
-        raise UserError(f"order.sums: under masks all records of a contribution ({', '.join(sorted(whole))}) are summed")
+        raise UserError(f"order.sums: under masks all records of a contribution ({', '.join(sorted(whole))}) must be summed")
     if job.simulated or job.charged:
         return
     known = [
-        one for record, state in changed.begin.items() if changed.is_known(record) for one in state.values() if one.numel()
+        tensor
+        for record, state in changed.begin.items()
+        if changed.is_known(record)
+        for tensor in state.values()
+        if tensor.numel()
     ]
-    if max((int(one.abs().max()) for one in known), default=0) > LARGEST_START * 2**job.config.federation.scale_bits:
-        raise UserError(f"secure aggregation: a network with weights beyond {LARGEST_START} was sent; a site's moves would "
-                        "be rounded beside them")  # fmt: skip
+    if max((int(tensor.abs().max()) for tensor in known), default=0) > LARGEST_START * 2**job.config.federation.scale_bits:
+        raise UserError(f"secure aggregation: the server sent a network with weights beyond {LARGEST_START}; a site's "
+                        "changes would be rounded next to them")  # fmt: skip
 
 
 def _replaced(job: Job, now: State) -> State:
-    """The contribution that this one replaces. UserError if it has other tensors."""
+    """Return the contribution that this one replaces. Raise UserError if it has other tensors."""
     before = Sent(job.store).summed(job.order.base)
     if {name: one.shape for name, one in before.items()} != {name: one.shape for name, one in now.items()}:
         raise UserError(f"order.slot: the contribution of round {job.order.base} has other tensors")
@@ -117,7 +126,7 @@ def _replaced(job: Job, now: State) -> State:
 
 
 def _signed(attempt: Attempt, history: bytes) -> State:
-    """Signatures of what determined the training, and of the round that it goes on from."""
+    """Return signatures of what determined the training, and of the round that it continues from."""
     key, digest = bytes.fromhex(attempt.signing), bytes.fromhex(attempt.statement)
     words = {"": trained_words(attempt.id, attempt.statement), "history_": history_words(attempt.id, history)}
     signatures = {f"{name}signature": to_tensor(signature(key, text)) for name, text in words.items()}
@@ -125,13 +134,13 @@ def _signed(attempt: Attempt, history: bytes) -> State:
 
 
 def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple[dict[str, Sketch], dict[str, Sketch]]:
-    """Sketches of what the server does not know of this site's part of each record that is summed, before noise; and of how
-    far the records moved that begin at what it has sent.
+    """Return sketches of what the server does not know about this site's records, and of how far known records moved.
 
-    Of what begins at what the server has sent, that is how far it moved; of the contribution that it keeps, less how far
-    that had moved which is replaced. Of what begins at what this site sent last, the whole, or the contribution's change.
+    All sketches are before noise. For a record that starts at what the server has sent, the first is of how far it
+    moved; for the contribution that the server stores, minus how far the replaced one had moved. For a record that
+    starts at what this site sent last, it is of the whole record, or of the contribution's change.
     """
-    order, found, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
+    order, unknown, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
     before = secrets.moved(order.base) if order.base else {}
     whole = changed.whole()
     for record, state in changed.moved.items():
@@ -140,21 +149,21 @@ def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple
         each = {f"{record}/{name}": one for name, one in sketches(rest, key).items()}
         if replaces and known and not each.keys() <= before.keys():
             raise UserError(f"order.slot: '{record}' is not the record that it replaces")
-        found |= {name: one - before[name] if replaces and known else one for name, one in each.items()}
+        unknown |= {name: one - before[name] if replaces and known else one for name, one in each.items()}
         moved |= each if known else {}
-    return found, moved
+    return unknown, moved
 
 
 def _configured(job: Job) -> str:
-    """A digest of the configuration, but for what is the same for all sites whatever it is: the run's name and length."""
+    """Return a digest of the configuration, without the run's name and length, which all sites share."""
     return config_digest(to_json(replace(job.config, run=RunConfig(), rounds=1)))
 
 
 def noise_share(job: Job, ready: Ready) -> float:
-    """Of the variance of noise in the sum, what a site adds so that it is there if as few sites count as may.
+    """Return the share of the sum's noise variance that a site adds, so that it suffices with the fewest sites.
 
-    A site with a budget of its own relies on the noise of sites alone whose keys it knows, and on nobody's where its
-    contribution stays in the sum: in later rounds without it, the others' noise is drawn anew and can be averaged away.
+    A site with a budget relies only on the noise of sites whose keys it knows. If its contribution stays in the sum,
+    it relies on no other site: in later rounds without it, the others' noise is drawn again and can be averaged away.
     """
     attempt = ready.attempt
     known = len(attempt.peers.keys() & job.policy.identity.known().keys())
@@ -164,15 +173,15 @@ def noise_share(job: Job, ready: Ready) -> float:
 
 
 def flat(state: State) -> Tensor:
-    """All entries of an int64 state as one vector, its tensors in the order of their names."""
+    """Return all entries of an int64 state as one vector, with tensors in the order of their names."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *(state[name].flatten() for name in sorted(state))])
 
 
 def bounded(job: Job, changed: Changes, given: Mapping[str, State]) -> Changes:
-    """The change with no entry beyond federation.largest_weight: whether a sum fits must not depend on the site's images.
+    """Return the change with no entry beyond federation.largest_weight, so that images cannot decide if a sum fits.
 
-    Where the server knows the start, the move is cut: of a network that it sends just below the limit, all that is cut
-    would be known to it. `given`: the records as floats; counters stay as they are.
+    If the server knows the start, the move is clipped: the server could send a network just below the limit, and
+    would know all that is clipped. `given`: the records as floats; counters stay unchanged.
     """
     most, moved = _most(job), dict[str, State]()
     for record, state in changed.moved.items():
@@ -184,13 +193,13 @@ def bounded(job: Job, changed: Changes, given: Mapping[str, State]) -> Changes:
 
 
 def _most(job: Job) -> int:
-    """federation.largest_weight, or DEFAULT_WEIGHT, in units of 2**-scale_bits."""
+    """Return federation.largest_weight, or DEFAULT_WEIGHT, in units of 2**-scale_bits."""
     federation = job.config.federation
     return math.ceil((federation.largest_weight or DEFAULT_WEIGHT) * 2.0**federation.scale_bits)
 
 
 def _check_room(job: Job, vector: Tensor, begin: State, times: int) -> None:
-    """UserError unless `times` vectors of `bounded` records add up in 64 bits. `begin`: where they began, if it is known."""
+    """Raise UserError unless `times` vectors of `bounded` records fit into 64 bits. `begin`: their start, if it is known."""
     most = _most(job) + max((int(one.abs().max()) for one in begin.values() if one.numel()), default=0)
     if job.config.privacy.noise and vector.numel():
         most = max(most, int(vector.abs().max()))
@@ -198,10 +207,11 @@ def _check_room(job: Job, vector: Tensor, begin: State, times: int) -> None:
 
 
 def _trained(job: Job, steps: int) -> str:
-    """A digest of what determined the training of all sites of the round: the order, the configuration, what was sent.
+    """Return a digest of what determined the training of all sites: the order, the configuration, what was sent.
 
-    In a real federation the number of steps, too: an extractor that does not move in the first step would be moved by those
-    sites alone that take two. Also with a budget, for all sites must come to the same digest.
+    In a real federation it includes the number of steps: an extractor that does not move in the first step would be
+    moved only by sites that take two. Sites with a budget include it, too, because all sites must have the same
+    digest.
     """
     order = job.order
     sent = {record: contents(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
@@ -211,20 +221,20 @@ def _trained(job: Job, steps: int) -> str:
 
 
 def _lifted(job: Job, lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
-    """The masks that this site's contribution has in common with sites that leave, from the rounds that count."""
-    total, kept = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
+    """Return the masks that this site's contribution has in common with leaving sites, from the rounds that count."""
+    total, masks_by_round = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
     for name, rounds in lifts.items():
         for round in rounds:
-            if name not in kept.get(round, {}):
-                raise UserError(f"secure aggregation: the mask in common with a site that leaves, of round {round}, is lost")
-            total.add_(mask(kept[round][name], record, size), alpha=sign(job.site.name, name))
+            if name not in masks_by_round.get(round, {}):
+                raise UserError(f"secure aggregation: the mask of round {round} in common with a site that leaves is lost")
+            total.add_(mask(masks_by_round[round][name], record, size), alpha=sign(job.site.name, name))
     return total
 
 
 def contents(state: State) -> list[list[object]]:
-    """Of every tensor its name, kind, shape and a digest of its bytes: no two states have the same, whatever names are."""
-    return [[name, str(one.dtype), list(one.shape), hashlib.sha256(_flat_bytes(one)).hexdigest()]
-            for name, one in sorted(state.items())]  # fmt: skip
+    """Return each tensor's name, dtype, shape and digest: different states have different results."""
+    return [[name, str(tensor.dtype), list(tensor.shape), hashlib.sha256(_flat_bytes(tensor)).hexdigest()]
+            for name, tensor in sorted(state.items())]  # fmt: skip
 
 
 def _flat_bytes(tensor: Tensor) -> memoryview:

@@ -1,6 +1,6 @@
-"""With how many sites, and with how many that it knows, a site lets its contribution be summed: its own policy decides.
+"""How many sites, and how many known sites, a sum must have: decided by the site's own policy.
 
-The server names the sites of a round. If it may name two, one of which is its own, a sum hides nothing.
+The server names the sites of a round. If it could name two, and control one of them, a sum would hide nothing.
 """
 
 from collections.abc import Collection
@@ -13,11 +13,11 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
-ALWAYS, USUALLY = 2, 3  # fewest members of a sum: whatever a policy says, and where it knows no keys and says nothing
+ALWAYS, USUALLY = 2, 3  # fewest members of a sum: always, and by default for a site that knows no keys
 
 
 def fewest(policy: Policy) -> int:
-    """Of how many sites a sum must be: `min_members`, or more than half of those whose keys the site knows."""
+    """Return how many sites a sum must have: `min_members`, or more than half of the sites with known keys."""
     if policy.min_members is not None:
         return max(ALWAYS, policy.min_members)
     known = len(policy.identity.known())
@@ -25,20 +25,21 @@ def fewest(policy: Policy) -> int:
 
 
 def check_alike(job: Job, names: Collection[str]) -> None:
-    """UserError unless these sites train the same network in the same way, by the configuration that all of them have.
+    """Raise UserError unless the configuration has these sites train the same network in the same way.
 
-    Otherwise the server may know what the others give: their network is dead, or their classes have outputs of their own.
+    Otherwise the server could know what the others send: their network is dead, or their classes have separate
+    outputs.
     """
     wanted, own = set(names), bool(job.policy.domain)
     mine = _manner(job.config, job.site, own)
     sites = [site for site in job.config.roster if site.name in wanted]
     if odd := sorted(site.name for site in sites if _manner(job.config, site, own) != mine):
         raise UserError(f"secure aggregation: {odd[0]} has another network or other outputs than this site, or changes its "
-                        "images otherwise; give all sites of a masked sum the same, or leave out the masks")  # fmt: skip
+                        "images differently; configure all sites of a masked sum equally, or do not use masks")  # fmt: skip
 
 
 def _manner(config: Config, site: Site, own: bool) -> tuple[object, ...]:
-    """What a site's training depends on beside its own images; and how many it has, unless they are its `own` affair."""
+    """Return what a site's training depends on besides its own images, and their number unless the domain is its `own`."""
     spec = site.spec
     outputs = () if config.data.heads == "shared" else (label(spec), spec.domain)
     number = () if own else (spec.samples, spec.partition, site.parts)
@@ -46,13 +47,13 @@ def _manner(config: Config, site: Site, own: bool) -> tuple[object, ...]:
 
 
 def check_members(policy: Policy, names: Collection[str]) -> None:
-    """UserError if a sum over these sites is over too few, or over too few whose keys this site knows."""
+    """Raise UserError if these sites are too few, or too few of them have keys that this site knows."""
     needed = fewest(policy)
     if len(names) < needed:
-        raise UserError(f"secure aggregation: a sum over {len(names)} sites; this site takes part in sums over {needed} "
+        raise UserError(f"secure aggregation: a sum over {len(names)} sites; this site participates in sums over {needed} "
                         "or more (site.yaml: min_members)")  # fmt: skip
     default = needed if policy.masks else 0
     known = len(set(names) & policy.identity.known().keys())
     if known < (wanted := default if policy.min_known is None else policy.min_known):
-        raise UserError(f"secure aggregation: this site knows the keys of {known} of the sites, and wants to know {wanted} "
+        raise UserError(f"secure aggregation: this site knows the keys of {known} of the sites, but requires {wanted} "
                         "(site.yaml: peers, min_known)")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a masked order is held against before the site is charged, or trains: its shares, sums, and what it goes on from."""
+"""Check a masked order before the site is charged or trains: its shares, its sums, and the round that it continues from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,16 @@ from fedloom.clients.protocol.messages import BASES, LIFT
 from fedloom.clients.protocol.partial_sums import ONCE
 from fedloom.conf.errors import UserError
 
-LEAST_BITS = 20  # of scale_bits: coarser units would make what is repeated look new
+LEAST_BITS = 20  # of scale_bits: with coarser units, repeated changes would look new
 
 
 @dataclass(frozen=True)
 class Ready:
-    """An attempt whose shares are opened. `base`: what was agreed on in the round that it goes on from. `lifts`: by name of
-    a site that leaves, the rounds of the masks in common with it. `bases`: by name of a site, the round that it goes on
-    from."""
+    """An attempt whose shares are opened.
+
+    `base`: the agreement of the round that it continues from. `lifts`: by leaving site, the rounds of the common
+    masks. `bases`: by site, the round that it continues from.
+    """
 
     attempt: Attempt
     base: Agreed
@@ -30,7 +32,7 @@ class Ready:
 
 
 def ready(job: Job) -> Ready:
-    """UserError, or BlamedError for wrong shares, for an order that this site does not train by."""
+    """Return the checked attempt. Raise UserError, or BlamedError for wrong shares, for an order that this site refuses."""
     attempt = attempt_of(job)
     _check_sums(job)
     attempt.held = opened(job, attempt)
@@ -39,58 +41,58 @@ def ready(job: Job) -> Ready:
 
 
 def _check_sums(job: Job) -> None:
-    """UserError unless each site counts once: two sums of the same that differ by weights are two equations."""
+    """Raise UserError unless each site counts once: two sums with different weights are two equations."""
     order, bits = job.order, job.config.federation.scale_bits
     if {*order.sums.values()} != {ONCE}:
         raise UserError("order.sums: under masks each site counts once")
     if order.slot not in ("", *order.sums) or (not order.slot and LIFT in job.content.array_records):
         raise UserError("order.slot: is not a record that is summed")
     if not job.simulated and bits < LEAST_BITS:
-        raise UserError(f"federation.scale_bits: got {bits}, and masked sums of real sites take at least {LEAST_BITS}")
+        raise UserError(f"federation.scale_bits: got {bits}, but masked sums of real sites need at least {LEAST_BITS}")
 
 
 def _agreed_base(job: Job) -> Agreed:
-    """What the sites have agreed on in the round that this one goes on from.
+    """Return the agreement of the sites in the round that this one continues from.
 
-    UserError for a round whose list this site has not signed: only there all that count trained by the same. With a budget
-    for what has been replaced before, too, unless all of the noise is the site's own (`noise_share`): that of the others
-    can be averaged away.
+    Raise UserError if this site has not signed the list of that round: only a signed list ensures that all its sites
+    trained in the same way. Also raise it if a site with a budget would replace a contribution twice, and not all of
+    the noise is its own (`noise_share`): the others' noise could be averaged away.
     """
     secrets, base = Secrets(job.store), job.order.base
     if not base:
         return Agreed()
-    if (found := secrets.agreed(base)) is None and secrets.is_new():
+    if (agreement := secrets.agreed(base)) is None and secrets.is_new():
         raise LostStateError(f"{job.site.name}: its own state is lost: that after round {base}", base)
-    if found is None:
+    if agreement is None:
         raise UserError(f"order.base: this site has not signed which sites count in round {base}; forget and readmit it")
     shared = job.config.privacy.noise and job.policy.epsilon and not job.simulated and not job.order.slot
     if shared and secrets.last_read() > base:
         raise UserError(f"order.base: the sum of round {secrets.last_read()} is read, and under noise a contribution is "
-                        "replaced once; begin a new run")  # fmt: skip
-    return found
+                        "replaced only once; start a new run")  # fmt: skip
+    return agreement
 
 
 def _lifts(job: Job) -> dict[str, list[int]]:
-    """By name of a site that leaves, the rounds of the masks that this one has in common with it."""
-    found = state_of(job, LIFT)
-    most = len(Secrets(job.store).masks()) if found else 0
-    if any(rounds.numel() > most for rounds in found.values()):
-        raise UserError("secure aggregation: the server names more rounds than this site has masks of")
-    lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in found.items()}
+    """Return, by leaving site, the rounds of the masks that this site has in common with it."""
+    rounds_by_site = state_of(job, LIFT)
+    most = len(Secrets(job.store).masks()) if rounds_by_site else 0
+    if any(rounds.numel() > most for rounds in rounds_by_site.values()):
+        raise UserError("secure aggregation: the server names more rounds than this site has masks for")
+    lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in rounds_by_site.items()}
     before = Secrets(job.store).lifted() if lifts else {}
     for name, rounds in lifts.items():
         if again := [one for one in rounds if before.get(f"{name} {one}", job.order.round) != job.order.round]:
-            raise UserError(f"secure aggregation: the mask of round {again[0]} in common with {name} was taken out before")
+            raise UserError(f"secure aggregation: the mask of round {again[0]} in common with {name} is already removed")
     return lifts
 
 
 def _bases(job: Job, attempt: Attempt) -> dict[str, int]:
-    """By name of a site of this attempt, the round that it goes on from, as the server tells all of them."""
-    found = state_of(job, BASES)
-    here = attempt.held.keys() | {job.site.name}
-    if not here <= found.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in found.values()):
+    """Return, by site of this attempt, the round that it continues from, as the server sends it to all sites."""
+    state = state_of(job, BASES)
+    members = attempt.held.keys() | {job.site.name}
+    if not members <= state.keys() or any(one.dtype != torch.int64 or one.shape != (1,) for one in state.values()):
         raise UserError(f"secure aggregation: the record '{BASES}' cannot be read")
-    bases = {name: int(found[name]) for name in here}
+    bases = {name: int(state[name]) for name in members}
     if bases[job.site.name] != job.order.base:
-        raise UserError("order.base: is not the round that the other sites hear of")
+        raise UserError("order.base: is not the round that the server sends to the other sites")
     return bases

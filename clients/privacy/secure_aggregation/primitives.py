@@ -1,7 +1,7 @@
-"""What the protocol is made of: key agreement, masks, sealed messages, signatures and shared secrets, all from libraries.
+"""The protocol's primitives, all from libraries: key agreement, masks, sealed messages, signatures, shared secrets.
 
-X25519 (RFC 7748), Ed25519 (RFC 8032), HKDF with SHA-256 (RFC 5869), ChaCha20 and ChaCha20-Poly1305 (RFC 8439), Shamir's
-scheme over GF(2**128). Secrets are drawn from the operating system, never from a run's seed.
+X25519 (RFC 7748), Ed25519 (RFC 8032), HKDF with SHA-256 (RFC 5869), ChaCha20 and ChaCha20-Poly1305 (RFC 8439),
+Shamir's scheme over GF(2**128). Secrets are drawn from the operating system, never from a run's seed.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ from torch import Tensor
 
 from fedloom.conf.errors import UserError
 
-SECRET = 16  # bytes of what is shared out: seeds, from which keys follow
+SECRET = 16  # bytes of a shared secret: a seed, from which keys derive
 KEY, NONCE, SIGNATURE = 32, 12, 64
 LABEL = "fedloom secure aggregation"
 
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """What all sites know of one in an attempt, 32 bytes each.
+    """The public keys of one site in an attempt, 32 bytes each.
 
-    `channel`: the public key with which shares are sealed. `pair`: the one that common masks follow from. `own`: the
-    commitment to the secret of the mask that is the site's alone. `signing`: the key of its signatures.
+    `channel`: the key that seals shares. `pair`: the key that common masks derive from. `own`: the commitment to the
+    secret of the mask that only the site has. `signing`: the key of its signatures.
     """
 
     channel: bytes
@@ -44,105 +44,105 @@ class PublicKeys:
     signing: bytes
 
     def packed(self) -> bytes:
-        """As they travel."""
+        """Return the keys as they are sent."""
         return self.channel + self.pair + self.own + self.signing
 
     @staticmethod
-    def read(given: bytes) -> "PublicKeys":
-        """The inverse of `packed`. UserError for another length."""
-        if len(given) != PUBLIC:
-            raise UserError(f"secure aggregation: public keys have {len(given)} bytes, take {PUBLIC}")
-        return PublicKeys(*(given[start : start + KEY] for start in range(0, PUBLIC, KEY)))
+    def read(content: bytes) -> "PublicKeys":
+        """Return the keys of `packed` bytes. Raise UserError for another length."""
+        if len(content) != PUBLIC:
+            raise UserError(f"secure aggregation: public keys have {len(content)} bytes instead of {PUBLIC}")
+        return PublicKeys(*(content[start : start + KEY] for start in range(0, PUBLIC, KEY)))
 
 
 PUBLIC = 4 * KEY
 
 
 def secret() -> bytes:
-    """16 bytes that nobody can guess."""
+    """Return 16 secret random bytes."""
     return os.urandom(SECRET)
 
 
 def derived(secret: bytes, *words: str) -> bytes:
-    """A key of 32 bytes that follows from a secret for one purpose only."""
+    """Derive a key of 32 bytes from a secret, for one purpose only."""
     return HKDF(SHA256(), KEY, salt=None, info="\n".join((LABEL, *words)).encode()).derive(secret)
 
 
 def commitment(secret: bytes) -> bytes:
-    """32 bytes by which a secret is known again; they do not tell it."""
+    """Return 32 bytes that identify a secret without revealing it."""
     return hashlib.sha256(derived(secret, "commitment")).digest()
 
 
 def public_key(seed: bytes) -> bytes:
-    """The public half (32 bytes) of the key pair that follows from a seed."""
+    """Return the public key (32 bytes) of the key pair that derives from a seed."""
     return _private(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
 def signing_key(seed: bytes) -> bytes:
-    """The public half (32 bytes) of the key of signatures that follows from a seed."""
+    """Return the public signature key (32 bytes) that derives from a seed."""
     return _signing(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
 def signature(seed: bytes, text: bytes) -> bytes:
-    """64 bytes."""
+    """Sign a text: 64 bytes."""
     return _signing(seed).sign(text)
 
 
 def trained_words(attempt: str, digest: str) -> bytes:
-    """What a site signs when it has trained: a digest (hex) of what determined the training."""
+    """Return what a site signs after training: a digest (hex) of what determined it."""
     return f"fedloom trained\n{attempt}\n{digest}".encode()
 
 
 def history_words(attempt: str, history: bytes) -> bytes:
-    """What a site signs: this was agreed on in the round that it goes on from (32 bytes)."""
+    """Return what a site signs about its history: the agreement of the round that it continues from (32 bytes)."""
     return "\n".join(("fedloom history", attempt, history.hex())).encode()
 
 
 def counted_words(attempt: str, digest: str, counted: Sequence[str]) -> bytes:
-    """What a site signs: over whom the sum is, all of which trained by the same."""
+    """Return what a site signs about a sum: its sites, all of which trained in the same way."""
     return "\n".join(("fedloom counted", attempt, digest, *sorted(counted))).encode()
 
 
-def is_signature(public: bytes, text: bytes, given: bytes) -> bool:
-    """Whether the holder of the key of signatures signed this text."""
+def is_signature(public: bytes, text: bytes, signed: bytes) -> bool:
+    """Return whether the holder of the signature key signed this text."""
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(given, text)
+        Ed25519PublicKey.from_public_bytes(public).verify(signed, text)
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
 def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
-    """The key of 32 bytes that both holders of two key pairs come to. UserError for bytes that are no public key."""
+    """Return the key of 32 bytes that the holders of two key pairs agree on. Raise UserError for an invalid public key."""
     try:
         both = _private(seed).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise UserError("secure aggregation: a site's public key is none") from None
+        raise UserError("secure aggregation: a site's public key is not valid") from None
     return derived(both, *words)
 
 
 def mask(key: bytes, record: str, size: int) -> Tensor:
-    """int64 [size] that look drawn at random modulo 2**64 to whoever has not the key."""
+    """Return int64 [size] that look random modulo 2**64 without the key."""
     return torch.from_numpy(
         np.frombuffer(stream(derived(key, "mask", record), 8 * size), dtype="<i8").astype(np.int64, copy=False)
     )
 
 
 def stream(key: bytes, size: int) -> bytearray:
-    """So many bytes of ChaCha20's key stream; `key`: 32 bytes, or a secret of which one follows. Never twice for one use."""
-    found, whole = bytearray(size), key if len(key) == KEY else derived(key, "stream")
-    Cipher(ChaCha20(whole, bytes(16)), mode=None).encryptor().update_into(bytes(size), found)
-    return found
+    """Return `size` bytes of ChaCha20's key stream. `key`: 32 bytes, or a secret. Use a key only once per purpose."""
+    output, full_key = bytearray(size), key if len(key) == KEY else derived(key, "stream")
+    Cipher(ChaCha20(full_key, bytes(16)), mode=None).encryptor().update_into(bytes(size), output)
+    return output
 
 
 def seal(key: bytes, text: bytes, about: str) -> bytes:
-    """Encrypted and authenticated, together with what it is about."""
+    """Encrypt a text, and authenticate it together with its context `about`."""
     nonce = os.urandom(NONCE)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, text, about.encode())
 
 
 def unseal(key: bytes, sealed: bytes, about: str) -> bytes | None:
-    """The inverse; None for what was not sealed so."""
+    """Decrypt a sealed text; None if it is not authentic."""
     try:
         return ChaCha20Poly1305(key).decrypt(sealed[:NONCE], sealed[NONCE:], about.encode())
     except (InvalidTag, ValueError):
@@ -150,41 +150,43 @@ def unseal(key: bytes, sealed: bytes, about: str) -> bytes | None:
 
 
 def shared_out(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """`count` shares of a secret of 16 bytes, 16 bytes each; any `threshold` of them tell it, fewer tell nothing."""
+    """Return `count` shares, 16 bytes each, of a 16-byte secret: `threshold` of them reveal it, fewer reveal nothing."""
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
 def share_commitment(share: bytes) -> bytes:
-    """32 bytes by which a share is known again; they do not tell it, as shares look drawn at random."""
+    """Return 32 bytes that identify a share without revealing it, because shares look random."""
     return hashlib.sha256(f"{LABEL}\nshare\n".encode() + share).digest()
 
 
 def rebuilt(shares: Mapping[int, bytes]) -> bytes:
-    """The secret of which these are shares, by their places from 1 on."""
+    """Return the secret of these shares, by their indices from 1."""
     return Shamir.combine(list(shares.items()), ssss=False)
 
 
 def check_room(most: int, times: int) -> None:
-    """UserError if so many vectors with entries of this size could add up to more than the integers modulo 2^64 hold."""
+    """Raise UserError if `times` vectors with entries of this size could sum to more than 64 bits hold."""
     if most * times >= 2**63:
-        raise UserError("federation.scale_bits: sums over all sites would not fit under masks; take fewer bits, or "
+        raise UserError("federation.scale_bits: sums over all sites would not fit under masks; use fewer bits, or "
                         "strategy.weighting=equal")  # fmt: skip
 
 
 def threshold_of(share: float, sites: int) -> int:
-    """How many of so many sites must answer: more than two thirds, for a server may tell each of them of others that count
-    (Bonawitz et al. 2017, against an active adversary).
+    """Return how many of `sites` sites must answer: more than two thirds, and at least the share `share`.
+
+    With fewer, a server could send different sites different lists of sites that count (Bonawitz et al. 2017, against
+    an active adversary).
     """
     return max(2 * sites // 3 + 1, min(sites, int(-(-share * sites // 1))))
 
 
 def places(names: Iterable[str]) -> dict[str, int]:
-    """The place of each site's share, from 1 on."""
-    return {name: place for place, name in enumerate(sorted(names), 1)}
+    """Return the index of each site's share, from 1."""
+    return {name: index for index, name in enumerate(sorted(names), 1)}
 
 
 def sign(mine: str, other: str) -> int:
-    """Of two sites one adds their common mask and the other subtracts it."""
+    """Return the sign with which `mine` adds the common mask: one of two sites adds it, the other subtracts it."""
     return 1 if mine < other else -1
 
 

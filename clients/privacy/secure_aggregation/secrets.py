@@ -1,5 +1,6 @@
-"""What a site keeps for secure aggregation, in its own store: the secrets of the round under way, and the keys of its masks.
-Nobody else ever reads it.
+"""What a site stores for secure aggregation: the secrets of the current round, and the keys of its masks.
+
+These files are in its own store; only the site reads them.
 """
 
 import hashlib
@@ -20,31 +21,44 @@ AGREED, READ = "secure-agreed.json", "read"
 
 @dataclass(frozen=True)
 class Agreed:
-    """A round whose list of sites a site has signed. `statement`: what determined the training; `counted`: the sites."""
+    """A round whose list of sites a site has signed. `statement`: what determined the training. `counted`: the sites."""
 
     statement: str = ""
     counted: list[str] = field(default_factory=list)
 
     @property
     def digest(self) -> bytes:
-        """32 bytes, the same for all sites that have signed the same."""
+        """32 bytes, equal for all sites that have signed the same."""
         return hashlib.sha256(json.dumps([self.statement, self.counted]).encode()).digest()
 
 
 @dataclass
 class Attempt:
-    """One attempt at a round: this site's four secrets, and what it heard from others (all bytes as hex).
+    """One attempt at a round: this site's four secrets, and what it received from others (all bytes as hex).
 
-    `channel`: of the key pair that seals shares; `pair`: of the one that common masks follow from; `own`: of the mask that
-    is this site's alone; `signing`: of the key of its signatures. `order`: what all steps of it have in common.
-    `threshold`: how many must answer. `peers`: every site's public keys. `held`: others' shares for this site. `shares`: its
-    share of its own secret `own`. `statement`: what determined its training; `bases`: by site, the round that it goes on
-    from; `sketches`: of what the server does not know of its contribution; `config`: a digest of what was
-    configured. `counted`: the sites whose contributions count, as it has signed.
-    `lifts`: by site that leaves, the rounds whose common masks it has taken out. `idle`: nobody trains in this round.
-    `sent`, `unmasked`: it has sent its masked contribution, and has helped to take masks off. Each is done once, for two
-    that differ under one mask would tell the difference. Secrets are shared out once, too (then there are `peers`): of a
-    second round of shares, enough could be asked for the other secret.
+    The contribution is sent once, and masks are removed once: two contributions under one mask would reveal their
+    difference. Secrets are shared once (then `peers` is set): with a second round of shares, a server could get
+    enough of the other secret.
+
+    Attributes:
+        channel: The secret of the key pair that seals shares.
+        pair: The secret of the key pair that common masks derive from.
+        own: The secret of the mask that only this site has.
+        signing: The secret of the signature key.
+        order: What all steps of the attempt share.
+        threshold: How many sites must answer.
+        peers: Every site's public keys.
+        held: Others' shares for this site.
+        shares: Its share of its own secret `own`.
+        statement: What determined its training.
+        bases: By site, the round that it continues from.
+        sketches: Of what the server does not know about its contribution.
+        config: A digest of the configuration.
+        counted: The sites whose contributions count, as this site has signed.
+        lifts: By leaving site, the rounds whose common masks this site has removed.
+        idle: Whether no site trains in this round.
+        sent: Whether it has sent its masked contribution.
+        unmasked: Whether it has helped to remove masks.
     """
 
     id: str
@@ -69,17 +83,17 @@ class Attempt:
 
     @staticmethod
     def begin(id: str, order: str) -> "Attempt":
-        """A new one, its secrets drawn."""
+        """Return a new attempt with new secrets."""
         channel, pair, own, signing = (secret().hex() for _ in range(4))
         return Attempt(id, channel, pair, own, signing, order)
 
     def public(self) -> PublicKeys:
-        """What this site tells the others of its secrets."""
+        """Return the public keys of this site's secrets."""
         channel, pair, own, signing = map(bytes.fromhex, (self.channel, self.pair, self.own, self.signing))
         return PublicKeys(public_key(channel), public_key(pair), commitment(own), signing_key(signing))
 
     def keys(self, site: str) -> PublicKeys:
-        """A site's public keys."""
+        """Return a site's public keys."""
         return PublicKeys.read(bytes.fromhex(self.peers[site]))
 
 
@@ -90,68 +104,68 @@ class Secrets:
     store: SiteStore
 
     def attempt(self, id: str) -> Attempt:
-        """The attempt under way. UserError if it is another one."""
-        found = self._read(ROUND)
-        if found.get("id") != id:
+        """Return the current attempt. Raise UserError if it is another one."""
+        content = self._read(ROUND)
+        if content.get("id") != id:
             raise UserError("order.secure: is not the attempt at a round that this site has begun")
         try:
-            return Attempt(**found)
+            return Attempt(**content)
         except TypeError:
-            raise UserError(
-                "order.secure: this attempt was begun by another version of fedloom; begin the round again"
-            ) from None
+            raise UserError("order.secure: another version of fedloom began this attempt; begin the round again") from None
 
     def save(self, attempt: Attempt) -> None:
-        """Keep an attempt in place of the one before."""
+        """Save an attempt in place of the one before."""
         self._write(ROUND, asdict(attempt))
 
     def masks(self) -> dict[int, dict[str, bytes]]:
-        """By round and site, the key of the mask that both had in common."""
+        """Return the keys of common masks, by round and site."""
         return {int(round): {site: bytes.fromhex(key) for site, key in keys.items()}
                 for round, keys in self._read(KEYS).items()}  # fmt: skip
 
     def masked(self, round: int, keys: Mapping[str, bytes]) -> None:
-        """Keep the keys of a round's masks, in place of those of an earlier attempt at it; later ones never counted."""
-        kept = {number: one for number, one in self.masks().items() if number < round} | {round: dict(keys)}
-        self._write(KEYS, {number: {site: key.hex() for site, key in one.items()} for number, one in kept.items()})
+        """Save the keys of a round's masks. Those of an earlier attempt at it, and of later rounds, are removed."""
+        rounds = {number: masks for number, masks in self.masks().items() if number < round} | {round: dict(keys)}
+        self._write(KEYS, {number: {site: key.hex() for site, key in masks.items()} for number, masks in rounds.items()})
 
     def moved(self, round: int) -> dict[str, Sketch]:
-        """By record and tensor, the sketch of how far it moved in a round; of the last two rounds."""
+        """Return sketches of how far tensors moved in one of the last rounds, by record and tensor."""
         return unpacked(self._read(MOVED).get(str(round), {}))
 
     def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
-        """Save them, beside those of the round that this one is based on, and of rounds that are agreed on."""
+        """Save these sketches, with those of the base round and of agreed rounds."""
         numbers = {base, *(int(one) for one in self._read(AGREED) if one != READ)} - {round}
         self._write(MOVED, {**{str(one): packed(self.moved(one)) for one in numbers}, str(round): packed(sketches)})
 
     def agreed(self, round: int) -> "Agreed | None":
-        """What this site has agreed on in a round; None if it has sent something else in that round since, or nothing."""
-        found = self._read(AGREED).get(str(round))
-        return Agreed(**found) if found else None
+        """Return what this site has agreed on in a round; None if it has since sent something else, or nothing."""
+        content = self._read(AGREED).get(str(round))
+        return Agreed(**content) if content else None
 
     def is_new(self) -> bool:
-        """Whether the site has sent nothing of the run yet, or its store was lost."""
+        """Return whether the site has sent nothing in this run yet, or has lost its store."""
         return not (self.store.folder / AGREED).is_file()
 
     def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
-        """Save what is agreed on in a round (None: nothing yet), beside that of the round that it is based on."""
-        kept = {str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))}
-        self._write(AGREED, {**kept, READ: self.last_read()})
+        """Save the agreement of a round (None: not yet), with that of its base round."""
+        agreements = {
+            str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))
+        }
+        self._write(AGREED, {**agreements, READ: self.last_read()})
 
     def last_read(self) -> int:
-        """The last round in which this site has helped to take masks off; 0: none."""
+        """Return the last round in which this site has helped to remove masks; 0: none."""
         return int(self._read(AGREED).get(READ, 0))
 
     def read(self, round: int) -> None:
-        """Note that the sum of a round is read."""
+        """Record that the sum of a round is read."""
         self._write(AGREED, {**self._read(AGREED), READ: max(round, self.last_read())})
 
     def lifted(self) -> dict[str, int]:
-        """By 'SITE ROUND', in which round a sum was read without the mask in common with that site, of that round."""
+        """Return, by 'SITE ROUND', the round in which a sum was read without that site's common mask of that round."""
         return {str(name): int(round) for name, round in self._read(LIFTED).items()}
 
     def keep_lifted(self, attempt: Attempt, round: int) -> None:
-        """Note that the sum of an attempt is read, in which masks were taken out."""
+        """Record that the sum of an attempt is read, in which masks were removed."""
         if attempt.lifts:
             now = {f"{name} {one}": round for name, rounds in attempt.lifts.items() for one in rounds}
             self._write(LIFTED, self.lifted() | now)
@@ -161,7 +175,7 @@ class Secrets:
         try:
             return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except ValueError:
-            raise UserError(f"{path}: is damaged; the site must be forgotten and readmitted") from None
+            raise UserError(f"{path}: is damaged; forget the site and readmit it") from None
 
     def _write(self, name: str, content: Mapping[Any, Any]) -> None:
         write_bytes(self.store.folder / name, json.dumps(content).encode(), private=True)

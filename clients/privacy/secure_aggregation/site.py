@@ -1,10 +1,10 @@
 """The site's side of secure aggregation, first steps: keys and shares of secrets.
 
-Bonawitz et al. 2017, Fig. 4, with the consistency check against an active server. A site answers only while more than two
-thirds of those that began the round are with it. It signs what determined its training, and one list of the sites that
-count, if these have signed the same training. It takes masks off when as many have signed the same list, once in an attempt,
-and of no other site both kinds: it helps to rebuild either the mask that is that site's alone (its contribution counts) or
-its common masks (it dropped out). Wrong shares are known by their hashes.
+Bonawitz et al. 2017, Fig. 4, with the consistency check against an active server. A site answers only while more than
+two thirds of the sites that began the round respond. It signs what determined its training. It signs one list of the
+sites that count, if these have signed the same training. It helps to remove masks once in an attempt, when enough
+sites have signed the same list. For each other site it helps to rebuild only one kind: the site's individual mask
+(its contribution counts) or its common masks (it dropped out). Wrong shares are detected by their hashes.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from fedloom.fusion.state import State
 
 
 def keys(job: Job) -> Answer:
-    """Begin an attempt: draw four secrets; the answer has the public keys (128 bytes) and a signature of them."""
+    """Begin an attempt: draw four secrets, and answer with the public keys (128 bytes) and their signature."""
     attempt = Attempt.begin(attempt_id(job), fixed(job.order))
     Secrets(job.store).save(attempt)
     public = attempt.public().packed()
@@ -56,23 +56,24 @@ def keys(job: Job) -> Answer:
 
 
 def shares(job: Job) -> Answer:
-    """Hear of every site's keys; share out two secrets among all, each share sealed for the site that it is for.
+    """Receive every site's keys, and share two secrets among all sites, each share sealed for its recipient.
 
-    The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites' names.
+    The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites'
+    names.
     """
     secrets = Secrets(job.store)
     attempt, mine = attempt_of(job), job.site.name
     if attempt.peers:
-        raise UserError("secure aggregation: this attempt's secrets were shared out")
-    given = incoming(job, SECURE_KEYS)
-    for name, one in given.items():
-        _check_signed(job, name, one)
-    public = {name: PublicKeys.read(one[:PUBLIC]) for name, one in given.items()}
+        raise UserError("secure aggregation: this attempt's secrets are already shared")
+    keys_by_site = incoming(job, SECURE_KEYS)
+    for name, packed_keys in keys_by_site.items():
+        _check_signed(job, name, packed_keys)
+    public = {name: PublicKeys.read(packed_keys[:PUBLIC]) for name, packed_keys in keys_by_site.items()}
     if public.get(mine) != attempt.public():
-        raise UserError("secure aggregation: the keys that the server passes on as this site's are not its own")
-    if len({one.pair for one in public.values()}) < len(public):
+        raise UserError("secure aggregation: the server passes on wrong keys for this site")
+    if len({packed_keys.pair for packed_keys in public.values()}) < len(public):
         raise UserError("secure aggregation: two sites have the same keys")
-    attempt.peers = {name: one.packed().hex() for name, one in public.items()}
+    attempt.peers = {name: packed_keys.packed().hex() for name, packed_keys in public.items()}
     attempt.threshold = threshold_of(job.config.federation.secure_threshold, len(attempt.peers))
     check_enough(attempt, len(attempt.peers))
     if not job.simulated:
@@ -82,7 +83,7 @@ def shares(job: Job) -> Answer:
 
 
 def _check_signed(job: Job, name: str, keys: bytes) -> None:
-    """BlamedError for keys that the site of this name has not signed."""
+    """Raise BlamedError for keys without a signature of the site with this name."""
     try:
         job.policy.identity.check(name, _claim(job, name, keys[:PUBLIC]), keys[PUBLIC:])
     except UserError as error:
@@ -92,7 +93,7 @@ def _check_signed(job: Job, name: str, keys: bytes) -> None:
 
 
 def _dealt(job: Job, attempt: Attempt, secrets: Secrets) -> dict[str, State]:
-    """Two secrets as sealed shares, with the commitments to all shares; this site's own share is saved."""
+    """Return two secrets as sealed shares, with the commitments to all shares; save this site's own share."""
     two, count, mine = (bytes.fromhex(attempt.own), bytes.fromhex(attempt.pair)), len(attempt.peers), job.site.name
     own, pair = (shared_out(one, attempt.threshold, count) for one in two)
     about, sealed = _about(job, attempt), State()
@@ -108,35 +109,37 @@ def _dealt(job: Job, attempt: Attempt, secrets: Secrets) -> dict[str, State]:
 
 
 def _channel(job: Job, attempt: Attempt, other: str, sender: str, receiver: str) -> bytes:
-    """The key with which one site seals shares for another."""
+    """Return the key with which one site seals shares for another."""
     return agreed(bytes.fromhex(attempt.channel), attempt.keys(other).channel, *words(job), sender, receiver)
 
 
 def _about(job: Job, attempt: Attempt) -> str:
-    """What shares are sealed with, beside who is to read them: whoever heard of other sites or keys cannot open them."""
-    told = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
-    return "\n".join((*words(job), told.hexdigest()))
+    """Return the context that shares are sealed with: a site that received other sites or keys cannot open them."""
+    digest = hashlib.sha256("\n".join(f"{name} {one}" for name, one in sorted(attempt.peers.items())).encode())
+    return "\n".join((*words(job), digest.hexdigest()))
 
 
 def opened(job: Job, attempt: Attempt) -> dict[str, str]:
-    """Others' shares for this site, of both of their secrets, as hex. UserError unless all who sealed them heard of the same
-    sites as this one: of sites that know of others, a server could ask for the other secret. BlamedError for shares that
-    are not those that the server has commitments to (64 bytes behind what is sealed).
+    """Return others' shares for this site, of both of their secrets, as hex.
+
+    Raise UserError if a share comes from a site outside of this round. Raise BlamedError if a share does
+    not match the server's commitment (64 bytes after the sealed text), or cannot be opened. The latter also happens
+    if its sender received other sites: a server could ask such sites for the other secret.
     """
-    given, mine, about, found = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
-    if not given.keys() <= attempt.peers.keys() - {mine}:
+    messages, mine, about, shares = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
+    if not messages.keys() <= attempt.peers.keys() - {mine}:
         raise UserError("secure aggregation: shares are from sites that did not begin this round")
-    for name, both in given.items():
-        sealed, committed = both[: -2 * KEY], both[-2 * KEY :]
+    for name, message in messages.items():
+        sealed, committed = message[: -2 * KEY], message[-2 * KEY :]
         text = unseal(_channel(job, attempt, name, name, mine), sealed, "\n".join((about, name, mine)))
         if text is None or len(text) != 2 * SECRET:
-            raise BlamedError(name, "they cannot be opened, or it heard of other sites")
+            raise BlamedError(name, "they cannot be opened, or it received other sites")
         if share_commitment(text[:SECRET]) + share_commitment(text[SECRET:]) != committed:
-            raise BlamedError(name, "they are others than the server has commitments to")
-        found[name] = text.hex()
-    return found
+            raise BlamedError(name, "they do not match the commitments that the server has")
+        shares[name] = text.hex()
+    return shares
 
 
 def _claim(job: Job, name: str, public: bytes) -> bytes:
-    """What a site signs: these are its keys in this attempt."""
+    """Return what a site signs: its keys in this attempt."""
     return "\n".join((*words(job), name, public.hex())).encode()

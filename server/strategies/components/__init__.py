@@ -1,1 +1,1 @@
-"""Methods whose sites keep networks of their own and share parts of them; how well the parts of all fit together."""
+"""Methods whose sites have their own networks and share parts of them, and how well all parts fit together."""

@@ -1,4 +1,4 @@
-"""Which classes sites have in common: by the names that they give when they enrol, never by their data."""
+"""The classes that sites have in common, by the names that they report when they enrol. No data is compared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 
-NAMES = "classes"  # kept: of every common class its name, as code points
+NAMES = "classes"  # the saved state: the common classes' names, as code points
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Of each output of every site's network the name of its class; None for those of which the site has no images."""
+    """The class name of each output of every site's network, or None for a class without images at the site."""
 
     names: Mapping[str, Sequence[str | None]]
 
@@ -23,12 +23,18 @@ class Kinds:
     def of(
         experiment: Experiment, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
     ) -> "Kinds":
-        """`said`: by site the names of its classes 0, 1, ...; none: numbers. `alike`: names that stand for one class."""
+        """Return the classes of these sites. Names in one group of `alike` mean the same class.
+
+        Args:
+            experiment: The experiment.
+            sites: The sites.
+            said: The reported names of a site's classes 0, 1, ..., by site. An unnamed class takes its number as its name.
+        """
         one_name = {name: group[0] for group in alike for name in group}
         return Kinds({site.name: _named(experiment, site, said[site.name], one_name) for site in sites if site.name in said})
 
     def common(self) -> list[str]:
-        """The names that all sites have, in the order of the first one."""
+        """Return the names that all sites have, in the first site's order."""
         each = list(self.names.values())
         if not each:
             return []
@@ -36,11 +42,11 @@ class Kinds:
         return [name for name in dict.fromkeys(each[0]) if name is not None and name in everywhere]
 
     def places(self, site: str, known: Sequence[str]) -> torch.Tensor:
-        """int64 [outputs]: of each output of a site's network the place of its class among these names, -1 for others."""
+        """Return int64 [outputs]: for each output of a site's network, its class's index in `known`, or -1."""
         return torch.tensor([known.index(name) if name in known else -1 for name in self.names[site]])
 
     def all(self) -> list[str]:
-        """All names, each once."""
+        """Return all names, each once."""
         return list(dict.fromkeys(name for names in self.names.values() for name in names if name is not None))
 
 
@@ -56,20 +62,20 @@ def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Ma
 
 
 def encoded(names: Sequence[str]) -> State:
-    """Names as tensors, which alone can be kept."""
-    return {f"{place:05d}": torch.tensor([ord(letter) for letter in name]) for place, name in enumerate(names)}
+    """Return names as tensors, because saved states hold only tensors."""
+    return {f"{index:05d}": torch.tensor([ord(letter) for letter in name]) for index, name in enumerate(names)}
 
 
 def decoded(state: State) -> list[str]:
-    """The names of `encoded`."""
+    """Return the names that `encoded` stored."""
     return ["".join(chr(code) for code in state[key].tolist()) for key in sorted(state)]
 
 
 def check_alike(alike: Sequence[object]) -> None:
-    """UserError unless these are lists of at least two names, each named once."""
+    """Raise UserError unless each group is a list of at least two names, and no name occurs twice."""
     seen: set[str] = set()
-    for place, group in enumerate(alike):
-        where = f"strategy.alike[{place}]"
+    for index, group in enumerate(alike):
+        where = f"strategy.alike[{index}]"
         if not isinstance(group, list) or len(group) < 2 or not all(isinstance(name, str) for name in group):
             raise UserError(
                 f"{where}: got {group!r}, takes a list of at least two names of classes, such as [car, automobile]"

@@ -1,4 +1,4 @@
-"""FedGH (Yi et al. 2023, Alg. 1): sites tell mean features of their classes; the server trains one head on these."""
+"""FedGH (Yi et al. 2023, Alg. 1): sites send the mean features of their classes, on which the server trains one head."""
 
 import functools
 from collections.abc import Mapping
@@ -22,31 +22,28 @@ from fedloom.server.rounds.view import View
 from fedloom.server.strategies.by_architecture import representable
 from fedloom.server.strategies.components.recombination import Recombining, check_outputs, feature_shape
 
-GLOBAL = "head"  # kept
+GLOBAL = "head"  # the saved head
 
 
 @dataclass(frozen=True)
 class FedGH(Recombining):
-    """In the place of its head every site is sent the server's, and trains it with its extractor."""
+    """One head for all sites. Each site replaces its head by the server's and trains it with its extractor."""
 
-    passes: int = option(10, "of the server over all mean features, each round", low=1)
+    passes: int = option(10, "passes of the server over all mean features, each round", low=1)
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """The sites' mean features, each site's by themselves."""
         return {PROTOTYPES: PerClientSlot(), **super().slots(experiment)}
 
     def check(self, experiment: Experiment) -> None:
-        """UserError as for all, and if heads are of different numbers of classes."""
         super().check(experiment)
         check_outputs(experiment)
 
     def begin(self, context: RoundContext) -> None:
-        """The head as the seed draws it."""
-        head = {name: one for name, one in context.initial(site=context.sites[0]).items() if name.startswith(HEAD)}
+        head = {name: tensor for name, tensor in context.initial(site=context.sites[0]).items() if name.startswith(HEAD)}
         context.save_server_state(GLOBAL, representable(head, context.bits))
 
     def train(self, context: RoundContext) -> None:
-        """Send the head; when the sites have trained, ask for their mean features."""
+        """Send the head. After the training, ask the sites for their mean features."""
         samples: dict[str, int] = {}
         for reply in context.ask(TRAIN, {MEAN: context.server_state(GLOBAL)}, {}):
             self.mark(context, reply.site)
@@ -64,10 +61,10 @@ class FedGH(Recombining):
             context.put(PROTOTYPES, reply.site, reply[PROTOTYPES])
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """The head, trained on from where it was on the mean features of all sites that are there."""
+        """Train the head further on the mean features of all remaining sites."""
         super().recompute_derived(context)
-        if found := [_means(context, site.name) for site in context.sites if context.has(PROTOTYPES, site.name)]:
-            features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if means := [_means(context, site.name) for site in context.sites if context.has(PROTOTYPES, site.name)]:
+            features, labels = (torch.cat(parts) for parts in zip(*means, strict=True))
             if len(labels):
                 context.save_server_state(GLOBAL, self._trained(context, features, labels))
 
@@ -88,8 +85,8 @@ class FedGH(Recombining):
 
 
 def _means(view: View, site: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean features of the classes that a site has, and these classes."""
-    given = view.contribution(PROTOTYPES, site)
-    has = given[COUNTS] > 0
-    counts = given[COUNTS][has].view(-1, *[1] * (given[SUMS].ndim - 1))
-    return given[SUMS][has] / counts, has.nonzero()[:, 0]
+    """Return the mean features of the classes that a site has, and these classes' indices."""
+    sums = view.contribution(PROTOTYPES, site)
+    has = sums[COUNTS] > 0
+    counts = sums[COUNTS][has].view(-1, *[1] * (sums[SUMS].ndim - 1))
+    return sums[SUMS][has] / counts, has.nonzero()[:, 0]

@@ -1,8 +1,9 @@
-"""Compatible components (Gygli et al. 2021): sites share small auxiliary heads; extractors and task heads are their own.
+"""Compatible components (Gygli et al. 2021): sites share small auxiliary heads, and have their own extractors and task
+heads.
 
-Sites that train against the same auxiliary heads learn features that fit all of these, and with them each other's task
-heads (Sec. 3). Jointly, the auxiliary heads of a round are the mean over the sites (Sec. 3.4); incrementally, those of the
-sites that come first are handed, frozen, to the others.
+Sites that train with the same auxiliary heads learn features that fit these heads, and also each other's task heads (Sec.
+3). In the joint scheme, the auxiliary heads of a round are the mean over the sites (Sec. 3.4). In the incremental scheme,
+later sites receive the first sites' auxiliary heads, which are then frozen.
 """
 
 import math
@@ -43,13 +44,13 @@ from fedloom.server.strategies.components.partial import PartialAveraging
 from fedloom.server.strategies.components.recombination import TRAINED, Recombining, components_of
 
 JOINT, INCREMENTAL = "joint", "incremental"
-HEADS = "heads"  # kept: the auxiliary heads that sites are sent
+HEADS = "heads"  # the saved auxiliary heads, which sites receive
 MEAN_OF = "auxiliary"  # slot
 
 
 @dataclass(frozen=True)
 class Arrival(Schedule):
-    """The first sites for the first half of the rounds, the others for the second; a site's own rounds count from 1."""
+    """The first sites train in the first half of the rounds, the others in the second. A site counts its rounds from 1."""
 
     config: Config
     first_sites: int
@@ -59,8 +60,8 @@ class Arrival(Schedule):
 
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
         late = round > self.config.rounds
-        there = [site for site in members if (site.index >= self.first_sites) == late]
-        return Sampling(self.config).participation(self.site_round(round), there)
+        sites = [site for site in members if (site.index >= self.first_sites) == late]
+        return Sampling(self.config).participation(self.site_round(round), sites)
 
     def site_round(self, round: int) -> int:
         return round - self.config.rounds if round > self.config.rounds else round
@@ -69,21 +70,23 @@ class Arrival(Schedule):
 @STRATEGIES.register("head_transfer")
 @dataclass(frozen=True)
 class HeadTransfer(Recombining):
-    """Averages auxiliary heads, and keeps a catalogue of the components that sites publish. The objective is `components`,
-    whose other modes are other ways to share a part of networks."""
+    """Average auxiliary heads, and store the components that sites publish. The objective is `components`.
+
+    The objective's other modes are other ways to share parts of networks.
+    """
 
     default_objective: ClassVar[str] = "components"
 
     scheme: str = option(
         JOINT,
-        "all sites at once; or those that come first, and the others with heads that are frozen",
+        "joint: all sites at once; incremental: the first sites, then the others with frozen auxiliary heads",
         choices=(JOINT, INCREMENTAL),
     )
-    pretrained: list[str] = option([], "files of trained networks; sites start from their extractors, dealt out in turn")
-    first_sites: int = option(1, "incremental: how many sites of the roster come first", low=1)
+    pretrained: list[str] = option([], "files of trained networks; sites start from their extractors, assigned in turn")
+    first_sites: int = option(1, "incremental: number of sites that come first, in the roster's order", low=1)
 
     def resolve(self, experiment: Experiment) -> Strategy:
-        """Itself, or what the objective's mode names."""
+        """Return the strategy for the objective's mode."""
         objective = components_of(experiment)
         if objective.mode == COMPATIBLE:
             return self
@@ -91,15 +94,13 @@ class HeadTransfer(Recombining):
         return kind(every=self.every, alike=self.alike)
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """The sites' copies of the auxiliary heads, each counting once; and the catalogue."""
+        """Return the unweighted sum of the sites' auxiliary heads, and the slots of published components."""
         return {MEAN_OF: Sum(), **super().slots(experiment)}
 
     def schedule(self, experiment: Experiment) -> Schedule:
         return Arrival(experiment.config, self.first_sites) if self.scheme == INCREMENTAL else Sampling(experiment.config)
 
     def check(self, experiment: Experiment) -> None:
-        """UserError as for all, for unknown tasks, and for DCC without common classes where that is known; or as what is at
-        work in its place."""
         if (other := self.resolve(experiment)) is not self:
             other.check(experiment)
         else:
@@ -109,26 +110,30 @@ class HeadTransfer(Recombining):
     def _check_heads(self, experiment: Experiment) -> None:
         objective = components_of(experiment)
         if self.scheme == INCREMENTAL and self.first_sites >= (count := len(experiment.sites)):
-            raise UserError(f"strategy.first_sites: got {self.first_sites}, takes fewer than the {count} sites")
+            raise UserError(
+                f"strategy.first_sites: got {self.first_sites}, takes a number below {count}, the number of sites"
+            )
         if objective.same_start and len({experiment.architecture(site) for site in experiment.sites}) > 1:
-            raise UserError("objective.same_start: takes one network for all sites; theirs differ")
+            raise UserError(
+                "objective.same_start: takes one network for all sites, but their networks differ; set it to false"
+            )
         for site in experiment.sites if self.pretrained else ():
             self._start(experiment, site)
         check_pull(objective.pull, experiment.training)
         if has_data(experiment.config):
             sites = experiment.sites
-            kinds = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
-            check_common(objective.tasks, kinds.common())
+            classes = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
+            check_common(objective.tasks, classes.common())
 
     def begin(self, context: RoundContext) -> None:
-        """Nothing: which classes sites have in common is known when they have enrolled."""
+        """Save nothing: the common classes are known only after the sites enrol."""
 
     def train(self, context: RoundContext) -> None:
-        """Every site updates its extractor, its head and, unless they are frozen, its copies of the auxiliary heads."""
-        kinds = self.kinds(context)
-        known, heads = self._common(context, kinds), self._heads(context)
-        commons = {site.name: {COMMON: kinds.places(site.name, known), NUMBER: torch.tensor(len(known))}
-                   for site in context.participants if site.name in kinds.names}  # fmt: skip
+        """Train every site's extractor and head and, unless frozen, its copies of the auxiliary heads."""
+        classes = self.kinds(context)
+        known, heads = self._common(context, classes), self._heads(context)
+        commons = {site.name: {COMMON: classes.places(site.name, known), NUMBER: torch.tensor(len(known))}
+                   for site in context.participants if site.name in classes.names}  # fmt: skip
         frozen = {
             site.name for site in context.participants if self.scheme == INCREMENTAL and site.index >= self.first_sites
         }
@@ -151,7 +156,10 @@ class HeadTransfer(Recombining):
                 context.put(MEAN_OF, reply.site, reply[AUXILIARY_HEADS])
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """The auxiliary heads: the mean over the sites that trained them last; as they began if none of these is left."""
+        """Set the auxiliary heads to the mean over the sites that last trained them.
+
+        If no such site remains, the heads return to their initial values.
+        """
         super().recompute_derived(context)
         if context.total(MEAN_OF).addends:
             context.save_server_state(HEADS, cast(counted(context).mean(MEAN_OF), context.server_state(HEADS)))
@@ -162,38 +170,39 @@ class HeadTransfer(Recombining):
         return view.server_state(HEADS) if HEADS in view.slots.keeps() else {}
 
     def _start(self, experiment: Experiment, site: Site) -> State:
-        """The extractor that a site starts from. UserError for a file that cannot be read or is another network's."""
+        """Return the extractor from which a site starts. Raise UserError if the file does not fit its network."""
         path = Path(self.pretrained[site.index % len(self.pretrained)]).expanduser()
         own = {
-            name: one
-            for name, one in experiment.architecture(site).build().state_dict().items()
+            name: tensor
+            for name, tensor in experiment.architecture(site).build().state_dict().items()
             if name.startswith(EXTRACTOR)
         }
-        given = read_state(path)
-        if odd := next((name for name, one in own.items() if name not in given or given[name].shape != one.shape), ""):
-            has = f"{list(given[odd].shape)}" if odd in given else "none"
-            raise UserError(
-                f"strategy.pretrained: {path}: '{odd}' is {has}, {site.name}'s network takes {list(own[odd].shape)}"
-            )
-        return {name: given[name].to(one.dtype) for name, one in own.items()}
+        state = read_state(path)
+        if wrong := next(
+            (name for name, tensor in own.items() if name not in state or state[name].shape != tensor.shape), ""
+        ):
+            has = f"{list(state[wrong].shape)}" if wrong in state else "none"
+            takes = f"{site.name}'s network takes {list(own[wrong].shape)}"
+            raise UserError(f"strategy.pretrained: {path}: '{wrong}' is {has}, but {takes}")
+        return {name: state[name].to(tensor.dtype) for name, tensor in own.items()}
 
-    def _common(self, context: RoundContext, kinds: Kinds) -> list[str]:
-        """The names of the common classes, as they were when the run began. UserError if a task needs some, and none are."""
+    def _common(self, context: RoundContext, classes: Kinds) -> list[str]:
+        """Return the names of the common classes at the run's start. Raise UserError if a task needs more of them."""
         if NAMES in context.slots.keeps():
             return decoded(context.server_state(NAMES))
-        found = kinds.common()
-        check_common(components_of(context.experiment).tasks, found)
-        context.save_server_state(NAMES, encoded(found))
-        return found
+        common = classes.common()
+        check_common(components_of(context.experiment).tasks, common)
+        context.save_server_state(NAMES, encoded(common))
+        return common
 
     def _heads(self, context: RoundContext) -> State:
-        """The auxiliary heads as they are, or as they begin."""
+        """Return the saved auxiliary heads, or save the initial ones."""
         if HEADS not in context.slots.keeps():
             context.save_server_state(HEADS, self._drawn(context))
         return context.server_state(HEADS)
 
     def _drawn(self, view: View) -> State:
-        """The auxiliary heads as the seed draws them."""
+        """Return the initial auxiliary heads, which the seed draws."""
         architecture, heads = view.architecture(view.sites[0]), State()
         common = len(decoded(view.server_state(NAMES)))
         for name, task in components_of(view.experiment).tasks.items():
@@ -204,24 +213,22 @@ class HeadTransfer(Recombining):
 
 
 def check_pull(pull: float, training: Recipe) -> None:
-    """UserError for a pull at which steps of SGD lead ever further away: its curvature 2 * pull is too large for them."""
+    """Raise UserError for a pull whose curvature, 2 * pull, makes steps of SGD diverge."""
     if not isinstance(optimizer := training.optimizer, SGD) or training.clip:
         return
     momentum = training.momentum if optimizer.momentum is None else optimizer.momentum
-    if pull >= (most := (1 + momentum) / training.rate if training.rate else math.inf):
-        told = f"with training.rate={training.rate:g} and training.momentum={momentum:g}"
-        raise UserError(f"objective.pull: got {pull:g}; {told} training diverges from {most:.3g} on; 0.1 is usual")
+    if pull >= (limit := (1 + momentum) / training.rate if training.rate else math.inf):
+        steps = f"with training.rate={training.rate:g} and training.momentum={momentum:g}"
+        raise UserError(f"objective.pull: got {pull:g}; {steps} training diverges from {limit:.3g} on; 0.1 is usual")
 
 
-def check_common(tasks: Mapping[str, Auxiliary], found: Sequence[str]) -> None:
-    """UserError if a task needs common classes, and there are not two of them."""
+def check_common(tasks: Mapping[str, Auxiliary], common: Sequence[str]) -> None:
+    """Raise UserError if a task needs common classes, and there are fewer than two."""
     for name, task in tasks.items():
-        if task.supervised and len(found) < 2:
-            told = f"'{name}' needs classes that all sites have, {_few(found)}"
-            raise UserError(
-                f"objective.auxiliary: {told}; take [rp], or say in strategy.alike which names stand for one class"
-            )
+        if task.supervised and len(common) < 2:
+            problem = f"'{name}' needs at least two classes that all sites have, {_common_text(common)}"
+            raise UserError(f"objective.auxiliary: {problem}; take [rp], or list the names of one class in `strategy.alike`")
 
 
-def _few(found: Sequence[str]) -> str:
-    return f"and there is one alone ('{plain(found[0])}')" if found else "and there are none"
+def _common_text(common: Sequence[str]) -> str:
+    return f"but they share only '{plain(common[0])}'" if common else "but they share none"

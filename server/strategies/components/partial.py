@@ -1,4 +1,6 @@
-"""Methods that average a part of all sites' networks and leave the rest to them: FedPer, LG-FedAvg, FedRep, FedBABU."""
+"""Methods that average a part of all sites' networks, while the rest stays at the sites: FedPer, LG-FedAvg, FedRep,
+FedBABU.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +17,16 @@ from fedloom.server.rounds.view import View
 from fedloom.server.strategies.by_architecture import cast, counted, representable
 from fedloom.server.strategies.components.recombination import Recombining, check_outputs, components_of
 
-SITES, SHARED = "parts", "shared"  # slot; kept: the averaged part
+SITES, SHARED = "parts", "shared"  # the slot; the saved mean
 
 
 @dataclass(frozen=True)
 class PartialAveraging(Recombining):
-    """The mean of one part over the sites, weighted by their images; which part, and in what order a site trains what, says
-    the objective's mode (clients.objectives.components.sharing). Without such a part every site trains alone."""
+    """The mean of one part over the sites, weighted by their images. The objective's mode sets the part.
+
+    It also sets the order in which a site trains its parts (clients.objectives.components.sharing). Without an averaged
+    part, every site trains alone.
+    """
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         return (
@@ -31,23 +36,20 @@ class PartialAveraging(Recombining):
         )
 
     def check(self, experiment: Experiment) -> None:
-        """UserError as for all, and if what is averaged is not alike."""
         super().check(experiment)
         if HEAD in _sharing(experiment).averaged:
             check_outputs(experiment)
         first = experiment.architecture(experiment.sites[0])
         for site in experiment.sites:
             if EXTRACTOR in _sharing(experiment).averaged and experiment.architecture(site).network != first.network:
-                told = f"objective.mode={components_of(experiment).mode} averages extractors"
-                raise UserError(f"{told}, and {site.name}'s network is another one than {experiment.sites[0].name}'s")
+                method = f"objective.mode={components_of(experiment).mode} averages extractors"
+                raise UserError(f"{method}, but the networks of {site.name} and {experiment.sites[0].name} differ")
 
     def begin(self, context: RoundContext) -> None:
-        """The part that is averaged starts as the seed draws it."""
         part = self.sent(context)
         context.save_server_state(SHARED, representable(part, context.bits) if part else {})
 
     def train(self, context: RoundContext) -> None:
-        """Send the mean; put what each site makes of it."""
         shared = context.server_state(SHARED)
         sent, expected = ({MEAN: shared}, {SITE: RecordSpec(shared)}) if shared else ({}, {})
         for reply in context.ask(TRAIN, sent, expected):
@@ -56,7 +58,6 @@ class PartialAveraging(Recombining):
                 context.put(SITES, reply.site, reply[SITE], reply.samples)
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """The mean over all sites."""
         super().recompute_derived(context)
         if SITES in context.slots.totals and context.total(SITES).addends:
             context.save_server_state(SHARED, cast(counted(context).mean(SITES), context.server_state(SHARED)))

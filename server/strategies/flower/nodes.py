@@ -1,4 +1,4 @@
-"""The sites of a round as a strategy of Flower's sees them: a grid that knows nodes and carries nothing."""
+"""The sites of a round as a Flower strategy sees them: a grid that knows nodes but sends no messages."""
 
 import contextlib
 import gc
@@ -20,16 +20,20 @@ MOST_LOOKS = 100
 
 
 class Nodes(Grid):
-    """Node k + 1 is the site at place k of the roster. Messages are what `configure_train` gives; nothing else travels."""
+    """A grid in which node k + 1 is the site at index k of the roster. Messages come only from `configure_train`."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites, self._looks = {site.index + 1: site for site in sites}, 0
 
     def get_node_ids(self) -> Iterable[int]:
-        """All nodes. FailedError for a strategy that waits for more of them."""
+        """Return all nodes.
+
+        Raises:
+            FailedError: The strategy keeps asking, because it waits for more nodes.
+        """
         self._looks += 1
         if self._looks > MOST_LOOKS:
-            raise FailedError(f"strategy: waits for more sites than the {len(self.sites)} that take part")
+            raise FailedError(f"strategy: it waits for more sites than the {len(self.sites)} that participate")
         return list(self.sites)
 
     def set_run(self, run: Run) -> None:
@@ -54,12 +58,13 @@ class Nodes(Grid):
         raise self._refused()
 
     def _refused(self) -> FailedError:
-        return FailedError("strategy: sends messages of its own; give them to configure_train's caller instead")
+        return FailedError("strategy: it sends messages itself; return them from configure_train instead")
 
 
 def take_identity() -> None:
-    """Let this process create Flower messages, unless one of Flower's runtimes or an engine has done so: a request may be
-    fulfilled where neither is.
+    """Allow this process to create Flower messages, unless a Flower runtime or an engine has done so.
+
+    A request may run in a process without either.
     """
     try:
         _ = TaskIdentity.run_id
@@ -70,8 +75,10 @@ def take_identity() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let Flower's log tell of warnings only, and its strategies, some of which collect garbage after every array, find
-    none of ours to look through."""
+    """Limit Flower's log to warnings, and hide our objects from the garbage collector.
+
+    Some Flower strategies collect garbage after every array.
+    """
     log = logging.getLogger("flwr")
     before = log.level
     gc.freeze()
@@ -85,7 +92,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing(generator: np.random.Generator) -> Iterator[None]:
-    """Let what a strategy draws with Python's and NumPy's own generators follow from one of ours; theirs are put back."""
+    """Seed Python's and NumPy's global generators from `generator`, and restore their states afterwards."""
     before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         random.seed(int(generator.integers(2**63)))

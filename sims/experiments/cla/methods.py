@@ -1,4 +1,4 @@
-"""All that CLA+OT is compared with, as one kind of function: from networks and unlabelled images to one network."""
+"""CLA+OT and the methods it is compared with, as functions from trained networks to one network."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from fedloom.clients.networks.base import initialise
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
-from fedloom.fusion.comparators.baselines import Ensemble, naive_average
-from fedloom.fusion.comparators.net2net import deepened
-from fedloom.fusion.comparators.transfer import transferred
-from fedloom.fusion.graph.channels import Unit, wire
+from fedloom.fusion.baselines import Ensemble, naive_average
+from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
+from fedloom.sims.experiments.comparators.net2net import deepened
+from fedloom.sims.experiments.comparators.transfer import transferred
 
-REFERENCE = FusionSettings.reference()  # what the paper's public code does
+REFERENCE = FusionSettings.reference()  # the paper's public code
 AVERAGED = FusionSettings(refit="none")  # ours: averaged, one plan for each axis, statistics repaired
-REFIT = FusionSettings()  # ours: the channels of all networks selected, layers fitted anew
+REFIT = FusionSettings()  # ours: channels selected from all networks, layers fitted again
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Trained networks, A (the deeper) and B by turns; unlabelled training images [k, ...]; a seed for what is drawn."""
+    """Trained networks, A (the deeper) and B in turn; unlabelled training images [k, ...]; a seed for random draws."""
 
     networks: list[nn.Module]
     probe: Tensor
@@ -33,34 +33,36 @@ class Inputs:
 
     @property
     def deep(self) -> nn.Module:
-        """A."""
+        """The network A."""
         return self.networks[0]
 
     @property
     def shallow(self) -> nn.Module:
-        """B."""
+        """The network B."""
         return self.networks[1]
 
 
-Method = Callable[[Inputs], nn.Module]  # raises UserError where there is no such network
+Method = Callable[[Inputs], nn.Module]  # raises UserError if it cannot make such a network
 
 
 def fused(inputs: Inputs, settings: FusionSettings, depth: int = 0) -> nn.Module:
-    """Both networks in one, of B's widths and the layers of A (`depth` 0) or of B (1); more in the basis of the deepest, A
-    (CLA+OT, Sec. 3.3)."""
+    """Return two networks fused: B's widths, and the layers of A (`depth` 0) or B (1).
+
+    More than two are fused in the basis of the deepest one, A (CLA+OT, Sec. 3.3).
+    """
     into = 1 if len(inputs.networks) == 2 else 0
     return fuse(inputs.networks, into=into, depth=depth, probe=inputs.probe, settings=settings).network
 
 
 def fresh(network: nn.Module, seed: int) -> nn.Module:
-    """The same network, its weights drawn anew."""
+    """Return the same network with newly drawn weights."""
     drawn = copy.deepcopy(network)
     initialise(drawn, torch_generator(seed, "another start"))
     return drawn
 
 
-def _number(index: int) -> Method:
-    return lambda inputs: copy.deepcopy(inputs.networks[index])
+def _parent(inputs: Inputs, index: int) -> nn.Module:
+    return copy.deepcopy(inputs.networks[index])
 
 
 def _naive(inputs: Inputs) -> nn.Module:
@@ -73,7 +75,7 @@ def _deepened(inputs: Inputs, index: int = 1) -> nn.Module:
 
 
 def otfusion(inputs: Inputs, settings: FusionSettings = REFERENCE) -> nn.Module:
-    """Networks of one depth fused. Raises UserError for others."""
+    """Return networks of one depth fused. Raises UserError for networks of different depth."""
     depths = [len(wire(network, inputs.probe[:1]).units) for network in inputs.networks]
     if len(set(depths)) > 1:
         raise UserError(f"OTFusion: networks of {depths} hidden layers or blocks; takes networks of one depth")
@@ -85,12 +87,11 @@ def _transferred(inputs: Inputs, by: str) -> nn.Module:
 
 
 def _into_transferred(inputs: Inputs, by: str, settings: FusionSettings) -> nn.Module:
-    """A and the network that B was transferred into, fused."""
     return otfusion(replace(inputs, networks=[inputs.deep, _transferred(inputs, by)]), settings)
 
 
 STARTS: dict[str, Method] = {
-    **{name: _number(place) for place, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))},
+    **{name: partial(_parent, index=index) for index, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))},
     "random A": lambda inputs: fresh(inputs.deep, inputs.seed),
     "random B": lambda inputs: fresh(inputs.shallow, inputs.seed),
     "ensemble": lambda inputs: Ensemble(inputs.networks),
@@ -112,23 +113,23 @@ TRANSFERS: dict[str, Method] = {
 }
 
 
-def _by_map(inputs: Inputs, chosen: Callable[[Inputs], tuple[int, ...]], settings: FusionSettings = REFERENCE) -> nn.Module:
-    return fused(inputs, replace(settings, map=chosen(inputs)))
+def _by_map(inputs: Inputs, chosen: Callable[[Inputs], tuple[int, ...]]) -> nn.Module:
+    return fused(inputs, replace(REFERENCE, map=chosen(inputs)))
 
 
 def first_two(inputs: Inputs, first: int, second: int) -> tuple[int, ...]:
-    """VGG: a(1), a(2) as they are given (from 1), the other layers of B with the last ones of A."""
+    """Return a map for VGGs: a(1) and a(2) as arguments (from 1), the other layers of B to the last ones of A."""
     many, few = (len(wire(network, inputs.probe[:1]).units) for network in (inputs.deep, inputs.shallow))
     return first - 1, second - 1, *range(many - few + 2, many)
 
 
 def same_index(inputs: Inputs) -> tuple[int, ...]:
-    """The k-th block of each stage of B with the k-th of A."""
+    """Return the map of the k-th block of each stage of B to the k-th of A."""
     return tuple(index for ours, theirs in _stages(inputs) for index in ours[: len(theirs)])
 
 
 def drawn(inputs: Inputs, number: int) -> tuple[int, ...]:
-    """The first block of each stage with the first, the others with random ones in their order."""
+    """Return a random map: the first block of each stage to the first, the others in increasing order."""
     generator, chosen = torch_generator(inputs.seed, "map", str(number)), []
     for ours, theirs in _stages(inputs):
         rest = torch.randperm(len(ours) - 1, generator=generator)[: len(theirs) - 1].sort().values
@@ -137,15 +138,12 @@ def drawn(inputs: Inputs, number: int) -> tuple[int, ...]:
 
 
 def _stages(inputs: Inputs) -> list[tuple[list[int], list[int]]]:
-    """The places of the blocks (or layers) of each group in A and in B."""
-    return list(zip(*(_groups(wire(network, inputs.probe[:1]).units) for network in inputs.networks[:2]), strict=True))
-
-
-def _groups(units: tuple[Unit, ...]) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for index, unit in enumerate(units):
-        groups.setdefault(unit.group, []).append(index)
-    return list(groups.values())
+    """Return the indices of the blocks (or layers) of each group, in A and in B."""
+    groups: list[dict[int, list[int]]] = [{}, {}]
+    for indices, network in zip(groups, inputs.networks, strict=False):
+        for index, unit in enumerate(wire(network, inputs.probe[:1]).units):
+            indices.setdefault(unit.group, []).append(index)
+    return list(zip(*(indices.values() for indices in groups), strict=True))
 
 
 DRAWS = 5

@@ -1,19 +1,19 @@
-"""Tables 9 and 10: which map of layers is found for two MLPs, and what the network fused by every map knows."""
+"""Tables 9 and 10: the map of layers for two MLPs, and the accuracy of the network fused by every map."""
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from fedloom.conf.formatting import count
 from fedloom.fusion.cla_ot.matching import layer_costs, optimal_alignment
 from fedloom.fusion.graph.channels import wire
 from fedloom.fusion.pipeline import fuse
+from fedloom.sims.experiments.cla import starts
 from fedloom.sims.experiments.cla.methods import REFERENCE, Inputs
-from fedloom.sims.experiments.cla.study import ClaStudy
+from fedloom.sims.experiments.cla.runs import inputs_of, size_of
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, accuracy
-from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
 PAIR = "mlp"
@@ -24,16 +24,19 @@ WAYS = {"layers added": (0, "sum"), "merged, sum": (1, "sum"), "merged, majority
         "merged, average": (1, "average")}  # fmt: skip
 
 
-def measured(study: ClaStudy, seed: int) -> dict[str, Any]:
-    """{"maps": by comparison and constraint the map, "ways": by map the test accuracies in the order of WAYS}."""
-    pair = study.size.pairs[PAIR]
-    return study.kept(
-        f"maps-{seed}", [asdict(pair), study.size.probe], lambda: ablation(study.inputs(PAIR, seed), pair.task)
-    )
+def tables(study: Study) -> list[Table]:
+    results = study.each_seed(lambda seed: measured(study, seed))
+    return [nine(study, results), ten(study, results), *starts.tables(study, starts.TEN)]
+
+
+def measured(study: Study, seed: int) -> dict[str, Any]:
+    """Return {"maps": map by comparison and constraint, "ways": by map the test accuracies in the order of WAYS}."""
+    pair, probe = size_of(study).pairs[PAIR], size_of(study).probe
+    return study.once(f"maps-{seed}", [pair, probe], lambda: ablation(inputs_of(study, PAIR, seed), pair.task))
 
 
 def ablation(inputs: Inputs, task: Task) -> dict[str, Any]:
-    """Every comparison of the two MLPs' layers, and every map."""
+    """Return the maps for every comparison of layers, and the accuracies for every map."""
     maps: dict[str, dict[str, str]] = {}
     for name in COMPARISONS:
         kind = {"representation": name} if name == "neurons" else {"dissimilarity": name}
@@ -58,23 +61,23 @@ def _text(chosen: Sequence[int]) -> str:
     return "-".join(str(row + 1) for row in chosen)
 
 
-def nine(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Table 9, from what was measured with each seed."""
+def nine(study: Study, results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return Table 9 from the results of all seeds."""
     paper, rows = cells("cla_ot", "9"), []
     for name in COMPARISONS:
         ours = [", ".join(sorted({result["maps"][name][pins] for result in results})) for pins in PINS]
         rows.append([name, *ours, *(paper.shown(name, pins) for pins in PINS)])
     head = ["comparison", *PINS, *(f"{pins} (paper)" for pins in PINS)]
-    note = "Layers from 1; several where the seeds differ. ?: the paper has 1-2-5 at one of its seeds."
-    return Table(f"Table 9: the maps found for two MLPs, {count(len(results), 'seed')}", head, rows, note)
+    note = "Layers count from 1. Several maps: seeds differ. ?: the paper has 1-2-5 at one of its seeds."
+    return study.table("Table 9: the maps for two MLPs", head, rows, note)
 
 
-def ten(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Table 10, from what was measured with each seed."""
+def ten(study: Study, results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return Table 10 from the results of all seeds."""
     paper, theirs, rows = cells("cla_ot", "10"), [way for way in WAYS if way != "merged, majority"], []
     for name in results[0]["ways"]:
-        ours = [mean_and_spread([result["ways"][name][index] for result in results]) for index in range(len(WAYS))]
+        ours = means(results, *(("ways", name, index) for index in range(len(WAYS))))
         rows.append([name, *ours, *(paper.shown(name, way) for way in theirs)])
     head = ["map", *WAYS, *(f"{way} (paper)" for way in theirs)]
-    note = "Test accuracy in %, CLAFusion, not fine-tuned. (paper): all of MNIST."
-    return Table(f"Table 10: two MLPs fused by every map, {count(len(results), 'seed')}", head, rows, note)
+    note = "Test accuracy in % of CLAFusion, without fine-tuning. (paper): all of MNIST."
+    return study.table("Table 10: two MLPs fused by every map", head, rows, note)

@@ -1,27 +1,42 @@
-"""How large the experiments on CLA+OT are: which networks, images and epochs, for a CPU and as in the paper."""
+"""The presets of the experiments on CLA+OT, and its VGGs of double and half width (Sec. 4.2, App. B)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fedloom.clients.data.domains import find
 from fedloom.clients.networks import NetworkName, parse_name
-from fedloom.sims.experiments.cla import networks
+from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.networks.plain import POOL, PlainSpec
 from fedloom.sims.experiments.pairs import Recipe
 from fedloom.sims.operations.domain_task import Task
 
-__all__ = ["SIZES", "Pair", "Size", "networks"]  # the module registers its networks
+
+@NETWORKS.register("vgg13_double")
+@dataclass(frozen=True)
+class Vgg13Double(PlainSpec):
+    """A VGG13 of 33 million parameters. The paper prints 1028 for 1024."""
+
+    layout = (64, 128, POOL, 256, 256, POOL, 512, 512, POOL, 1024, 1024, POOL, 1024, 512, POOL)
+
+
+@NETWORKS.register("vgg11_half")
+@dataclass(frozen=True)
+class Vgg11Half(PlainSpec):
+    """A VGG11 of 3 million parameters."""
+
+    layout = (64, POOL, 64, POOL, 128, 128, POOL, 256, 256, POOL, 256, 512, POOL)
 
 
 BARE = "bias=false,head_bias=false"
 MLPS = f"mlp:widths=[400,200,100,50,25],{BARE}", f"mlp:widths=[400,200,100],{BARE}"
-PLAIN = "norm=none,head_bias=false"  # no biases, as in App. A: the published plans scale what a bias is added to
+PLAIN = "norm=none,head_bias=false"  # no biases, as in App. A: the published plans change the scale to which a bias is added
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A deeper network A and a shallower B, trained on `task` by `recipe`, and how a network made of them is fine-tuned.
+    """A deeper network A and a shallower B, trained on `task` by `recipe`; `fine` is the fine-tuning after a fusion.
 
-    `paper`: what the paper's rows on such a pair begin with.
+    `paper` is the start of the paper's row names for such a pair.
     """
 
     deep: str
@@ -32,14 +47,14 @@ class Pair:
     paper: str = ""
 
     def names(self) -> tuple[NetworkName, NetworkName]:
-        """Both networks' full names."""
+        """Return both networks' full names."""
         sizes = self.task.channels, self.task.size, find(self.task.domain).classes
         return parse_name(self.deep, *sizes), parse_name(self.shallow, *sizes)
 
 
 @dataclass(frozen=True)
 class Size:
-    """A preset. `temperatures`, `weights`: tried for distillation; `draws`: random maps of each seed."""
+    """A preset, with the temperatures and weights for distillation, and the random maps of each seed (`draws`)."""
 
     pairs: Mapping[str, Pair]
     temperatures: tuple[float, ...]
@@ -73,7 +88,7 @@ def _cpu() -> Size:
 
 
 def _paper() -> Size:
-    """Tables 6 to 8, but for the rates, which fall along a cosine here; no Tiny-ImageNet."""
+    """Return the paper's settings (Tables 6 to 8), but with rates that fall along a cosine, and without Tiny-ImageNet."""
     momentum = Recipe(epochs=300, rate=0.1, batch=256, weight_decay=1e-4, flip=True)
     fine = replace(momentum, epochs=120)
     plain = Recipe(epochs=300, rate=0.05, batch=128, weight_decay=5e-4, flip=True)

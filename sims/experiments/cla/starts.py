@@ -1,26 +1,30 @@
-"""Tables 1, 2, 3, 4, 11, 12 and 18: networks of different starts, as they are and after the same fine-tuning."""
+"""Tables 1, 2, 3, 4, 11, 12 and 18: networks of different starts, before and after the same fine-tuning."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedloom.conf.formatting import count
 from fedloom.sims.experiments.cla.methods import VGG_MAPS
-from fedloom.sims.experiments.cla.study import ClaStudy, Reached
+from fedloom.sims.experiments.cla.runs import Reached, reached, size_of
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.plots import dots
+from fedloom.sims.experiments.study import Study
+from fedloom.sims.report.page import Part, Picture
 from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds; tuned: after {epochs} epochs at a rate that falls from "
-    "{rate:g} to 0, the same batches for all starts (random ones: from {fresh:g}). A: {deep}; B: {shallow}. (paper): its "
-    "own cells, full width, all images."
+    "Test accuracy in %, mean and standard deviation over seeds. tuned: after {epochs} epochs at a rate that falls "
+    "from {rate:g} to 0 (random starts: from {fresh:g}), with the same batches for all. A: {deep}; B: {shallow}. "
+    "(paper): full width, all images."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A start: its method, of `count` parents, fine-tuned or not, and the paper's columns for it. `draws`: several methods
-    "NAME k" of which the mean is taken."""
+    """A start: its method, the number of parents, and the paper's columns before and after fine-tuning.
+
+    With `draws`, it is the mean of several methods "NAME k".
+    """
 
     method: str
     before: str = ""
@@ -32,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Starts:
-    """A table of the paper: `before`, `after`: its rows, for a pair's Pair.paper and a {row}'s name."""
+    """A table of the paper. `before` and `after` are its row names, with {} for Pair.paper and {row} for the start."""
 
     number: str
     title: str
@@ -55,8 +59,8 @@ ONE = Starts(
     (*PARENTS, DEEPENED, Row("random A", "", "random, tuned"), Row("naive average"), *FUSED),
 )  # fmt: skip
 SIX = tuple(
-    Row(name, f"M{place + 1}", f"M{place + 1}, tuned", count=2 * (place // 2 + 1))
-    for place, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))
+    Row(name, f"M{index + 1}", f"M{index + 1}, tuned", count=2 * (index // 2 + 1))
+    for index, name in enumerate(("A", "B", "M3", "M4", "M5", "M6"))
 )
 
 
@@ -80,7 +84,7 @@ TEN = Starts(
 )  # fmt: skip
 ELEVEN = Starts(
     "11", "maps of the first two layers of B, CLAFusion", ("vgg",),
-    tuple(Row(f"{one}-{two}", "fused", "fused, tuned") for one, two in VGG_MAPS), "{row}", "{row}",
+    tuple(Row(f"{first}-{second}", "fused", "fused, tuned") for first, second in VGG_MAPS), "{row}", "{row}",
 )  # fmt: skip
 TWELVE = Starts(
     "12", "maps of blocks, CLAFusion", ("resnet",),
@@ -88,58 +92,56 @@ TWELVE = Starts(
      Row("CLA, last not pinned", "fused", "fused, tuned"), Row("CLAFusion, add", "fused", "fused, tuned")),
     "{row}", "{row}",
 )  # fmt: skip
-TOLD = {"CLAFusion, add": "CLA"}  # Table 12's name
+NAMES = {"CLAFusion, add": "CLA"}  # Table 12's name
 
 
-def measured(study: ClaStudy, asked: Starts, pair: str, seed: int) -> dict[str, list[Reached]]:
-    """By row, one for each draw."""
-    by_row = {}
-    for row in asked.rows:
-        names = [f"{row.method} {draw}" for draw in range(study.size.draws)] if row.draws else [row.method]
-        by_row[row.method] = [study.reached(pair, seed, name, row.count, row.tune) for name in names]
-    return by_row
+def maker(starts: Starts, *more: Starts) -> Callable[[Study], list[Part]]:
+    """Return the function that makes tables of starts, and a picture of the first one."""
+
+    def make(study: Study) -> list[Part]:
+        parts: list[Part] = [table for each in (starts, *more) for table in tables(study, each)]
+        drawn = {pair: [{name: runs[0]["test"] for name, runs in result.items() if "refused" not in runs[0]}
+                        for result in measured(study, starts, pair)]
+                 for pair in starts.pairs if pair in size_of(study).pairs}  # fmt: skip
+        picture = dots(drawn, ["at once", "fine-tuned"], study.folder / f"table-{starts.number.split()[0]}.png")
+        return [*parts, Picture(picture, f"Table {starts.number}: {starts.title}")]
+
+    return make
 
 
-def tables(study: ClaStudy, asked: Starts, seeds: int) -> list[Table]:
-    """One for each pair that the preset has."""
-    return [_table(study, asked, pair, seeds) for pair in asked.pairs if pair in study.size.pairs]
+def measured(study: Study, starts: Starts, pair: str) -> list[dict[str, list[Reached]]]:
+    """Return for each seed the results by row, one for each draw."""
+    draws = range(size_of(study).draws)
+    names = {row: [f"{row.method} {draw}" for draw in draws] if row.draws else [row.method] for row in starts.rows}
+    return study.each_seed(lambda seed: {
+        row.method: [reached(study, pair, seed, name, row.count, row.tune) for name in names[row]] for row in starts.rows
+    })  # fmt: skip
 
 
-def _table(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> Table:
-    results = [measured(study, asked, pair, seed) for seed in range(seeds)]
-    chosen = study.size.pairs[pair]
-    rows = []
-    for row in asked.rows:
+def tables(study: Study, starts: Starts) -> list[Table]:
+    """Return a table for each pair of the preset."""
+    return [_table(study, starts, pair) for pair in starts.pairs if pair in size_of(study).pairs]
+
+
+def _table(study: Study, starts: Starts, pair: str) -> Table:
+    results, chosen, rows = measured(study, starts, pair), size_of(study).pairs[pair], []
+    for row in starts.rows:
         runs = [run for result in results for run in result[row.method] if "refused" not in run]
-        ours = [_stage(runs, 0), _stage(runs, 1)]
         size = f"{runs[0]['parameters'] / 1e6:.3f}" if runs else "-"
-        rows.append([row.method, size, *ours, *theirs(asked, row, chosen.paper)])
+        rows.append([row.method, size, _stage(runs, 0), _stage(runs, 1), *theirs(starts, row, chosen.paper)])
     note = NOTE.format(epochs=chosen.fine.epochs, rate=chosen.fine.rate, fresh=chosen.recipe.rate, deep=chosen.deep,
                        shallow=chosen.shallow)  # fmt: skip
     head = ["start", "million parameters", "at once", "tuned", "at once (paper)", "tuned (paper)"]
-    title = f"Table{'s' * (' ' in asked.number)} {asked.number} ({pair}): {asked.title}, {count(seeds, 'seed')}"
-    return Table(title, head, rows, note)
+    return study.table(f"Table{'s' * (' ' in starts.number)} {starts.number} ({pair}): {starts.title}", head, rows, note)
 
 
-def theirs(asked: Starts, row: Row, paper: str) -> list[str]:
-    """The paper's cells of a row, before and after fine-tuning."""
-    table = cells("cla_ot", asked.number.split()[-1])
-    name = TOLD.get(row.method, row.method)
-    names = [
-        (text.format(paper, row=name), column) for text, column in ((asked.before, row.before), (asked.after, row.after))
-    ]
-    return [table.shown(*cell) for cell in names]
+def theirs(starts: Starts, row: Row, paper: str) -> list[str]:
+    """Return the paper's cells of a row, before and after fine-tuning."""
+    table, name = cells("cla_ot", starts.number.split()[-1]), NAMES.get(row.method, row.method)
+    return [table.shown(text.format(paper, row=name), column)
+            for text, column in ((starts.before, row.before), (starts.after, row.after))]  # fmt: skip
 
 
 def _stage(runs: Sequence[Reached], stage: int) -> str:
     scores = [run["test"][stage] for run in runs if stage < len(run["test"])]
     return mean_and_spread(scores) if scores else "-"
-
-
-def drawn_rows(study: ClaStudy, asked: Starts, pair: str, seeds: int) -> list[dict[str, dict[str, list[float]]]]:
-    """For a picture: of each seed by row the accuracies, where there are such."""
-    results = [measured(study, asked, pair, seed) for seed in range(seeds)]
-    return [
-        {name: {"accuracy": runs[0]["test"]} for name, runs in result.items() if "refused" not in runs[0]}
-        for result in results
-    ]

@@ -1,22 +1,20 @@
-"""Table 1: a classifier meets another domain, of which there are no labels (Sec. 5.1).
+"""Table 1: a classifier is adapted to another domain without labels (Sec. 5.1).
 
-The extractor learns to tell rotations on the new domain's images with the rotation head of the source, frozen; its features
-then fit that head again and, as both were made compatible, the head of the classes.
+The extractor learns to predict rotations of the new images, with the frozen rotation head of the source. Then its features
+fit that head again. They also fit the head of the classes, because both heads were made compatible.
 """
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fedloom.clients.data import Images
-from fedloom.conf.formatting import count
-from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 PAIRS = {"mnist -> mnist_m": ("mnist", "mnist_m"), "usps -> mnist": ("usps", "mnist"), "mnist -> usps": ("mnist", "usps")}
 SIZE, SAMPLES = 16, 7000
@@ -40,27 +38,22 @@ NOTE = (
 )
 
 
-def table1(study: ComponentsStudy, seeds: int) -> list[Part]:
-    """Unsupervised domain adaptation between kinds of digits."""
-    paper, rows = cells("components", "table1"), []
-    results = {pair: [_found(study, pair, seed) for seed in range(seeds)] for pair in PAIRS}
-    for row, theirs in {**ROWS, "target": ""}.items():
-        ours = [mean_and_spread([result[row] for result in results[pair]]) for pair in PAIRS]
-        rows.append([row, paper.shown(theirs, "mean") if theirs else "-", *ours])
-    return [Table(f"Table 1: domain adaptation, {count(seeds, 'seed')}", ["", "(paper)", *PAIRS], rows, NOTE)]
+def table1(study: Study) -> list[Part]:
+    """Return Table 1, on domains of digits."""
+    paper, key = cells("components", "table1"), [SIZE, SAMPLES, NETWORK, TRAIN, [*ADAPT.values()]]
+    results = {pair: study.saved_each(f"adaptation-{pair}", [domains, *key], partial(_of_domains, domains))
+               for pair, domains in PAIRS.items()}  # fmt: skip
+    rows = [[row, paper.shown(theirs, "mean") if theirs else "-", *(means(results[pair], (row,))[0] for pair in PAIRS)]
+            for row, theirs in {**ROWS, "target": ""}.items()]  # fmt: skip
+    return [study.table("Table 1: domain adaptation", ["", "(paper)", *PAIRS], rows, NOTE)]
 
 
-def _found(study: ComponentsStudy, pair: str, seed: int) -> dict[str, float]:
-    source, target = PAIRS[pair]
-    key = [PAIRS[pair], SIZE, SAMPLES, NETWORK, vars(TRAIN), [vars(plan) for plan in ADAPT.values()], seed]
-    name = f"adaptation-{pair.replace(' -> ', '-to-')}-{seed}"
-    return study.once(
-        name, key, lambda: measured(data(source), data(target), seed), lambda shares: f"{pair}, seed {seed}: {shares}"
-    )
+def _of_domains(domains: tuple[str, str], seed: int) -> dict[str, float]:
+    return measured(data(domains[0]), data(domains[1]), seed)
 
 
 def data(domain: str) -> dict[str, Images]:
-    """A domain's images by part."""
+    """Return a domain's images by part."""
     task = Task(domain, SIZE, False, samples=0 if domain == "usps" else SAMPLES)
     return {part: images(task, part) for part in ("train", "test")}
 
@@ -72,7 +65,7 @@ def measured(
     train: Plan = TRAIN,
     plans: Sequence[Plan] = tuple(ADAPT.values()),
 ) -> dict[str, float]:
-    """Accuracy on the target's test images by row."""
+    """Return by row the accuracy on the target's test images."""
     network, rotating = _with_rotations(source["train"], seed, train)
     results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
@@ -87,7 +80,7 @@ def measured(
 
 
 def _with_rotations(train: Images, seed: int, plan: Plan) -> Any:
-    """A network for the classes, and the rotation head that it was trained with."""
+    """Return a network for the classes, and the rotation head of its training."""
     network = built(NETWORK, SIZE, 10, seed, "classes")
     rotating = built(NETWORK, SIZE, 4, seed, "rotations").head
     extractor = network.extractor

@@ -1,68 +1,56 @@
-"""Figure 4: a head that is there already makes transfer to another extractor faster (Sec. 5.3)."""
+"""Figure 4: an existing head makes transfer to another extractor faster (Sec. 5.3)."""
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fedloom.clients.data import Images
 from fedloom.clients.networks import Network
-from fedloom.conf.formatting import count
 from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
-from fedloom.sims.experiments.components.plots import curves
-from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from fedloom.sims.experiments.plots import curves
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.report.page import Part, Picture
-from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 ROTATIONS, SOURCE, TARGETS = "fashion_mnist", "mnist", ("usps", "mnist_m")
 STEPS = (0, 1, 10, 30, 100, 300)
 TRAIN, TUNE = Plan(600, 0.05), 0.01
 NOTE = (
-    "Mean class accuracy in % on the target's test images after so many steps of fine-tuning on its training images, "
-    "mean and standard deviation over seeds. The extractor comes from a network trained on MNIST, the head from one "
-    "trained on the target; both were trained with one rotation head, frozen, which comes from Fashion-MNIST (RP), "
-    "and may have started alike (IIW). Beside it: rotation heads of their own (independent), and a head drawn anew. "
-    "In the paper recombined networks have 40.0 to 66.4 % before fine-tuning (from ILSVRC-12 to CIFAR-10, STL-10 and "
-    "CIFAR-100)."
+    "Mean class accuracy in % on the target's test images after so many steps of fine-tuning on its training "
+    "images, mean and standard deviation over seeds. The extractor is from a network trained on MNIST, the head "
+    "from one trained on the target. RP: both were trained with one frozen rotation head, from Fashion-MNIST. IIW: "
+    "they started from the same weights. independent: with their own rotation heads. In the paper, recombined "
+    "networks have 40.0 to 66.4 % before fine-tuning (from ILSVRC-12 to CIFAR-10, STL-10 and CIFAR-100)."
 )
 
 
-def figure4(study: ComponentsStudy, seeds: int) -> list[Part]:
-    """Accuracy over fine-tuning steps."""
+def figure4(study: Study) -> list[Part]:
+    """Return Figure 4: accuracy over the steps of fine-tuning."""
     parts: list[Part] = []
     for target in TARGETS:
-        results = [_found(study, target, seed) for seed in range(seeds)]
-        rows = [
-            [row, *(mean_and_spread([result[row][index] for result in results]) for index in range(len(STEPS)))]
-            for row in results[0]
-        ]
+        key = [ROTATIONS, SOURCE, target, STEPS, NETWORK, TRAIN, TUNE]
+        results = study.saved_each(f"faster-{target}", key, partial(_of_target, target))
+        indices = range(len(STEPS))
+        rows = [[row, *means(results, *((row, index) for index in indices))] for row in results[0]]
         head = ["head and extractor", *(f"{step} steps" for step in STEPS)]
-        parts.append(Table(f"Figure 4: from {SOURCE} to {target}, {count(seeds, 'seed')}", head, rows, NOTE))
-        series = {
-            row: {str(step): [result[row][index] for result in results] for index, step in enumerate(STEPS)}
-            for row in results[0]
-        }
-        parts.append(Picture(curves(series, "steps of fine-tuning", study.folder / f"figure4-{target}.png"), NOTE))
+        parts.append(study.table(f"Figure 4: from {SOURCE} to {target}", head, rows, NOTE))
+        series = {row: {str(STEPS[index]): [result[row][index] for result in results] for index in indices}
+                  for row in results[0]}  # fmt: skip
+        labels, path = ("steps of fine-tuning", "exchanged: test accuracy"), study.folder / f"figure4-{target}.png"
+        parts.append(Picture(curves(series, labels, path, limits=(0.0, 1.0)), NOTE))
     return parts
 
 
-def _found(study: ComponentsStudy, target: str, seed: int) -> dict[str, list[float]]:
-    key = [ROTATIONS, SOURCE, target, STEPS, NETWORK, vars(TRAIN), TUNE, seed]
-    return study.once(
-        f"faster-{target}-{seed}",
-        key,
-        lambda: measured(data(ROTATIONS), data(SOURCE), data(target), seed),
-        lambda rows: f"from {SOURCE} to {target}, seed {seed}: {rows}",
-    )
+def _of_target(target: str, seed: int) -> dict[str, list[float]]:
+    return measured(data(ROTATIONS), data(SOURCE), data(target), seed)
 
 
 def measured(
     rotations: dict[str, Images], source: dict[str, Images], target: dict[str, Images], seed: int, train: Plan = TRAIN
 ) -> dict[str, list[float]]:
-    """Accuracy by row, after each of STEPS."""
+    """Return the accuracy by row, after each of STEPS."""
     extractor = built(NETWORK, SIZE, 10, seed, "rotations").extractor
     rotating = _head(4, seed, "turns")
     fit([extractor, rotating], turns(extractor, rotating, seed), rotations["train"], train, seed, "rotations")
@@ -77,18 +65,14 @@ def measured(
     def pair(*starts: str, head: nn.Module | None) -> tuple[Network, Network]:
         return network(source["train"], "source", starts[0], head), network(target["train"], "target", starts[1], head)
 
-    ways: dict[str, Callable[[], tuple[Network, Network]]] = {
-        "RP": lambda: pair("source", "target", head=rotating),
-        "IIW+RP": lambda: pair("alike", "alike", head=rotating),
-        "independent": lambda: pair("source", "target", head=None),
+    networks = {
+        "RP": pair("source", "target", head=rotating),
+        "IIW+RP": pair("alike", "alike", head=rotating),
+        "independent": pair("source", "target", head=None),
     }
-    rows = {}
-    for row, make in ways.items():
-        giver, taker = make()
-        rows[row] = _tuned(giver.extractor, taker.head, target, seed)
-        if row == "independent":
-            rows["head drawn anew"] = _tuned(giver.extractor, _head(10, seed, "anew"), target, seed)
-    return rows
+    rows = {row: _tuned(giver.extractor, taker.head, target, seed) for row, (giver, taker) in networks.items()}
+    extractor = networks["independent"][0].extractor
+    return {**rows, "head drawn anew": _tuned(extractor, _head(10, seed, "anew"), target, seed)}
 
 
 def _head(outputs: int, *purpose: Any) -> nn.Module:
@@ -96,18 +80,11 @@ def _head(outputs: int, *purpose: Any) -> nn.Module:
 
 
 def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Images], seed: int) -> list[float]:
-    """Accuracy after each of STEPS of fine-tuning both."""
     extractor, head, done, reached = copy.deepcopy(extractor), copy.deepcopy(head), 0, []
     for step in STEPS:
         if step > done:
-            fit(
-                [extractor, head],
-                answers(extractor, head),
-                target["train"],
-                Plan(step - done, TUNE, cosine=False),
-                seed,
-                step,
-            )
+            plan, loss = Plan(step - done, TUNE, cosine=False), answers(extractor, head)
+            fit([extractor, head], loss, target["train"], plan, seed, step)
         done = step
         reached.append(accuracy(extractor, head, target["test"]))
     return reached

@@ -1,4 +1,4 @@
-"""Looks at the networks of a finished run: how alike their features are, and what they know of classes their sites lack."""
+"""Measurements on the networks of a finished run: correlation of features, and accuracy on classes that sites lack."""
 
 import dataclasses
 import statistics
@@ -22,7 +22,7 @@ MOST_PLACES = 50_000  # of images and their pixels, of these
 
 
 def looks(config: Config, folder: Path) -> dict[str, Any]:
-    """The fields of Found that are no accuracies of pairs; nothing of a run of one site."""
+    """Return the other fields of Measurements; placeholders for a run of one site."""
     sites = config.roster
     networks = {site.name: _network(config, site, folder) for site in sites}
     if len(sites) < 2:
@@ -38,14 +38,14 @@ def looks(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def correlations(first: Tensor, second: Tensor) -> Tensor:
-    """float64 [c, c]: Pearson's, of each channel of one with each of the other; features [n, c], of a constant one 0."""
+    """Return Pearson's correlations, float64 [c, c], of channels of two features [n, c]; 0 for a constant channel."""
     first, second = (features.double() - features.double().mean(0) for features in (first, second))
     norms = first.norm(dim=0)[:, None] * second.norm(dim=0)[None, :]
     return torch.where(norms > 0, first.T @ second / norms.clamp(min=1e-30), 0.0)
 
 
 def shared_images(config: Config) -> Tensor:
-    """float [n, c, h, w]: test images of all domains, as many of each, mixed by chance."""
+    """Return mixed test images of all domains, the same number of each, float [n, c, h, w]."""
     parts = [test_images(config, spec).x for spec in domain_specs(config).values()]
     fewest = min(MOST, *(len(part) for part in parts)) if len(parts) > 1 else min(MOST, len(parts[0]))
     drawn = [part[torch.randperm(len(part), generator=torch_generator(config.seed, "looks"))[:fewest]] for part in parts]
@@ -62,8 +62,8 @@ def _network(config: Config, site: Site, folder: Path) -> Network:
 
 @torch.inference_mode()
 def _features(network: Network, images: Tensor, statistics_of: str) -> Tensor:
-    """[n, channels]: of every image and place, of at most MOST_PLACES."""
-    HeadView(network, slice(None), statistics_of).eval()  # BatchNorm works in the network as it is asked to
+    """Return the features [n, channels] of all images and positions, at most MOST_PLACES of them."""
+    HeadView(network, slice(None), statistics_of).eval()  # sets the mode of BatchNorm in the network
     features = network.extractor(images)
     rows = features.movedim(1, -1).flatten(0, -2) if features.ndim == 4 else features
     keep = torch.randperm(len(rows), generator=torch_generator(0, "looks", "places"))[:MOST_PLACES]
@@ -71,8 +71,11 @@ def _features(network: Network, images: Tensor, statistics_of: str) -> Tensor:
 
 
 def _missing(config: Config, networks: Mapping[str, Network]) -> dict[str, float]:
-    """Accuracy on the test images of classes that sites have no image of: with their own heads, and with those of others
-    that have the class. Empty where none lacks any or outputs are not the domain's classes."""
+    """Return the accuracy on classes that sites have no images of.
+
+    `missing` is with their own heads, `missing_exchanged` with those of sites that have the class. Empty if no site lacks a
+    class, or if outputs are not the domain's classes.
+    """
     own: list[float] = []
     exchanged: list[float] = []
     sites = [site for site in config.roster if not site.spec.relabel]
@@ -84,8 +87,8 @@ def _missing(config: Config, networks: Mapping[str, Network]) -> dict[str, float
             network = Network(networks[site.name].extractor, networks[other.name].head)
             hits = _right(network, images, config.evaluation.statistics)
             known = set(site_images(config, other).y.unique().tolist())
-            asked = lacks if other is site else [label for label in lacks if label in known]
-            shares = [float(hits[images.y == label].float().mean()) for label in asked]
+            labels = lacks if other is site else [label for label in lacks if label in known]
+            shares = [float(hits[images.y == label].float().mean()) for label in labels]
             (own if other is site else exchanged).extend(shares)
     means = {"missing": own, "missing_exchanged": exchanged}
     return {name: statistics.fmean(values) for name, values in means.items() if values}
@@ -93,7 +96,7 @@ def _missing(config: Config, networks: Mapping[str, Network]) -> dict[str, float
 
 @torch.inference_mode()
 def _right(network: Network, images: Images, statistics_of: str) -> Tensor:
-    """bool [n]; in batches that are random draws."""
+    """Return which answers are right, bool [n]. Batches are random draws."""
     view, hits = HeadView(network, slice(None), statistics_of).eval(), torch.zeros(len(images), dtype=torch.bool)
     order = torch.randperm(len(images), generator=torch_generator(0, "looks", "batches"))
     for part in order.tensor_split(max(1, len(order) // 500)):

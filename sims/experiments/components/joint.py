@@ -1,12 +1,12 @@
-"""Figure 2 as the paper trains it: all networks in one process, each auxiliary head in turns by all of them (App. E).
+"""Figure 2 as the paper trains it: all networks in one process, with one auxiliary head for all (App. E).
 
-The federation's form of it is ours: there each site trains copies of the auxiliary heads, and the server averages these.
+The federated form is ours: each site trains copies of the auxiliary heads, and the server averages them.
 """
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,13 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
-from fedloom.conf.formatting import count
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import accuracy, built
 from fedloom.sims.experiments.pairs import Share
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 DCC, RP = "dcc", "rp"
 DRAWN, SAME, APART = "drawn", "pre-trained, one network", "pre-trained, two networks"
@@ -43,7 +40,7 @@ RESIDUAL = {"name": "split", "of": {"name": "resnet20", "width": 0.5}, "at": "st
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sites' images, what networks for them are pre-trained on by rotations, and the networks."""
+    """The images of two sites, the images for pre-training by rotations, and the architecture."""
 
     title: str
     tasks: tuple[Task, Task]
@@ -54,10 +51,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Setting:
-    """How two networks are trained. `auxiliary`: of DCC and RP; `same`: from identical weights (IIW).
+    """How two networks are trained. `auxiliary` has DCC and RP; `same` is IIW, identical start weights.
 
-    Adam with a rate that falls to a tenth after each quarter of the steps, of which each network makes so many. `permuted`:
-    the second network's outputs are in another order. `start`: of the extractors, drawn or pre-trained by rotations.
+    Adam, with a rate that falls to a tenth after each quarter of the steps. Each network makes `steps` steps. `permuted`:
+    the second network's outputs are in another order. `start`: extractors are drawn, or pre-trained by rotations.
     """
 
     auxiliary: tuple[str, ...] = ()
@@ -72,7 +69,7 @@ class Setting:
 
 @dataclass
 class Trained:
-    """Both networks and the auxiliary heads; `order` [classes]: of each class the place in the second network's outputs."""
+    """Both networks and the auxiliary heads. `order` [classes] has the index of each class in the second network."""
 
     networks: list[Network]
     heads: dict[str, nn.Module]
@@ -80,7 +77,10 @@ class Trained:
 
 
 def train(pair: Pair, setting: Setting, seed: int) -> Trained:
-    """Both networks, a batch of each in turn, or (without auxiliary heads) each by itself, which is the same then."""
+    """Return both networks, trained in turn on batches of their own images.
+
+    Without auxiliary heads, this is the same as training each by itself.
+    """
     made, draws = _made(pair, setting, seed), torch_generator(seed, "turns")
     batches = [_batches(images(task, "train"), setting, seed, index) for index, task in enumerate(pair.tasks)]
 
@@ -92,7 +92,7 @@ def train(pair: Pair, setting: Setting, seed: int) -> Trained:
 
 
 def _descend(modules: Sequence[nn.Module], setting: Setting, losses: Sequence[Callable[[], Tensor]]) -> None:
-    """As many steps on each of the losses, which take turns; the rate falls to a tenth after each quarter."""
+    """Make steps on each of the losses in turn. The rate falls to a tenth after each quarter."""
     weights = [parameter for module in modules for parameter in module.train().parameters()]
     optimizer = torch.optim.Adam(weights, setting.rate, weight_decay=setting.decay)
     decline = torch.optim.lr_scheduler.StepLR(optimizer, max(1, setting.steps // 4), 0.1)
@@ -118,7 +118,7 @@ def _made(pair: Pair, setting: Setting, seed: int) -> Trained:
 
 
 def _pretrained(pair: Pair, setting: Setting, seed: int, name: str) -> Mapping[str, Tensor]:
-    """An extractor that has learned to tell rotations of other images, without labels."""
+    """Return an extractor that has learned to predict rotations of other images, without labels."""
     network = built(pair.network, pair.tasks[0].size, 4, seed, "before", name)
     generator, rotations = torch_generator(seed, "before", name), Rotations(turns=pair.turns)
     batches = _batches(images(pair.before, "train"), setting, seed, name)
@@ -133,7 +133,7 @@ def _pretrained(pair: Pair, setting: Setting, seed: int, name: str) -> Mapping[s
 
 
 def _loss(made: Trained, site: int, x: Tensor, labels: Tensor, rotations: Rotations, draws: torch.Generator) -> Tensor:
-    """Eq. 1 and 2 of one site's batch."""
+    """Return Eq. 1 and 2 for one site's batch."""
     network = made.networks[site]
     features = network.extractor(x)
     loss = F.cross_entropy(network.head(features), made.order[labels] if site else labels)
@@ -148,13 +148,13 @@ def _loss(made: Trained, site: int, x: Tensor, labels: Tensor, rotations: Rotati
 def _batches(every: Images, setting: Setting, seed: int, who: int | str) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch_generator(seed, "batches", str(who))
     for _ in itertools.count():
-        for places in torch.randperm(len(every), generator=generator).split(setting.batch):
-            if len(places) == setting.batch:
-                yield to_float(every.x[places]), every.y[places]
+        for indices in torch.randperm(len(every), generator=generator).split(setting.batch):
+            if len(indices) == setting.batch:
+                yield to_float(every.x[indices]), every.y[indices]
 
 
 def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
-    """Test accuracy (batch statistics), own and exchanged, each the mean of both, of classes in their own order."""
+    """Return the test accuracy with own and with exchanged heads, with batch statistics: the mean over both sites."""
     made, shares = train(pair, setting, seed), dict[str, float]()
     with torch.no_grad():
         for key, swap in (("own", 0), ("exchanged", 1)):
@@ -164,7 +164,6 @@ def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
 
 
 def _right(made: Trained, site: int, head: int, task: Task) -> float:
-    """Of the extractor of that site with the head of that number, on its site's test images."""
     test = images(task, "test")
     labels = made.order[test.y] if head else test.y
     return accuracy(made.networks[site].extractor, made.networks[head].head, Images(test.x, labels))
@@ -186,7 +185,7 @@ ROWS = {
     "RP, two pre-trained": Setting((RP,), start=APART),
     "DCC, two pre-trained": Setting((DCC,), start=APART),
 }
-THEIRS = {  # the paper's cells that are in its text alone (Sec. 4)
+THEIRS = {  # cells that only the paper's text has (Sec. 4)
     "IIW, pre-trained": "74.3", "IIW+DCC, pre-trained": "82.7", "RP, two pre-trained": "19.7", "DCC, two pre-trained": "52.3"
 }  # fmt: skip
 STEPS = 600
@@ -202,37 +201,28 @@ PAIRS = {
     "same": Pair("MNIST / MNIST, the same images (Figure 7)", (MNIST, MNIST), BEFORE, CONV),
 }  # fmt: skip
 NOTE = (
-    "Test accuracy in %, batch statistics, mean and standard deviation over seeds. One process, Adam 0.01 that falls to a "
-    "tenth after each quarter of the {steps} steps of each network, weight decay 1e-7, one auxiliary head for both in "
-    "turns. pre-trained: extractors that have learned rotations of {before}. (paper): CIFAR-10 / STL-10, ResNet-56."
+    "Test accuracy in %, batch statistics, mean and standard deviation over seeds. One process, one auxiliary head "
+    "for both networks, Adam with weight decay 1e-7. The rate 0.01 falls to a tenth after each quarter of the "
+    "{steps} steps of each network. pre-trained: the extractors have learned to predict rotations of {before}. "
+    "(paper): CIFAR-10 / STL-10, ResNet-56."
 )
 
 
-def joint(study: ComponentsStudy, seeds: int) -> list[Part]:
-    """Figure 2 with the paper's optimiser and one head for all, on each task that is asked for."""
+def joint(study: Study) -> list[Part]:
+    """Return Figure 2 with the paper's optimiser and one head for all, on each selected task."""
     if study.preset != "cpu":
-        return ["Figure 2, trained jointly, is measured by --preset cpu alone."]
+        return ["Figure 2, trained jointly, is only available with --preset cpu."]
     paper, parts = cells("components", "figure2"), list[Part]()
     for name, pair in PAIRS.items():
         if study.only and name not in study.only:
             continue
         rows = []
-        for row, setting in ROWS.items():
-            results = [_kept(study, name, row, replace(setting, steps=STEPS), seed) for seed in range(seeds)]
+        for row, short in ROWS.items():
+            setting = replace(short, steps=STEPS)
+            results = study.saved_each(f"joint-{name}-{row}", [pair, setting], partial(measured, pair, setting))
             theirs = THEIRS.get(row) or (paper.shown(row, "exchanged") if row in paper.rows else "-")
-            rows.append(
-                [row, theirs, *(mean_and_spread([result[key] for result in results]) for key in ("exchanged", "own"))]
-            )
+            rows.append([row, theirs, *means(results, ("exchanged",), ("own",))])
         note = NOTE.format(steps=STEPS, before=pair.before.domain)
-        title = f"Figure 2, trained jointly: {pair.title}, {count(seeds, 'seed')}"
-        parts.append(Table(title, ["heads", "exchanged (paper)", "exchanged", "own"], rows, note))
+        head = ["heads", "exchanged (paper)", "exchanged", "own"]
+        parts.append(study.table(f"Figure 2, trained jointly: {pair.title}", head, rows, note))
     return parts
-
-
-def _kept(study: ComponentsStudy, name: str, row: str, setting: Setting, seed: int) -> dict[str, float]:
-    slug = "".join(letter if letter.isalnum() else "-" for letter in row.lower())
-    key = [asdict(PAIRS[name]), asdict(setting)]
-    make = partial(measured, PAIRS[name], setting, seed)
-    return study.once(
-        f"joint-{name}-{slug}-{seed}", key, make, lambda shares: f"{name}, seed {seed}, joint, {row}: {shares}"
-    )

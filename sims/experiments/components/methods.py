@@ -11,18 +11,18 @@ INDEPENDENT, IIW = "independent", "IIW"
 
 @dataclass(frozen=True)
 class Way:
-    """`pulls`: whether there is a head of the common classes, which objective.pull is about."""
+    """The settings of a way. `pulls`: it has a head of the common classes, to which objective.pull applies."""
 
     settings: Mapping[str, Any]
     pulls: bool = False
 
     def pulled(self, pull: float) -> dict[str, Any]:
-        """The settings, with this objective.pull where it says something."""
+        """Return the settings, with this objective.pull if it applies."""
         return {**self.settings, **({"objective.pull": pull} if self.pulls else {})}
 
     @property
     def columns(self) -> dict[str, float]:
-        """Of PULLS, those that make a difference."""
+        """The entries of PULLS that make a difference."""
         return PULLS if self.pulls else dict(list(PULLS.items())[:1])
 
 

@@ -1,7 +1,8 @@
-"""Figures 3 and 11: one head for several extractors, taught new classes on one of them, moved to the others (Sec. 5.2)."""
+"""Figures 3 and 11: one head for several extractors learns new classes on one, and moves to the others (Sec. 5.2)."""
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.conf.formatting import count
-from fedloom.sims.experiments.components.study import ComponentsStudy
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
 from fedloom.sims.experiments.papers import cells
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table
 
 DOMAINS = {"mnist": 7000, "cifar10": 20000}  # and images to train on
 SIZE, CLASSES, FIRST = 16, 10, 5
@@ -26,7 +24,7 @@ EXTRACTORS: dict[str, dict[str, Any]] = {  # the reference first; by the paper's
     "ResNet-56": {"of": {"name": "resnet20", "width": 0.5}, "at": "stage2"},
     "MobileNetV2": {"of": {"name": "torchvision.models:mobilenet_v2", "width_mult": 0.5}, "at": "features.3"},
 }
-OURS = {
+OURS = {  # the networks used here instead
     "Wide ResNet-56": "ResNet-20 (reference)",
     "ResNet-56": "ResNet-20, half the width",
     "MobileNetV2": "MobileNetV2, half the width",
@@ -36,46 +34,40 @@ MATCH = 10.0  # of the squared distance between features, by their variance
 WAYS = {"as the paper": 0.0, "features matched": MATCH}
 COLUMNS = ("extractor frozen", "rotation head frozen", "upper bound")
 NOTE = (
-    "Accuracy in % on all classes (mean class accuracy), mean and standard deviation over seeds. Three extractors, averaged "
-    "to 4x4, are trained with one head for five classes; the head learns ten on the reference alone, which stays as it is "
-    "(or moves, held by a rotation head that is frozen), and is put on the others as it is. before: the head of five "
-    "classes. upper bound: all three trained with ten classes. matched: the others' features are held near the reference's, "
-    "of all four rotations of the same images. (paper): CIFAR-10; Wide ResNet-56, ResNet-56, MobileNetV2."
+    "Mean class accuracy in % on all classes, mean and standard deviation over seeds. Three extractors, averaged to "
+    "4x4, are trained with one head for five classes. The head then learns all ten on the reference, and is put on "
+    "the others. The reference is frozen, or it moves and a frozen rotation head holds it. before: the head of five "
+    "classes. upper bound: all three trained with ten classes. matched: in training, the other features are held "
+    "near the reference's, for all four rotations of each image. (paper): CIFAR-10; Wide ResNet-56, ResNet-56, "
+    "MobileNetV2."
 )
 
 
-def figure3(study: ComponentsStudy, seeds: int) -> list[Part]:
-    """The updated head on every extractor."""
+def figure3(study: Study) -> list[Part]:
+    """Return Figures 3 and 11: the updated head on every extractor."""
     paper, parts = cells("components", "figure11"), list[Part]()
-    for domain in DOMAINS:
-        rows = []
-        for way in WAYS:
-            results = [_found(study, domain, way, seed) for seed in range(seeds)]
+    for domain, samples in DOMAINS.items():
+        rows, task = [], Task(domain, SIZE, False, samples=samples)
+        for way, match in WAYS.items():
+            key = [domain, SIZE, samples, HEAD, EXTRACTORS, JOINT, UPDATE, match]
+            results = study.saved_each(f"one-head-{domain}-{way}", key, partial(_of_task, task, match))
             for name in EXTRACTORS:
-                ours = {column: mean_and_spread([one[column][name] for one in results]) for column in ("before", *COLUMNS)}
-                beside = [cell for column in COLUMNS for cell in (paper.shown(name, column), ours[column])]
-                rows.append([way, OURS[name], ours["before"], *beside])
-        head = ["trained", "extractor", "before", *(one for column in COLUMNS for one in (f"{column} (paper)", column))]
-        parts.append(
-            Table(f"Figures 3 and 11: one head on several extractors, {domain}, {count(seeds, 'seed')}", head, rows, NOTE)
-        )
+                before, *ours = means(results, *((column, name) for column in ("before", *COLUMNS)))
+                pairs = zip((paper.shown(name, column) for column in COLUMNS), ours, strict=True)
+                rows.append([way, OURS[name], before, *(text for pair in pairs for text in pair)])
+        head = ["trained", "extractor", "before", *(text for column in COLUMNS for text in (f"{column} (paper)", column))]
+        parts.append(study.table(f"Figures 3 and 11: one head on several extractors, {domain}", head, rows, NOTE))
     return parts
 
 
-def _found(study: ComponentsStudy, domain: str, way: str, seed: int) -> dict[str, dict[str, float]]:
-    def make() -> dict[str, dict[str, float]]:
-        task = Task(domain, SIZE, False, samples=DOMAINS[domain])
-        return measured({part: images(task, part) for part in ("train", "test")}, seed, WAYS[way])
-
-    key = [domain, SIZE, DOMAINS[domain], HEAD, EXTRACTORS, vars(JOINT), vars(UPDATE), WAYS[way], seed]
-    name = f"one-head-{domain}-{way.replace(' ', '-')}-{seed}"
-    return study.once(name, key, make, lambda columns: f"one head, {domain}, {way}, seed {seed}: {columns}")
+def _of_task(task: Task, match: float, seed: int) -> dict[str, dict[str, float]]:
+    return measured({part: images(task, part) for part in ("train", "test")}, seed, match)
 
 
 def measured(
     data: dict[str, Images], seed: int, match: float, joint: Plan = JOINT, update: Plan = UPDATE
 ) -> dict[str, dict[str, float]]:
-    """Accuracy by column and extractor."""
+    """Return the accuracy by column and extractor."""
     some = data["train"].y < FIRST
     few = Images(data["train"].x[some], data["train"].y[some])
     extractors, head, rotating = _together(few, FIRST, seed, match, joint)
@@ -97,16 +89,16 @@ def measured(
 def _together(
     train: Images, classes: int, seed: int, match: float, plan: Plan
 ) -> tuple[dict[str, nn.Module], nn.Module, nn.Module]:
-    """All extractors, trained with one head for the classes and one for rotations."""
+    """Return all extractors, trained with one head for the classes, and one for rotations."""
     networks = {name: built(_section(cut), SIZE, classes, seed, name) for name, cut in EXTRACTORS.items()}
     extractors = {name: network.extractor for name, network in networks.items()}
     first, *others = extractors.values()
     head = networks[next(iter(EXTRACTORS))].head
     rotating = built(_section(next(iter(EXTRACTORS.values()))), SIZE, 4, seed, "rotations").head
-    losses = [both(answers(one, head), turns(one, rotating, seed, name)) for name, one in extractors.items()]
+    losses = [both(answers(each, head), turns(each, rotating, seed, name)) for name, each in extractors.items()]
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        total = torch.stack([one(x, y) for one in losses]).sum()
+        total = torch.stack([each(x, y) for each in losses]).sum()
         return total + match * _apart(first, others, x) if match else total
 
     fit([*extractors.values(), head, rotating], loss, train, plan, seed, "joint")
@@ -114,7 +106,7 @@ def _together(
 
 
 def _apart(reference: nn.Module, others: Sequence[nn.Module], images: Tensor) -> Tensor:
-    """Mean squared distances of others' features from the reference's, which stay, in units of their variance."""
+    """Return the mean squared distances of the others' features from the fixed reference's, in units of their variance."""
     turned = torch.cat([images.rot90(turn, (2, 3)) for turn in range(4)])
     with torch.no_grad():
         goal = reference(turned)
@@ -126,7 +118,7 @@ def _section(cut: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extended(head: nn.Module, seed: int) -> nn.Module:
-    """A copy for all classes: the rows of the first ones stay, the others are drawn."""
+    """Return a copy of the head for all classes: the known rows are unchanged, the others are drawn."""
     wider = built(_section(next(iter(EXTRACTORS.values()))), SIZE, CLASSES, seed, "extended").head
     state, known = wider.state_dict(), head.state_dict()
     for name, tensor in known.items():

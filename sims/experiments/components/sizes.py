@@ -1,16 +1,19 @@
-"""How large the experiments on compatible components are: whose images, which networks, how many steps."""
+"""The presets of the experiments on compatible components: images, networks and steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Settings = Mapping[str, Any]  # keys of a configuration, with dots, and what they are set to
+Settings = Mapping[str, Any]  # values of a configuration, by dotted key
 
 
 @dataclass(frozen=True)
 class Task:
-    """Two sites, and what else their configuration says. `classes`: of the answers, for chance. `points`: where the network
-    `whole` is cut for Figure 8. `turns`: of each image of a batch, for rotation heads ("all": as in the paper)."""
+    """Two sites, and other settings. `classes`: of the outputs, for chance. `points`: cuts of the network `whole` (Figure
+    8).
+
+    `turns` of each image for rotation heads: "one", or "all" as in the paper.
+    """
 
     title: str
     sites: Sequence[Settings]
@@ -22,14 +25,17 @@ class Task:
 
     @property
     def all(self) -> dict[str, Any]:
-        """The settings, with those of the sites."""
+        """The settings, including the sites."""
         return {**self.settings, "sites": list(self.sites)}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A preset. `tasks`: the first one is that of the tables on details. `plans`: steps of a round and rounds, the plan of
-    all other tables first. `most`: common classes in Figure 9. `settings`: of all tasks."""
+    """A preset: its tasks (the tables on details use the first), and settings of all tasks.
+
+    `plans`: steps of a round and rounds; all other tables use the first. `most`: common classes in Figure 9. `several`:
+    numbers of sites.
+    """
 
     tasks: Mapping[str, Task]
     plans: Sequence[tuple[int, int]]
@@ -69,14 +75,14 @@ def _cpu() -> Size:
     return Size(tasks, plans=((25, 12), (5, 60), (100, 3)), most=(2, 4, 6, 8, 9, 10), several=(2, 4, 6), settings=settings)
 
 
-# classes of CIFAR-10 and, of a like kind, of CIFAR-100; to birds and ships there is none
+# similar classes of CIFAR-10 and CIFAR-100; birds and ships have none
 ALIKE = [["airplane", "rocket"], ["automobile", "pickup_truck"], ["truck", "bus"], ["cat", "leopard"], ["dog", "wolf"],
          ["deer", "cattle"], ["horse", "camel"], ["frog", "lizard"]]  # fmt: skip
-LIKE_TEN = [13, 14, 15, 19, 42, 44, 58, 69, 81, 97]  # these eight of CIFAR-100, butterfly and streetcar
+LIKE_TEN = [13, 14, 15, 19, 42, 44, 58, 69, 81, 97]  # these eight classes of CIFAR-100, butterfly and streetcar
 
 
 def _paper() -> Size:
-    """The paper's data, network, optimiser and number of steps; Adam begins anew in each round."""
+    """Return the paper's data, network, optimiser and number of steps. Adam starts again in each round."""
     network = {"name": "resnet56"}
     settings = {
         "network": {"name": "split", "of": network, "at": "stage2"},

@@ -1,7 +1,6 @@
-"""Components trained in one process, where an application is no federation: extractors, heads, and some of them frozen."""
+"""Training of components in one process, some of them frozen."""
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
+from fedloom.sims.experiments.pairs import cosine
 
 BATCH, TEST_BATCH = 64, 500
 Loss = Callable[[Tensor, Tensor], Tensor]  # of images and labels
@@ -25,7 +25,7 @@ TURNS = Rotations()
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps of SGD with momentum 0.9; the rate falls to 0 along a cosine, or stays."""
+    """Steps of SGD with momentum 0.9, at a rate that falls to 0 along a cosine or stays."""
 
     steps: int
     rate: float
@@ -33,38 +33,33 @@ class Plan:
 
 
 def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | int) -> Network:
-    """A network for colour images, its weights drawn by this purpose."""
+    """Return a network for colour images, with weights drawn for this purpose."""
     network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
     initialise(network, torch_generator(0, *map(str, purpose)))
     return network
 
 
 def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *purpose: Any) -> None:
-    """Train these modules on batches of the images, drawn by this purpose; all others stay as they are."""
-    training = TrainingConfig(batch=BATCH, rate=plan.rate)
-    descend(
-        [parameter for part in parts for parameter in part.train().parameters()],
-        loss,
-        _steps(images, plan, *purpose),
-        recipe_of(training),
-    )
+    """Train these modules on batches drawn for this purpose. Other modules do not change."""
+    weights = [parameter for part in parts for parameter in part.train().parameters()]
+    descend(weights, loss, _steps(images, plan, *purpose), recipe_of(TrainingConfig(batch=BATCH, rate=plan.rate)))
 
 
 def _steps(images: Images, plan: Plan, *purpose: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
     generator = torch_generator(0, *map(str, purpose), "batches")
     for step in range(plan.steps):
-        places = torch.randint(len(images), (BATCH,), generator=generator)
-        rate = plan.rate * (0.5 * (1.0 + math.cos(math.pi * step / plan.steps)) if plan.cosine else 1.0)
-        yield rate, to_float(images.x[places]), images.y[places]
+        indices = torch.randint(len(images), (BATCH,), generator=generator)
+        rate = cosine(plan.rate, step, plan.steps) if plan.cosine else plan.rate
+        yield rate, to_float(images.x[indices]), images.y[indices]
 
 
 def answers(extractor: nn.Module, head: nn.Module) -> Loss:
-    """Cross-entropy of the classes."""
+    """Return the cross-entropy of the classes, as a loss."""
     return lambda images, labels: F.cross_entropy(head(extractor(images)), labels)
 
 
 def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
-    """The loss of rotation prediction (Eq. 2), one turn of each image."""
+    """Return the loss of rotation prediction (Eq. 2), with one rotation of each image."""
     generator = torch_generator(0, *map(str, purpose), "turns")
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -74,29 +69,22 @@ def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
     return loss
 
 
-def both(
-    first: Callable[[Tensor, Tensor], Tensor], second: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """The sum of two losses."""
+def both(first: Loss, second: Loss) -> Loss:
     return lambda images, labels: first(images, labels) + second(images, labels)
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """A copy whose weights take no gradient."""
+    """Return a copy whose weights have no gradient."""
     return copy.deepcopy(module).requires_grad_(False)
 
 
 def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
-    """Share of right answers, all classes alike (mean class accuracy)."""
-    network = Network(extractor, head)
-    classes, shares = int(images.y.max()) + 1, []
-    view = HeadView(network, slice(0, None), statistics).eval()
+    """Return the mean class accuracy: the share of right answers, with equal weight for each class."""
+    view = HeadView(Network(extractor, head), slice(0, None), statistics).eval()
     order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
     mixed = Images(images.x[order], images.y[order])
     with torch.inference_mode():
         parts = zip(mixed.x.split(TEST_BATCH), mixed.y.split(TEST_BATCH), strict=True)
         hits = torch.cat([view(to_float(x)).argmax(1) == y for x, y in parts])
-    for label in range(classes):
-        own = mixed.y == label
-        shares += [float(hits[own].double().mean())] if bool(own.any()) else []
+    shares = [float(hits[mixed.y == label].double().mean()) for label in mixed.y.unique().tolist()]
     return sum(shares) / len(shares)

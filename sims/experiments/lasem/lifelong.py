@@ -1,10 +1,9 @@
-"""A learner meets a sequence of tasks, one after the other; what it reaches, what it keeps, and how long it takes."""
+"""A learner on a sequence of tasks: its accuracies, its forgetting, and its time."""
 
-import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +16,18 @@ from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.sims.experiments.lasem.tasks import Task
+from fedloom.sims.experiments.pairs import cosine
 
 TEST_BATCH = 250
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How each task is trained. `optimizer`: as training.optimizer; SGD has a momentum of 0.9. `decay`: in epoch e the rate
-    is rate / (1 + decay * e); None: it falls to 0 along a cosine. `every`: epochs from one look at the validation images to
-    the next."""
+    """How each task is trained. `optimizer` is as training.optimizer; SGD has a momentum of 0.9.
+
+    In epoch e the rate is rate / (1 + decay * e); with `decay` None, it falls to 0 along a cosine. The validation accuracy
+    is measured after `every` epochs.
+    """
 
     epochs: int
     rate: float
@@ -36,54 +38,49 @@ class Plan:
     decay: float | None = None
 
     def rate_in(self, epoch: int) -> float:
-        """The learning rate in an epoch."""
+        """Return the learning rate in an epoch."""
         if self.decay is not None:
             return self.rate / (1.0 + self.decay * epoch)
-        return self.rate * 0.5 * (1.0 + math.cos(math.pi * epoch / self.epochs))
+        return cosine(self.rate, epoch, self.epochs)
 
 
-class Training(ABC):
-    """A learner at work on one task."""
+@dataclass(frozen=True)
+class Training:
+    """A learner's training on one task: its parameters, the loss of a mini-batch, and the current network."""
 
-    @abstractmethod
-    def parameters(self) -> list[nn.Parameter]:
-        """What moves."""
-
-    @abstractmethod
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Of a mini-batch."""
-
-    @abstractmethod
-    def network(self) -> nn.Module:
-        """As it is now, for measuring."""
+    parameters: Callable[[], list[nn.Parameter]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    network: Callable[[], nn.Module]
 
 
 class Learner(ABC):
-    """A method. It meets tasks in turn, and may change what it knows of earlier ones."""
+    """Base class of methods. A learner meets tasks in turn, and may change the networks of earlier ones."""
+
+    def __init__(self) -> None:
+        self.met: list[Any] = []  # the networks of earlier tasks
 
     @abstractmethod
     def start(self, task: int, validation: Images) -> Training:
         """Begin a task."""
 
-    @abstractmethod
     def finish(self, task: int, training: Training) -> None:
-        """Keep what a task taught."""
+        """Save what a task taught."""
+        self.met.append(training.network())
 
-    @abstractmethod
     def network(self, task: int) -> nn.Module:
-        """The network of a task that was met, as it is now."""
+        """Return the current network of an earlier task."""
+        return self.met[task]
 
     def facts(self, task: int) -> dict[str, Any]:
-        """What else is to be told of a task, as JSON."""
+        """Return further facts about a task, as JSON."""
         return {}
 
 
 @dataclass
 class Outcome:
-    """Of every task: the best accuracy on validation images, test accuracy then (`peak`), at the end of the task itself
-    (`end`) and after all tasks (`final`).
+    """Accuracies of every task. `validation` is the best one on validation images, `peak` the test accuracy at that time.
 
-    `seconds` of training alone, of all tasks together.
+    `end` is the test accuracy at the end of the task, `final` after all tasks. `seconds` is the training time of all tasks.
     """
 
     validation: list[float] = field(default_factory=list)
@@ -95,18 +92,20 @@ class Outcome:
 
     @property
     def accuracy(self) -> float:
-        """Mean peak accuracy over the tasks."""
+        """The mean peak accuracy over the tasks."""
         return statistics.fmean(self.peak)
 
     @property
     def kept(self) -> float:
-        """The forgetting ratio: final / peak, the mean over tasks; 1: nothing is forgotten. With few validation images the
-        peak is a matter of luck, and the ratio can be above 1."""
+        """The forgetting ratio, final / peak, mean over tasks; 1 means that nothing is forgotten.
+
+        With few validation images, the peak is partly luck, and the ratio can be above 1.
+        """
         return _ratio(self.final, self.peak)
 
     @property
     def kept_of_end(self) -> float:
-        """The same beside the accuracy at the end of each task."""
+        """The ratio final / end, mean over tasks."""
         return _ratio(self.final, self.end)
 
 
@@ -115,8 +114,10 @@ def _ratio(final: Sequence[float], before: Sequence[float]) -> float:
 
 
 def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outcome:
-    """Train on the tasks in turn. The network of the best validation accuracy is measured, that of the last step is kept, as
-    in the authors' code."""
+    """Train on the tasks in turn.
+
+    As in the authors' code, the network with the best validation accuracy is measured, and that of the last step is saved.
+    """
     outcome = Outcome()
     training = TrainingConfig(batch=plan.batch, rate=plan.rate, clip=plan.clip, optimizer=plan.optimizer)
     for number, task in enumerate(tasks):
@@ -140,7 +141,7 @@ def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outco
 
 
 def accuracy(network: nn.Module, images: Images) -> float:
-    """Fraction of right answers."""
+    """Return the fraction of right answers."""
     network.eval()
     with torch.inference_mode():
         pairs = zip(images.x.split(TEST_BATCH), images.y.split(TEST_BATCH), strict=True)
@@ -152,5 +153,5 @@ def accuracy(network: nn.Module, images: Images) -> float:
 def _steps(images: Images, plan: Plan, epochs: range, draw: torch.Generator) -> Iterator[tuple[float, Tensor, Tensor]]:
     for epoch in epochs:
         rate = plan.rate_in(epoch)
-        for places in torch.randperm(len(images), generator=draw).split(plan.batch):
-            yield rate, to_float(images.x[places]), images.y[places]
+        for indices in torch.randperm(len(images), generator=draw).split(plan.batch):
+            yield rate, to_float(images.x[indices]), images.y[indices]

@@ -1,5 +1,6 @@
-"""LASEM and given configurations on a sequence of tasks: the very sessions that sites of a federation train with."""
+"""LASEM and fixed configurations on a sequence of tasks, with the same sessions as the sites of a federation."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,33 +24,32 @@ from fedloom.sims.experiments.lasem.lifelong import Learner, Training
 
 
 def configured(network: Mapping[str, Any], size: int, classes: int, tasks: int, seed: int) -> Config:
-    """A federation with a site for each task; whose images these are does not matter here."""
-    import json
-
+    """Return the configuration of a federation with a site for each task. Its images are not used."""
     sites = f"[{{domain: digits, count: {tasks}}}]"
     return load("digits", [f"sites={sites}", f"seed={seed}", f"data={{size: {size}, grey: false, classes: {classes}}}",
                            f"network={json.dumps(dict(network))}"])  # fmt: skip
 
 
 class Selecting(Learner):
-    """Layers that are shared follow from the task before; those that a task does not choose go back to what they were."""
+    """LASEM, or a fixed configuration. Shared layers continue from the task before; unselected ones do not change."""
 
     def __init__(self, options: Mapping[str, Any], config: Config) -> None:
+        super().__init__()
         self.objective, self.config, self.sites = build(LayerSelection, options, "objective"), config, config.roster
         self.layers = self.objective.layers_of(config, self.sites[0])
         self.shared = self.layers.shared(config, self.sites[0])
+        self.session: SelectionSession
         self.stores: dict[int, State] = {}
         self.seen: dict[int, Tensor] = {}
 
     def start(self, task: int, validation: Images) -> Training:
-        return _Selecting(self, task)
+        session = self.session = SelectionSession(self.objective, self.task(task, None, self.shared))
+        return Training(session.parameters, session.loss, lambda: self.put_together(task, _state(session), {})[0])
 
     def finish(self, task: int, training: Training) -> None:
-        assert isinstance(training, _Selecting)
-        self.stores[task] = training.state()
-        session = training.session
-        self.seen[task] = torch.stack(session.masses).float()
-        used, ends = session.belief.best(), below(self.stores[task], SHARED_PARTS)
+        self.stores[task] = _state(self.session)
+        self.seen[task] = torch.stack(self.session.masses).float()
+        used, ends = self.session.belief.best(), below(self.stores[task], SHARED_PARTS)
         self.shared = {
             name: ends[name] if used[self.layers.group_of(name)] else before for name, before in self.shared.items()
         }
@@ -58,12 +58,12 @@ class Selecting(Learner):
         return self.put_together(task, self.stores[task], self.shared)[0]
 
     def facts(self, task: int) -> dict[str, Any]:
-        """The chosen configuration, and how probable each group was to be shared, over tenths of the training."""
+        """Return the chosen configuration, and the probability of sharing of each group, over tenths of the training."""
         parts = [part.mean(0).tolist() for part in self.seen[task].tensor_split(10) if len(part)]
         return {"configuration": shown(self.put_together(task, self.stores[task], {})[1]), "shared": parts}
 
     def task(self, number: int, stored: State | None, shared: State) -> Task:
-        """What a site has at hand."""
+        """Return a site's input for a session."""
         site, seed = self.sites[number], self.config.seed
         network = architecture_of(self.config, site).build().train()
         draw = torch_generator(seed, "selection", site.name)
@@ -72,7 +72,7 @@ class Selecting(Learner):
         )
 
     def put_together(self, number: int, stored: State, shared: State) -> tuple[Network, tuple[int, ...]]:
-        """A task's network and its configuration, with these shared parameters (none: those that it ended with)."""
+        """Return a task's network and configuration, with these shared parameters (empty: those at its end)."""
         task = self.task(number, stored, shared)
         composition = composed(self.objective, task, shared)
         assert composition is not None  # it is stored
@@ -80,22 +80,7 @@ class Selecting(Learner):
         return task.network, composition[1]
 
 
-class _Selecting(Training):
-    def __init__(self, learner: Selecting, number: int) -> None:
-        self.learner, self.number = learner, number
-        self.session = SelectionSession(learner.objective, learner.task(number, None, learner.shared))
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self.session.parameters()
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.session.loss(images, labels)
-
-    def network(self) -> nn.Module:
-        return self.learner.put_together(self.number, self.state(), {})[0]
-
-    def state(self) -> State:
-        """All that the site has, as it is now."""
-        state = self.session.local_state()
-        assert state is not None  # it has a state of its own
-        return state
+def _state(session: SelectionSession) -> State:
+    state = session.local_state()
+    assert state is not None  # it always has its own state
+    return state

@@ -1,4 +1,4 @@
-"""Sequences of tasks (Lee et al. 2021, Sec. 2 and 4): few images of few classes each, one task after the other."""
+"""Sequences of tasks (Lee et al. 2021, Sec. 2 and 4), with few images of few classes each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DIGITS = ("mnist", "usps", "mnist_m")
 
 @dataclass(frozen=True)
 class Task:
-    """The images of one task; labels count from 0."""
+    """The images of one task. Labels count from 0."""
 
     name: str
     train: Images
@@ -28,8 +28,10 @@ class Task:
 
 
 def cifar100(size: int, number: int, seed: int) -> list[Task]:
-    """`number` tasks of 10 classes that no other has (10) or, from the 11th on, of other classes in the same order (40: the
-    paper does not say how it draws them): 17 images of each class to train on (4 % with validation), 3 for validation."""
+    """Return tasks of 10 disjoint classes, with 17 training and 3 validation images of each class.
+
+    From the 11th task on, the classes are drawn again. The paper does not say how it draws its 40 tasks.
+    """
     tasks = []
     for index in range(number):
         turn, first = divmod(index * 10, 100)
@@ -40,8 +42,11 @@ def cifar100(size: int, number: int, seed: int) -> list[Task]:
 
 
 def digits(size: int, number: int, seed: int) -> list[Task]:
-    """After the recipe for STL-10: three classes of one kind of digits, 106 images of each to train on and 19 for
-    validation; Gaussian noise of the task's own mean and deviation, on test images, too; the task's own order of colours."""
+    """Return tasks after the recipe for STL-10: three classes of one domain of digits.
+
+    Each class has 106 training and 19 validation images. All images have Gaussian noise with the task's mean and deviation,
+    and the task's order of colours.
+    """
     tasks = []
     for index in range(number):
         draw = torch_generator(seed, "digits", str(index))
@@ -53,8 +58,6 @@ def digits(size: int, number: int, seed: int) -> list[Task]:
 
 
 class _Look:
-    """How the images of a task look."""
-
     def __init__(self, draw: torch.Generator) -> None:
         self.mean, self.deviation = (
             LEVELS[int(torch.randint(4, (), generator=draw))],
@@ -68,11 +71,12 @@ class _Look:
 
 
 SEQUENCES: dict[str, Callable[[int, int, int], Sequence[Task]]] = {"cifar100": cifar100, "digits": digits}
-"""By name, of a size of images, a number of tasks and a seed."""
+"""Functions of the image size, the number of tasks and the seed, by name."""
 
 
 def _task(domain: str, size: int, classes: Sequence[int], numbers: tuple[int, int], most: int, name: str, seed: int) -> Task:
-    """A task of these classes: `numbers` of training and validation images of each, at most so many to test on."""
+    """Return a task of these classes, with `numbers` of training and validation images of each, and at most `most` test
+    images."""
     every, test = (images(Domain(domain, size, False), part) for part in ("train", "test"))
     by_class = [_shuffled(every.y, label, torch_generator(seed, name, str(label))) for label in classes]
     train, validation = numbers

@@ -1,7 +1,7 @@
-"""The papers' tables as they print them, to be laid beside ours: `cells("cla_ot", "1").shown("cifar10", "fused")`.
+"""The tables of the papers as printed: `cells("cla_ot", "1").shown("cifar10", "fused")`.
 
-One YAML file for each paper, with the numbers alone; titles and notes are ours. A cell that contradicts others of its paper
-is marked as doubtful, with the reason.
+There is one YAML file for each paper. The numbers are the papers', the titles and notes are ours. A cell that contradicts
+another cell of its paper is marked as doubtful, with the reason.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ Value = float | str | None
 
 @dataclass(frozen=True)
 class Cells:
-    """A table of a paper: `rows` of values, one for each of `columns` (None: the paper has none there).
+    """A table of a paper: `rows` of values, one for each of `columns`; None where the paper has no value.
 
-    `unit`: "percent", "fraction", "number" or "map" (layers from 1, such as "1-2-5"). `spread`: standard deviations, for
-    the rows that have them. `doubtful`: why, by (row, column).
+    `unit` is "percent", "fraction", "number" or "map" (layers from 1, such as "1-2-5"). `spread` has standard deviations,
+    for some rows. `doubtful` has reasons by (row, column).
     """
 
     title: str
@@ -38,16 +38,16 @@ class Cells:
     doubtful: Mapping[tuple[Name, Name], str] = field(default_factory=dict)
 
     def value(self, row: Name, column: Name) -> Value:
-        """As it is printed; None where the paper has no such cell."""
+        """Return the value as printed; None if the paper has no such cell."""
         return self._found(self.rows, row, column)
 
     def number(self, row: Name, column: Name) -> float | None:
-        """In % for accuracies, as it is otherwise; None where the paper has no number."""
+        """Return the number, in % for accuracies; None if the paper has no number."""
         value = self.value(row, column)
         return None if value is None or isinstance(value, str) else SCALES[self.unit] * value
 
     def shown(self, row: Name, column: Name) -> str:
-        """As text: "92.5 ± 2.6", with a "?" if it is doubtful; "-" where there is none."""
+        """Return the cell as text: "92.5 ± 2.6", with a "?" if it is doubtful; "-" for an empty one."""
         value, spread = self.value(row, column), self._found(self.spread, row, column)
         if value is None:
             return "-"
@@ -64,7 +64,7 @@ class Cells:
 
 
 def cells(paper: str, table: str) -> Cells:
-    """A paper's table. Raises UserError for a paper or table that is not there."""
+    """Return a paper's table. Raises UserError for an unknown paper or table."""
     tables = _read(paper)["tables"]
     if table not in tables:
         raise UserError(f"paper '{paper}': no table '{table}'; there are {', '.join(tables)}")
@@ -76,12 +76,12 @@ def cells(paper: str, table: str) -> Cells:
 
 
 def tables_of(paper: str) -> list[str]:
-    """The names of a paper's tables."""
+    """Return the names of a paper's tables."""
     return list(_read(paper)["tables"])
 
 
 def classes_of(paper: str, task: str) -> dict[str, int]:
-    """The classes of a paper's task by name, with their numbers in the data set. Raises UserError where it names none."""
+    """Return the classes of a paper's task by name, with their numbers in the data set. Raises UserError if it has none."""
     named = _read(paper).get("classes", {})
     if task not in named:
         raise unknown("task", task, list(named))
@@ -89,7 +89,7 @@ def classes_of(paper: str, task: str) -> dict[str, int]:
 
 
 def source_of(paper: str) -> str:
-    """Title and authors."""
+    """Return the title and the authors."""
     return str(_read(paper)["source"])
 
 

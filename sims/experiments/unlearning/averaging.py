@@ -1,4 +1,4 @@
-"""Federated averaging whose server keeps what every site gave, and FedEraser's replay of it without a site."""
+"""Federated averaging whose server stores every site's contribution, and FedEraser's replay without a site."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,14 @@ NETWORKS = "networks"  # the slot
 class Averaging(Strategy):
     """FedAvg (McMahan et al. 2017): the mean of the sites' last networks, weighted by their numbers of images.
 
-    With `start` it goes on from there, or from part of the way to it: an aggregate of which a site was subtracted may know
-    less of the site's domain than if it had never been there, and nearer to where all began that trace is weaker.
+    With `start`, it continues from that network, or from part of the way to it. After a subtraction, an aggregate may know
+    less of the site's domain than if the site had never participated. Nearer to the common start, this trace is weaker.
     """
 
-    start: str = option("", "file of the network to begin with, such as a run's states/aggregate.safetensors; empty: drawn")
-    share: float = option(1.0, "of the way from the network that the seed draws to it", low=0.0, high=1.0)
+    start: str = option(
+        "", "file of the start network, such as a run's states/aggregate.safetensors; empty: drawn by the seed"
+    )
+    share: float = option(1.0, "share of the way from the drawn network to `start`", low=0.0, high=1.0)
 
     def slots(self, experiment: Experiment) -> dict[str, Slot]:
         return {NETWORKS: Sum(weighted=True)}
@@ -44,7 +46,7 @@ class Averaging(Strategy):
         return Models({"mean": lambda: Model(view.architecture(), self.mean(view))})
 
     def mean(self, view: View) -> State:
-        """The sites' mean, before the first round the network that the seed draws."""
+        """Return the sites' mean; before the first round, the start."""
         return view.mean(NETWORKS) if view.total(NETWORKS).addends else view.server_state("start")
 
 
@@ -52,8 +54,8 @@ class Averaging(Strategy):
 class Replay(Averaging):
     """FedEraser (Liu et al. 2021, Eq. 1): the rounds of an earlier run again, without some of its sites.
 
-    From where the replay stands every remaining site trains for a few steps (training.steps); each layer of what it sends
-    moves in the direction that it found, as far as the site had moved it in the earlier round.
+    Every remaining site trains for a few steps (training.steps) from the current mean. Each tensor moves in the direction of
+    that training, as far as the site moved it in the earlier round.
     """
 
     history: str = option("", "folder of the earlier run, with federation.history=all")
@@ -64,7 +66,7 @@ class Replay(Averaging):
             context.put(NETWORKS, reply.site, calibrated(mean, reply[SITE], before[reply.site.name]), reply.samples)
 
     def _then(self, context: RoundContext) -> dict[str, dict[str, float]]:
-        """By site and tensor, how far it moved in this round of the earlier run."""
+        """Return by site and tensor the distance moved in this round of the earlier run."""
         with Ledger.open(Path(self.history), server=False) as ledger:
             history = {site: {entry.round: entry for entry in ledger.history(site)} for site in ledger.sites()}
             begun = [each[context.number - 1] for each in history.values() if context.number - 1 in each]
@@ -80,7 +82,7 @@ class Replay(Averaging):
 
 
 def averaged(states: Sequence[tuple[State, int]]) -> State:
-    """The mean of states, each counted as often as the site had images."""
+    """Return the mean of states, weighted by their numbers of images."""
     total = sum(samples for _, samples in states)
     return {
         name: torch.stack([state[name] * (samples / total) for state, samples in states]).sum(0) for name in states[0][0]
@@ -88,6 +90,6 @@ def averaged(states: Sequence[tuple[State, int]]) -> State:
 
 
 def calibrated(start: State, end: State, lengths: dict[str, float]) -> State:
-    """From `start` in the direction of `end`, tensor by tensor, as far as `lengths` says; a tensor that stays, stays."""
+    """Return `start` moved in the direction of `end` by `lengths`, tensor by tensor."""
     steps = {name: end[name] - start[name] for name in end}
     return {name: start[name] + step * (lengths[name] / max(float(step.norm()), 1e-12)) for name, step in steps.items()}

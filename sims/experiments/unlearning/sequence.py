@@ -1,4 +1,4 @@
-"""Requests one after the other: sites leave by subtraction alone, beside networks that were trained without them."""
+"""Requests in sequence: sites leave by subtraction only, compared with networks trained without them."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -7,31 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.clients.data import label
-from fedloom.conf.formatting import count
-from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, METHODS, SETTING, Looker, configured, opened
-from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 
 
-def tables(folder: Path, seeds: int) -> list[Table]:
-    """A table of both methods."""
+def tables(study: Study) -> list[Table]:
     rows = []
     for method, options in METHODS.items():
-        key = [SETTING, options, LEAVING]
-        results = [
-            kept(folder / f"sequence-{method}-{seed}.json", key, partial(left, method, seed)) for seed in range(seeds)
-        ]
-        rows += [_row(method, number, [each[number] for each in results]) for number in range(len(LEAVING) + 1)]
+        results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
+        rows += [_row(method, number, [result[number] for result in results]) for number in range(len(LEAVING) + 1)]
     head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
-    note = "Subtracted one after the other, without training between. Accuracy in %, means over the angles on each side."
-    return [Table(f"Requests one after the other, {count(seeds, 'seed')}", head, rows, note)]
+    note = "Sites are subtracted in sequence, without training in between. Accuracy in %, mean over the angles on each side."
+    return [study.table("Requests one after the other", head, rows, note)]
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
-    """After each request, accuracy on both sides: of the subtracted network and of the retrained one."""
+    """Return after each request the accuracy on both sides, of the subtracted and of the retrained network."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
@@ -48,7 +42,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
 
 
 def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
-    """Mean accuracy on the test images of the sites that left, and of the others."""
+    """Return the mean accuracy on the test images of the sites that left, and of the other sites."""
     shares = looker.evaluator.accuracy(model, "test")
     of = {site.name: shares[label(site.spec)] for site in looker.config.roster}
     left, stay = [of[name] for name in gone], [share for name, share in of.items() if name not in gone]
@@ -56,9 +50,9 @@ def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
 
 
 def _row(method: str, number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    def cell(side: str, way: str) -> str:
-        there = way in results[0] and (number or side == "stay")
-        return mean_and_spread([result[way][side] for result in results]) if there else ""
-
-    cells = [cell(side, way) for side in ("left", "stay") for way in ("subtract", "retrained")]
-    return [method, str(number), *cells]
+    row = [method, str(number)]
+    for side in ("left", "stay"):
+        for way in ("subtract", "retrained"):
+            there = way in results[0] and (number or side == "stay")
+            row += means(results, (way, side)) if there else [""]
+    return row

@@ -1,6 +1,7 @@
-"""Small federations, many of them, for attacks that are fitted to single images: five sites, each with digits at an angle.
+"""Small federations for attacks on single images: five sites, each with digits at its own angle.
 
-One site, which leaves, draws a random half of a pool of images in every federation; all others have the same ones always.
+One site leaves. In every federation, it draws a random half of a pool of images. The other sites always have the same
+images.
 """
 
 import contextlib
@@ -48,12 +49,12 @@ SETTING: dict[str, Any] = {
 
 
 def pool() -> dict[str, Any]:
-    """Of which the site that leaves draws; the test images are those of all."""
+    """Return the images from which the leaving site draws, and the test images of all sites."""
     return _part(0, POOL)
 
 
 def kept() -> dict[str, Any]:
-    """What every other site has, at its own angle."""
+    """Return the images of every other site, before rotation."""
     return _part(POOL, POOL + KEPT)
 
 
@@ -67,7 +68,10 @@ def _part(first: int, last: int) -> dict[str, Any]:
 def configured(
     method: str, seed: int, folder: Path, prefix: str = "kept", changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """A federation. `prefix`: of the names of the sites that stay, which their batches follow; `changes`: of SETTING."""
+    """Return the configuration of a federation.
+
+    `prefix` starts the names of the remaining sites, which determine their batches. `changes` are changes of SETTING.
+    """
     sites = [{"domain": f"{MODULE}.shadows:kept", "rotation": index * 360 / ANGLES, "name": f"{prefix}-{index}"}
              for index in range(1, ANGLES)]  # fmt: skip
     sites.append({"domain": f"{MODULE}.shadows:pool", "samples": DRAWN, "name": LEAVER})
@@ -78,21 +82,21 @@ def configured(
 
 @contextlib.contextmanager
 def opened(config: Config, gone: Sequence[str] = ()) -> Iterator["Shadow"]:
-    """A federation at its beginning, without the sites that are `gone`."""
+    """Open a federation before its first round, without the sites in `gone`."""
     with training_run(config, "shadow", gone) as method:
         yield Shadow(method, len(config.roster))
 
 
 @dataclass
 class Shadow:
-    """A federation at work; `seconds` of its rounds."""
+    """A federation in progress. `seconds` is the time of its rounds."""
 
     method: TrainingRun
     sites: int
     seconds: float = field(default=0.0)
 
     def train(self, rounds: int | None = None) -> "Shadow":
-        """All rounds, or as many as are asked for in all."""
+        """Train for all rounds, or up to so many rounds in total."""
         begin = time.perf_counter()
         grid = InlineGrid(self.sites, self.method.folder.path / "stores")
         self.method.train(self.method.joined(grid), Silent(), rounds)
@@ -100,12 +104,12 @@ class Shadow:
         return self
 
     def model(self, without: Sequence[str] = ()) -> Model:
-        """The aggregate, less the contributions of some sites."""
+        """Return the aggregate, without the contributions of some sites."""
         view = self.method.state.view()
         return self.method.state.aggregate(view.without(without) if without else view)
 
     def recalibrated(self) -> Model:
-        """The aggregate with a head in closed form, of sums that its sites tell (server.rounds.recalibration)."""
+        """Return the aggregate with a head in closed form, from sums of its sites (server.rounds.recalibration)."""
         assert self.method.loop is not None
         begin = time.perf_counter()
         recalibration_round(self.method.loop, self.method.loop.last + 1)
@@ -115,30 +119,30 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Looker:
-    """What can be seen of networks of federations of one configuration."""
+    """Measurements on networks, for federations of one configuration."""
 
     config: Config
     evaluator: Evaluator
 
     def accuracy(self, model: Model) -> dict[str, float]:
-        """On test images: `forgotten`, at the angle of the site that leaves, and `retained`, the mean over the others'."""
+        """Return the test accuracy at the leaving site's angle (`forgotten`), and the mean over the others (`retained`)."""
         shares = self.evaluator.accuracy(model, "test")
         own = label(self.config.roster[-1].spec)
         rest = [share for name, share in shares.items() if name not in (own, "union")]
         return {"forgotten": shares[own], "retained": float(np.mean(rest))}
 
     def confidences(self, model: Model) -> Floats:
-        """In the true class of every image of the pool, [POOL]."""
+        """Return the confidence in the true class of every image of the pool, [POOL]."""
         images = everything(self.config)
         return confidence(self.outputs(model, images), images.y)
 
     def outputs(self, model: Model, images: Images) -> torch.Tensor:
-        """Logits, [n, classes]."""
+        """Return the logits, [n, classes]."""
         with torch.inference_mode():
             return self.evaluator.loaded(model)(to_float(images.x.to(self.evaluator.device))).cpu()
 
     def apart(self, first_model: Model, second_model: Model) -> float:
-        """The mean over all test images of the largest difference of a probability that two networks make: 0 to 1."""
+        """Return the total variation distance of two networks' probabilities, mean over all test images: 0 to 1."""
         distances = []
         for spec in self.evaluator.specs.values():
             images = test_images(self.config, spec)
@@ -148,7 +152,7 @@ class Looker:
 
 
 def everything(config: Config) -> Images:
-    """The whole pool, as the site that leaves sees it."""
+    """Return the whole pool, as the leaving site sees it."""
     site = config.roster[-1]
     config_of_pool = load_text(
         yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool"
@@ -157,6 +161,6 @@ def everything(config: Config) -> Images:
 
 
 def membership(config: Config) -> Mask:
-    """Which images of the pool the site that leaves has drawn, [POOL]."""
+    """Return which images of the pool the leaving site has drawn, [POOL]."""
     drawn = {image.numpy().tobytes() for image in site_images(config, config.roster[-1]).x}
     return np.array([image.numpy().tobytes() in drawn for image in everything(config).x])

@@ -1,8 +1,10 @@
-"""What ways to forget a site leave behind: attacks on single images over many small federations, distances, relearning."""
+"""The traces that ways to remove a site leave: attacks on single images, distances, and relearning."""
 
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
-from fedloom.sims.experiments.kept import kept
+from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.experiments.unlearning.shadows import (
     DRAWN,
     FURTHER,
@@ -30,14 +32,14 @@ from fedloom.sims.experiments.unlearning.shadows import (
     membership,
     opened,
 )
-from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table
 
+SHADOWS = 8  # federations of an attack on single images
 RELEARNED = 3  # federations in which the steps to relearn are measured
-MOST, EVERY = 60, 2  # steps of relearning, and of them between two measurements
+MOST, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
-Models = dict[str, tuple[Model, float]]  # by way: the network, and the seconds that it took
-AS_ONE, RATE = 4, 0.1  # rounds in which the aggregate is trained as one network; chosen with seeds 100 to 102
+Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
+AS_ONE, RATE = 4, 0.1  # rounds and rate of training the aggregate as one network; chosen with seeds 100 to 102
 WAYS = {
     "before": "before",
     "subtract": "subtract",
@@ -51,18 +53,15 @@ WAYS = {
 }
 
 
-def tables(folder: Path, shadows: int) -> list[Table]:
-    """A table for each method, of so many federations; those that are on disk are taken as they are."""
-    return [table(method, [one(folder, method, seed) for seed in range(shadows)]) for method in METHODS]
-
-
-def one(folder: Path, method: str, seed: int) -> dict[str, Any]:
-    """What is found of one federation: by way, and which images of the pool its site had drawn."""
-    return kept(folder / f"{method}-{seed}.json", [SETTING, METHODS[method], POOL, DRAWN], lambda: shadow(method, seed))
+def tables(study: Study) -> list[Table]:
+    """Return a table for each method, from at least SHADOWS federations."""
+    many = replace(study, seeds=max(study.seeds, SHADOWS))
+    return [table(method, many.saved_each(method, [SETTING, options, POOL, DRAWN], partial(shadow, method)))
+            for method, options in METHODS.items()]  # fmt: skip
 
 
 def shadow(method: str, seed: int) -> dict[str, Any]:
-    """Train a federation, have the site forgotten in every way, and train without it, twice from the same start."""
+    """Train a federation, remove the site in every way, and train without it twice from the same start."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
@@ -80,13 +79,13 @@ def shadow(method: str, seed: int) -> dict[str, Any]:
 
 
 def _replay(earlier: Path) -> dict[str, Any]:
-    """FedEraser's rounds, of half as many epochs."""
+    """Return the changes of SETTING for FedEraser's rounds, with half as many epochs."""
     strategy = {"name": f"{MODULE}.averaging:Replay", "history": str(earlier)}
     return {"strategy": strategy, "training": {**SETTING["training"], "epochs": SETTING["training"]["epochs"] // 2}}
 
 
 def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
-    """The aggregate trained as one network, from where it is, and from half-way to where all began."""
+    """Train the aggregate as one network, from its current state, and from half of the way back to the start."""
     start, models = folder / "subtracted.safetensors", {}
     write_state(start, run.model().state)
     for name, share in (("as one", 1.0), ("halved", 0.5)):
@@ -97,13 +96,11 @@ def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
-    """Further rounds of the method itself."""
     before = run.seconds
     return {"repair": (run.train(ROUNDS + FURTHER).model(), run.seconds - before)}
 
 
 def _recalibrated(run: Shadow, seed: int, folder: Path) -> Models:
-    """A head in closed form, after the rounds of repair."""
     before = run.seconds
     return {"recalibrated": (run.recalibrated(), run.seconds - before)}
 
@@ -115,7 +112,6 @@ FURTHER_WAYS: dict[str, tuple[Callable[[Shadow, int, Path], Models], ...]] = {
 
 
 def _without(config: Config) -> tuple[Model, float]:
-    """The network that is trained without the site that leaves, and seconds."""
     with opened(config, [LEAVER]) as run:
         return run.train().model(), run.seconds
 
@@ -131,7 +127,7 @@ def _look(looker: Looker, models: Models, name: str, seed: int) -> dict[str, Any
 
 
 def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
-    """Steps on the site's own images until REGAIN of the old accuracy is back; MOST if it never is."""
+    """Return the steps on the site's images until REGAIN of the old accuracy is back; at most MOST."""
     site, config = looker.config.roster[-1], looker.config
     test = test_images(config, site.spec)
     done = time_to_relearn(looker.evaluator.loaded(model), site_images(config, site), test, REGAIN * before,
@@ -140,11 +136,10 @@ def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
 
 
 def table(method: str, results: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each way."""
     rows = [_row(name, results) for name in WAYS if name in results[0]["ways"]]
     head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1 %", "AUC", "image drawn: TPR at 1 %", "AUC",
             "distance of weights", "of outputs", "steps to relearn", "seconds"]  # fmt: skip
-    return Table(f"What is left of a site: {method}, {len(results)} federations", head, rows, _note(method))
+    return Table(f"Traces of a removed site: {method}, {len(results)} federations", head, rows, _note(method))
 
 
 def _row(name: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -152,11 +147,10 @@ def _row(name: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
     so, never = (np.array([each["ways"][way]["confidences"] for each in results]) for way in (name, "retrained"))
     site = [] if name == "retrained" else _attack(likelihood_ratio(so, never, was, was))
     steps = [result["relearned"] for result in ways if "relearned" in result]
-    means = {key: statistics.fmean(result[key] for result in ways) for key in ("distance", "apart", "seconds")}
-    shares = [mean_and_spread([result[key] for result in ways]) for key in ("forgotten", "retained")]
-    return [WAYS[name], *shares, *(site or ["", ""]), *_attack(likelihood_ratio(so, so, was, ~was)),
-            f"{means['distance']:.2f}", f"{means['apart']:.2f}", f"{statistics.fmean(steps):.0f}",
-            f"{means['seconds']:.1f}"]  # fmt: skip
+    distance, apart, seconds = (statistics.fmean(way[key] for way in ways) for key in ("distance", "apart", "seconds"))
+    return [WAYS[name], *means(ways, ("forgotten",), ("retained",)), *(site or ["", ""]),
+            *_attack(likelihood_ratio(so, so, was, ~was)), f"{distance:.2f}", f"{apart:.2f}",
+            f"{statistics.fmean(steps):.0f}", f"{seconds:.1f}"]  # fmt: skip
 
 
 def _attack(attack: Found) -> list[str]:
@@ -164,8 +158,8 @@ def _attack(attack: Found) -> list[str]:
 
 
 def _note(method: str) -> str:
-    kinds = {"averaging": "FedAvg that keeps what sites gave", "exact": "sum aggregation, trained for leave-one-out"}
-    return (f"{kinds[method]}. Accuracy in %. U-LiRA: forgotten so, or retrained without the site, from one image's "
-            "confidence; image drawn: whether the site had it, as nobody can tell of a retrained network. By chance 1 % and "
-            "0.5. Distances to the retrained network of the same start; its floor is the last row. Steps until "
+    kinds = {"averaging": "FedAvg that stores contributions", "exact": "sum aggregation, trained for leave-one-out"}
+    return (f"{kinds[method]}. Accuracy in %. U-LiRA: was the site removed in this way, or was the network retrained? The "
+            "attack sees one image's confidence. image drawn: did the site have the image? Chance: 1 % and 0.5. Distances "
+            "are to the retrained network of the same start; the last row is their floor. Relearning: steps until "
             f"{REGAIN:.0%} of the old accuracy is back ({MOST}: never), {RELEARNED} federations.")  # fmt: skip
