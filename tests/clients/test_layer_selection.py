@@ -302,7 +302,7 @@ def test_groups_cover_the_layers_and_there_are_not_too_many():
     with pytest.raises(UserError, match=r"objective.groups: 7 \+ 6 = 13, but there are \d+ layers: extractor"):
         layers(RESIDUAL, [7, 6])
     with pytest.raises(
-        UserError, match=r"configurations, objective.limit=10 allows 1024; group the \d+ layers, as in groups="
+        UserError, match=r"configurations, but objective.limit=10 allows 1024; group the \d+ layers, as in groups="
     ):
         layers(RESIDUAL, [])
     with pytest.raises(UserError, match=r"df_cnn takes convolutions with odd square kernels; 'extractor.1' has weights"):
