@@ -92,7 +92,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return a public name from the module that defines it. Raises ImportError if a file next to the script hides a standard module."""
+    """Return a public name from its module. Raises ImportError if a file next to the script hides a standard module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
     try:
@@ -109,7 +109,7 @@ def __dir__() -> list[str]:
 
 
 def _hiding(error: BaseException) -> str:
-    """Return the file next to the script that hides a standard module; empty if there is none."""
+    """Return the file next to the script that hides a standard module, or an empty text."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sys.stdlib_module_names]
     trace = error.__traceback__
     while trace is not None:
