@@ -19,7 +19,8 @@ from tests.fusion.parts import apart, hidden, images, network, outputs, randomis
 
 PROBE = images(24)
 TEST = images(6, seed=3)
-NETWORKS = ("vgg11:width=0.125,norm=none", "resnet18:width=0.125,norm=batch")
+NIGHTLY = pytest.mark.nightly
+NETWORKS = ("vgg11:width=0.125,norm=none", pytest.param("resnet18:width=0.125,norm=batch", marks=NIGHTLY))
 
 
 def settled(text: str, seed: int = 0) -> nn.Module:
@@ -43,8 +44,8 @@ def test_a_permuted_twin_gives_the_function_back(method, text, monkeypatch):
 
 
 @pytest.mark.parametrize("method", COMPARATORS)
-@pytest.mark.parametrize("norm", ["none", "batch"])
-@pytest.mark.parametrize(("deep", "shallow"), [("vgg13", "vgg11"), ("resnet34", "resnet18")])
+@pytest.mark.parametrize("norm", [pytest.param("none", marks=NIGHTLY), "batch"])
+@pytest.mark.parametrize(("deep", "shallow"), [("vgg13", "vgg11"), pytest.param("resnet34", "resnet18", marks=NIGHTLY)])
 def test_networks_of_unequal_depth_and_start_become_one(method, deep, shallow, norm):
     parents = [settled(f"{name}:width=0.0625,norm={norm}", seed) for seed, name in enumerate((deep, shallow, deep))]
     fused = COMPARATORS[method](parents, 1, 0, PROBE)

@@ -150,6 +150,7 @@ def test_a_run_of_sums_is_composed_without_coefficients(tmp_path: Path) -> None:
         compose(tmp_path / "digits", CompositionOrder([ONE], [1.0]), tmp_path / "net.safetensors")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_tables_are_written_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

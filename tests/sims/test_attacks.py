@@ -93,6 +93,7 @@ def test_success_is_measured_on_triggered_images_of_other_classes_alone(tmp_path
     assert found == {"success": 1.0, "accuracy": pytest.approx(float((labels == TARGET).double().mean()))}
 
 
+@pytest.mark.nightly
 def test_the_table_has_a_row_for_every_attack_and_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attacks, "SEEDS", 2)
     monkeypatch.setattr(attacks, "ATTACKS", {name: ATTACKS[name] for name in ("labels flipped", "backdoor and camouflage")})

@@ -34,6 +34,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)  # the embedded digits
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_row_of_ray_knows_its_workers_and_store(tiny: None):
     row = measure(ECHO, "ray", 300, 120.0)  # long enough to be seen at five looks a second
@@ -41,6 +42,7 @@ def test_a_row_of_ray_knows_its_workers_and_store(tiny: None):
     assert row.peak_rss_mb and row.workers_rss_mb and row.object_store_mb
 
 
+@pytest.mark.nightly
 def test_what_fails_is_a_row_with_the_reason():
     broken = replace(ECHO, kind="messages", sites=0)
     row = measure(broken, "inline", 2, 60.0)
@@ -48,6 +50,7 @@ def test_what_fails_is_a_row_with_the_reason():
     assert row.note.startswith("0 of 2 rounds: ") and "sites" in row.note
 
 
+@pytest.mark.nightly
 def test_a_process_that_takes_too_long_is_stopped():
     row = measure(ECHO, "inline", 10**9, 2.0)
     assert "stopped after 2 s" in row.note
@@ -81,6 +84,7 @@ def test_an_out_that_cannot_be_made_is_said_in_one_line(tiny: None, tmp_path: Pa
         engines.bench(True, tmp_path / "file" / "bench")
 
 
+@pytest.mark.nightly
 def test_no_time_left_is_said(tiny: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engines, "QUICK_SECONDS", 0.0)
     rows = list(engines.measured(quick=True))
@@ -125,6 +129,7 @@ def test_what_a_bar_asks_for_comes_first_and_stock_last():
     assert all(set(case.engines) >= set(FLOWER) for case in CASES)
 
 
+@pytest.mark.nightly
 def test_training_is_measured_in_turn_and_the_middle_run_counts():
     order = [engine for case, engine in engines.plan(CASES, repeats=3) if case.name == "training"]
     assert order.count("inline") == order.count("loop-1") == 3 and order.count("stock") == 1
@@ -143,6 +148,7 @@ def test_a_job_travels_through_its_file_and_keeps_what_it_measured(tmp_path: Pat
     assert all(round["private"] > 0 for round in job.measured()[0])
 
 
+@pytest.mark.nightly
 def test_a_round_with_a_failed_reply_does_not_count_and_three_are_too_many(tmp_path: Path):
     job = Job(TRAIN, "ray", 2, tmp_path)
     job.measure(iter(["no", 1.0, "no", 2.0]))
@@ -152,6 +158,7 @@ def test_a_round_with_a_failed_reply_does_not_count_and_three_are_too_many(tmp_p
         job.measure(iter([1.0, "no", "no", "no", 2.0]))
 
 
+@pytest.mark.nightly
 def test_training_falls_back_on_what_is_installed(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = TRAIN.config(tmp_path)
@@ -239,6 +246,7 @@ def test_a_soak_that_fails_says_no():
     assert [line[1] for line in faults.table([row]).rows[-3:]] == ["yes", "NO", "-"]
 
 
+@pytest.mark.nightly
 def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_path: Path):
     found = unlearning.measure(8, 0.25, tmp_path)
     assert min(found.values()) > 0 and found["total_s"] >= max(found["subtract_s"], found["commit_s"])

@@ -72,6 +72,7 @@ def test_tables_are_written_and_measured_once(elsewhere: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == marks
 
 
+@pytest.mark.nightly
 def test_a_start_is_measured_at_once_and_after_fine_tuning(study: Study) -> None:
     deepened = runs.reached(study, "mlp", 0, "B deepened (Net2Net)")
     assert [len(deepened[part]) for part in ("test", "validation")] == [2, 2]
@@ -113,6 +114,7 @@ def test_maps_of_vggs_and_resnets_are_those_of_the_paper() -> None:
     assert len({methods.drawn(resnet, number) for number in range(5)}) > 1
 
 
+@pytest.mark.nightly
 def test_every_comparison_and_every_map_of_two_mlps(study: Study) -> None:
     found = mlps.measured(study, 0)
     assert list(found["ways"]) == ["1-2", "1-3", "2-3"] and found["maps"]["cka"]["both pinned"] == "1-3"
@@ -130,6 +132,7 @@ def test_a_teacher_without_weight_is_plain_training() -> None:
     assert abs(float(own.detach())) < 1e-5  # who teaches itself has nothing to learn
 
 
+@pytest.mark.nightly
 def test_distillation_takes_the_settings_that_are_best_on_validation_images(
     study: Study, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +143,7 @@ def test_distillation_takes_the_settings_that_are_best_on_validation_images(
     assert distilling._best(found, ["a", "b"]) == 0.6
 
 
+@pytest.mark.nightly
 def test_costs_are_measured(study: Study) -> None:
     for table in (*cla.sizing.table(study), *distilling.epochs_table(Study("cpu", Path("runs/epochs")))):
         assert len(table.rows) >= 3
@@ -152,6 +156,7 @@ def test_specialist_and_generalist_share_all_images_out() -> None:
     assert 0.06 < (len(one) - 100) / 900 < 0.14
 
 
+@pytest.mark.nightly
 def test_skill_is_transferred_at_every_weight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size = skill_transfer.Size("digits", Recipe(epochs=3, rate=0.03))
     ways = {name: skill_transfer.WAYS[name] for name in ("layers added", "ours, refit")}

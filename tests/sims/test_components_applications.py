@@ -46,6 +46,7 @@ def test_a_wider_head_answers_as_before_on_the_classes_it_knew():
     torch.testing.assert_close(network.head.eval()(features), wider(features)[:, : one_head.FIRST])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("match", one_head.WAYS.values())
 def test_one_head_is_measured_on_every_extractor(match, monkeypatch):
     monkeypatch.setattr(one_head, "EXTRACTORS", dict(list(one_head.EXTRACTORS.items())[1:]))
@@ -54,6 +55,7 @@ def test_one_head_is_measured_on_every_extractor(match, monkeypatch):
     assert all(list(row) == list(one_head.EXTRACTORS) for row in found.values())
 
 
+@pytest.mark.nightly
 def test_transfer_is_measured_after_every_number_of_steps(monkeypatch):
     monkeypatch.setattr(faster, "STEPS", (0, 2))
     found = faster.measured(data(), data(), data(), 0, FEW)

@@ -33,6 +33,7 @@ def test_without_auxiliary_heads_networks_do_not_touch_each_other():
     assert not same(alone.networks[1].state_dict(), beside.networks[1].state_dict())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", [DCC, RP])
 def test_one_auxiliary_head_learns_from_both(task):
     setting = replace(FEW, auxiliary=(task,))
@@ -54,6 +55,7 @@ def test_equal_starts_are_of_all_weights_and_pre_trained_ones_of_extractors():
     assert same(*extractors[0]) and not same(*extractors[1]) and not same(*shared)
 
 
+@pytest.mark.nightly
 def test_with_permuted_labels_own_heads_answer_as_well_and_equal_starts_help_no_more():
     setting = replace(FEW, steps=300, same=True)
     plain, permuted = (measured(PAIR, replace(setting, permuted=way), 0) for way in (False, True))

@@ -67,12 +67,14 @@ def test_figure_2_is_written_beside_the_papers_cells_and_measured_once(
     assert not list((folder / "runs").iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("table", "known"), [("steps", "2 sites, pulled"), ("figure9", "61.8 ?")])
 def test_every_row_of_a_table_is_there(study: Study, table: str, known: str) -> None:
     parts = components.TABLES[table](study)
     assert known in "".join(part.markdown() for part in parts if isinstance(part, Table))
 
 
+@pytest.mark.nightly
 def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study) -> None:
     sites = [tables._without(site, lacked) for site, lacked in zip(TASK.sites, tables.LACKED, strict=True)]
     one = measured(study, "tiny", {**WAYS[DCC].pulled(0.1), "sites": sites, "training.steps": 30}, 0)
@@ -81,6 +83,7 @@ def test_of_sites_that_lack_classes_both_heads_are_asked_for_these(study: Study)
     assert measured(study, "tiny", WAYS[DCC].pulled(0.1), 0).missing is None
 
 
+@pytest.mark.nightly
 def test_same_start_shows_in_the_correlation_of_features(study: Study) -> None:
     same, apart = (measured(study, "tiny", WAYS[name].pulled(0.1), 0) for name in ("IIW+RP", "RP"))
     assert sum(same.correlation) > sum(apart.correlation) + 1 and len(same.correlation) == 8
@@ -95,6 +98,7 @@ def test_correlation_is_of_each_channel_with_each() -> None:
     assert table[1].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.nightly
 def test_norms_are_of_all_parts_of_the_network(study: Study) -> None:
     words = tables.normed(study, "tiny", {"norm": "layer"})["network"]
     assert words["of"]["norm"] == words["head"]["norm"] == "layer" and words["of"]["widths"] == [6, 8]

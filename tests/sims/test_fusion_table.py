@@ -93,6 +93,7 @@ def test_parents_are_trained_once_and_from_different_starts(tmp_path):
     assert accuracy_of(parents(tmp_path, "same", 0)[0], "same", 0, "test") > 0.3
 
 
+@pytest.mark.nightly
 def test_every_method_is_measured_and_the_same_way_again(folder):
     request = Request(("disjoint",), tuple(METHODS))
     for name, slug in (("fuse", "fuse"), ("KF-linear", "kf-linear"), ("ensemble", "ensemble")):
@@ -115,6 +116,7 @@ def test_the_tables_and_the_pictures_are_written(folder):
     assert "data:image/png" in (folder / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 def test_what_is_on_disk_is_taken_only_for_the_same_settings(folder, monkeypatch):
     path = folder / "results" / "test-all" / "same-0-fuse.json"
     on_disk = json.loads(path.read_text(encoding="utf-8"))
@@ -127,6 +129,7 @@ def test_what_is_on_disk_is_taken_only_for_the_same_settings(folder, monkeypatch
     assert result(folder, "same-0-fuse")["accuracy"] != 0.0625
 
 
+@pytest.mark.nightly
 def test_validation_images_have_results_of_their_own(elsewhere):
     reproduce("cpu", 1, ["pairs=disjoint", "methods=fuse;PLeaS", "part=validation", "most=30"], quiet=True)
     there = sorted(path.name for path in (elsewhere / "runs/fusion" / "results" / "validation-30").iterdir())

@@ -82,6 +82,7 @@ def test_networks_that_are_trained_apart_have_nothing_in_common():
     assert len(alone) == len(with_both) and all(torch.equal(*pair) for pair in zip(alone, with_both, strict=True))
 
 
+@pytest.mark.nightly
 def test_the_tables_have_their_rows_and_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     sizes = (TASKS * 2, SLIM, {"steps": 16, "batch": 8, "rate": 0.03})

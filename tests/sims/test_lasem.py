@@ -152,6 +152,7 @@ def test_every_table_has_its_rows_and_is_made_once(study: Study, monkeypatch: py
     assert (study.folder / "figure4-made.png").is_file() and set(rows) | {"federated"} == set(tables.TABLES)
 
 
+@pytest.mark.nightly
 def test_brute_force_takes_each_tasks_best_configuration_by_validation_images():
     runs = [Outcome([0.5, 0.1], [0.2, 0.9]), Outcome([0.4, 0.3], [1.0, 0.6])]
     assert tables._best(runs) == pytest.approx((0.2 + 0.6) / 2)
