@@ -78,7 +78,7 @@ def parse_entries(given: Any) -> list[SiteConfig]:
         if not entry.domain:
             raise UserError(f"{where}.domain: missing")
         if entry.label == UNION:
-            raise UserError(f"{where}.label: '{UNION}' means all domains together; use another label")
+            raise UserError(f"{where}.label: '{UNION}' is reserved for all domains together; use another label")
         entries.append(entry)
     return entries
 

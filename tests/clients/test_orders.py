@@ -86,7 +86,7 @@ def test_what_a_users_own_file_looks_up_is_looked_up_once_where_it_is_read(tmp_p
     (tmp_path / "mine.yaml").write_text(text.replace("data: {size: 16}", 'data: {size: 16, root: "${oc.env:SECRET}"}'))
     assert load(str(tmp_path / "mine.yaml")).data.root == SECRET
     monkeypatch.setenv("SECRET", "${oc.env:HOME}")
-    with pytest.raises(UserError, match=r"data\.root: holds"):
+    with pytest.raises(UserError, match=r"data\.root: contains"):
         load(str(tmp_path / "mine.yaml"))
 
 

@@ -82,7 +82,7 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("run.name=\udcff", r"override 'run.name=\\udcff': is not UTF-8 text"),
         (f"sites=[{{domain: digits, name: {'x' * 101}}}]", r"sites\[0\].name: got 'x+\.\.\.', takes at most 100 bytes"),
         ("sites=[{domain: digits, name: sum}]", r"sites\[0\].name: 'sum' is a row of the results"),
-        ("sites=[{domain: digits, label: union}]", r"sites\[0\].label: 'union' means all domains"),
+        ("sites=[{domain: digits, label: union}]", r"sites\[0\].label: 'union' is reserved for all domains"),
         ("rounds", "override 'rounds': takes the form key=value"),
         (f"seed={'1' * 5001}", r"override 'seed=1+\.\.\.': is a number of 5001 digits, takes at most 300"),
         ("sites.foo=3", r"override 'sites\.foo': sites is a list; name an entry, such as sites\.0, or set the whole list"),
@@ -252,7 +252,7 @@ def test_presets(tmp_path: Path):
         with pytest.raises(UserError, match="unknown preset of p"):
             load(str(path), [f"preset={wrong}"])
     path.write_text("presets: 3\n")
-    with pytest.raises(UserError, match="preset: p has none"):
+    with pytest.raises(UserError, match="preset: p has no presets"):
         load(str(path), ["preset=cpu"])
 
 

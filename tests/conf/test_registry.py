@@ -138,7 +138,7 @@ def test_only_classes_of_this_project_are_shipped(package: Path, monkeypatch: py
         ({"name": None}, r"^unknown strategy 'None'"),
         (
             {"name": "twice"},
-            r"^strategy\.name: 'twice' is (my_method:Theirs and other:Thing|other:Thing and my_method:Theirs);",
+            r"^strategy\.name: 'twice' means (my_method:Theirs and other:Thing|other:Thing and my_method:Theirs);",
         ),
         ({"name": "lost"}, r"^strategy\.name: cannot find module 'my_metod' \(of 'my_metod:Theirs'\); install it, or start"),
         ({"name": "no.such:Thing"}, r"^strategy\.name: cannot find module 'no' \(of 'no\.such:Thing'\)"),
