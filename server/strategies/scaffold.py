@@ -29,9 +29,7 @@ class Scaffold(Averaging):
 
     default_objective: ClassVar[str] = "scaffold"
 
-    weighting: str = option(
-        "equal", "weights of the sites in both means: equal, or by their images", choices=("samples", "equal")
-    )
+    weighting: str = option("equal", "how sites count in both means", choices=("samples", "equal"))
     rate: float = option(1.0, "learning rate of the server", low=0.0)
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
