@@ -50,23 +50,16 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 
-# Files whose tests share what takes long to start. All tests of such files run on one worker, one file after the other.
-SHARED = {
-    "one federation": ("flower/test_federation.py", "flower/test_faults.py", "flower/test_outsiders.py"),
-    "one Ray": (
-        "engines/test_engines.py", "engines/test_plugins.py", "engines/test_lost_workers.py", "engines/test_room.py",
-        "engines/test_timed_out_rounds.py",
-    ),
-}  # fmt: skip
-GROUPS = {f"tests/{file}": group for group, files in SHARED.items() for file in files}
+# Folders whose tests start real nodes or Ray: on one worker each, so that they share what takes long to start, and so that
+# no two of them slow each other down.
+ALONE = ("tests/flower/", "tests/engines/")
 
 
 class ByFile(LoadFileScheduling):
-    """Give each worker a file at a time, or all files of a group."""
+    """Give each worker a file at a time, or a whole folder of ALONE."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return GROUPS.get(file, file)
+        return next((folder for folder in ALONE if nodeid.startswith(folder)), super()._split_scope(nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,9 +68,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, so that at the end no worker waits for another worker's long file."""
+    """Run the folders of ALONE first, then files with slow tests: at the end no worker waits for another's long file."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (not item.nodeid.startswith(ALONE), item.path not in slow))
     for item in items:
         if item.get_closest_marker("data") and not FOLDER.is_dir():
             item.add_marker(pytest.mark.skip(reason="needs a data folder: set FEDLOOM_DATA"))

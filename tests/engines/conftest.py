@@ -1,6 +1,6 @@
 """What the tests of engines share."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -9,9 +9,15 @@ import fedloom.sims.engines.ray as ray_engine
 from fedloom.conf import load
 
 
-@pytest.fixture(scope="session")
-def one_ray() -> Iterator[None]:
-    """One Ray for the files of the group `one Ray`: to start it takes longer than most of their tests."""
-    ray_engine._start(load("digits").engine, workers=2)
-    yield
-    ray.shutdown()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Stop Ray after the last file of this folder."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> None:
+    """One Ray for all files of this folder: to start it takes longer than most of their tests."""
+    if not ray.is_initialized():
+        ray_engine._start(load("digits").engine, workers=2)
