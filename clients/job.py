@@ -66,7 +66,7 @@ class Job:
 
     @property
     def masks_alone(self) -> bool:
-        """Whether only masks hide the contribution. Then no single site, part or image may be alone in a sum."""
+        """Whether masks without noise hide a real site's contribution: sums over single sites or images are refused."""
         return bool(self.order.secure) and not self.simulated and not self.charged
 
     @property

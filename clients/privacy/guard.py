@@ -43,7 +43,7 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
 
 
 def told_here(error: BaseException) -> str:
-    """Return an error as text. For errors not meant for users, add the kind and the line in their code."""
+    """Return an error as text, for the site's own use. If it is not a UserError, add its type and the place in the code."""
     if isinstance(error, UserError):
         return str(error)
     place = place_of(error)

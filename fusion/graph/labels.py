@@ -127,7 +127,7 @@ class Atoms:
         return bool(self.pinned[labels].all() or self.pinned[self.find(torch.from_numpy(labels)).numpy()].all())
 
     def mark(self, factor: Tensor) -> None:
-        """Change the colour of the atoms in one tensor, once for each occurrence."""
+        """Record in the atoms' colours that they occur in this tensor, and how often. Equal occurrence: equal colour."""
         labels = factor.numpy().ravel()
         np.add.at(self.colour, labels[labels >= 0], self.token())
 
@@ -196,9 +196,9 @@ class Atoms:
         return result
 
     def link(self, one: Tensor, other: Tensor) -> Tensor:
-        """Link two factors that meet entry by entry, and return both as one.
+        """Link the labels of two operands of an elementwise operation, and return the labels of the result.
 
-        Either their channels become the same, or the channels of one become members of the other's.
+        Channels are tied; or, if one operand has several channels for a channel of the other, become its members.
         """
         one, other = torch.broadcast_tensors(one, other)
         self.pin(one[other == STILL])

@@ -191,7 +191,7 @@ def indexed(walk: Walk, node: Node) -> Value:
 
 
 def same(walk: Walk, node: Node) -> Value:
-    """Label operations that change only the type or the memory."""
+    """Label operations that keep each entry in place (casts, copies) with the labels of their operand."""
     return joined(walk, [walk.known(node.args[0])])
 
 

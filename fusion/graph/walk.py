@@ -167,7 +167,7 @@ class Walk:
         return source
 
     def of(self, source: Any) -> Value | None:
-        """Return the labels of an argument; None if it is not a tensor."""
+        """Return the labels of a node's argument; a constant has no atoms. Return None if it is not a tensor."""
         if isinstance(source, Node) and source in self.values:
             return self.values[source]
         source = self.trace.constants.get(source) if isinstance(source, Node) else source

@@ -35,7 +35,10 @@ def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first
 
 
 def patches(module: Any, inputs: Tensor, share: int | None, every: int = 1) -> Tensor:
-    """Return the rows [g, n, d] from which a layer's outputs are computed, at every n-th of these positions."""
+    """Return a layer's inputs as rows [groups, rows, inputs of an output], to multiply with `matrix`.
+
+    `share`: positions per sample, None for all. `every`: of these positions, which n-th is used.
+    """
     return next(rule for kind, rule in _ROWS.items() if isinstance(module, kind))(module, inputs, share, every)
 
 

@@ -42,7 +42,7 @@ class Refitted:
     short: tuple[tuple[str, int, int], ...]
 
     def notes(self) -> list[str]:
-        """Return notes for users."""
+        """Return messages for users: layers that got a bias, and layers for which the probe set is small."""
         notes = []
         if self.biased:
             notes.append(f"{len(self.biased)} layers without bias got one by refit, {self.biased[0]} the first")

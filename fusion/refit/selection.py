@@ -145,7 +145,10 @@ def best_groups(pool: Pool, count: int) -> Tensor:
 
 
 def settled(pool: Pool, blocks: Tensor) -> Choice:
-    """Return the selection of these groups of a pool."""
+    """Return the Choice that keeps the channels of these groups, with the regression of the other channels on them.
+
+    `blocks`: indices of the groups.
+    """
     chosen = pool.groups[blocks].flatten()
     return Choice(pool.sizes, chosen, blocks, _ones(chosen, len(pool.twins)), _followed(pool.covariance, chosen, pool.twins))
 

@@ -72,7 +72,7 @@ class Evaluator:
         return network
 
     def head_view(self, network: nn.Module, domain: str) -> nn.Module:
-        """Return a network as it is measured on a domain, in evaluation mode."""
+        """Return the network with only this domain's outputs and `evaluation.statistics`, in evaluation mode."""
         outs = outputs(self.config, self.specs[domain])
         return HeadView(network, outs, self.config.evaluation.statistics).eval()
 

@@ -104,7 +104,7 @@ class Contributions:
                 )
 
     def stage_written(self, site: str, round: int, samples: int) -> None:
-        """Stage a contribution whose file a worker has already written (check_written)."""
+        """Stage a contribution that a worker has written to the staging folder. Call `check_written` before."""
         path = round_file(self.staging, site, round)
         if self._integers:
             self.stage(site, round, {self.slots[0]: read_state(path)}, samples)

@@ -88,7 +88,10 @@ class Measured:
     def measure(
         self, into: dict[str, dict[str, float]], name: str, model: Model | None, users: Sequence[Site] = (), role: str = OWN
     ) -> None:
-        """Measure a model, now or together with others (`settle`), and put its accuracy into a table under a name."""
+        """Queue a model; its accuracies go to `into[name]`. Measure the queue now, unless `settle` does it later.
+
+        Sites measure several models per request; the server measures each at once. `role`: OWN or AGGREGATE, for `per_site`.
+        """
         self._waiting.append(_Waiting(into, name, model, users, role))
         models = [each.model for each in self._waiting if each.model is not None]
         size = sum(tensor.nbytes for model in models for tensor in model.state.values())

@@ -175,7 +175,7 @@ class LayerSelectionStrategy(Strategy):
         return Models({})
 
     def measured_with(self, view: View) -> Mapping[str, State]:
-        """Return the current shared parameters, with which sites measure their networks."""
+        """Return the current shared parameters; sites need them to measure their networks."""
         return {MEAN: view.server_state(SHARED)}
 
     def summary_entries(self, view: View) -> Mapping[str, Any]:

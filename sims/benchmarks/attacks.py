@@ -137,7 +137,7 @@ def configured(attack: Attack, bounds: Mapping[str, float], seed: int, folder: P
 
 
 def measured(evaluator: Evaluator, model: Model) -> Shares:
-    """Return the accuracy, and the success of the trigger, on the test images of the only domain."""
+    """Return `accuracy` on the test images, and `success`: the share of triggered images that get the attacker's class."""
     (domain,) = evaluator.specs
     images = evaluator.images(domain, "test")
     others = images.y != TARGET

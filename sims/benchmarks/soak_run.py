@@ -145,7 +145,7 @@ def replay(plan: Plan, root: Path, dropped: Mapping[int, Mapping[int, str]]) -> 
 
 
 def configured(plan: Plan, root: Path, address: str, partial_sums: bool, store: Path | None = None) -> Config:
-    """Return the experiment: sites of 20 images, and time limits that the plan's faults exceed."""
+    """Return the configuration: sites with 20 images, and time limits short enough for the plan's faults to exceed."""
     return load("digits", [
         f"sites=[{{domain: digits, count: {plan.sites}, samples: 20}}]", f"rounds={plan.rounds}", f"run.root={root}",
         "network.width=0.25", "data.size=8", "evaluation.every=1000000", "engine.workers=2",

@@ -115,7 +115,7 @@ class Keeper(NodeStore):
         return self.blobs(run).path(digest).read_bytes()
 
     def summed(self, run: str, row: SumRow, names: Sequence[str], rows: Sequence[Contribution], bits: int) -> Summed:
-        """Add up these tensors over contributions on this node; return the totals and the number of addends."""
+        """Sum the tensors `names` over this node's contributions `rows`. Return integer totals and the number of addends."""
         total = added_up(row, names, rows, self.blobs(run).get, bits)
         return {name: tensor.numpy() for name, tensor in total.totals.items()}, total.addends
 

@@ -136,7 +136,10 @@ def _demo_table(results: Results) -> Table:
 
 
 def chosen(grids: Mapping[str, Any], own: Mapping[str, float]) -> tuple[int, int]:
-    """Return the indices of the pair of coefficients whose worst relative validation accuracy is largest."""
+    """Return the grid indices of the two coefficients that are best for the worse task.
+
+    Measured by validation accuracy relative to `own`, the tasks' accuracies alone.
+    """
     indices = [(a, b) for a in range(len(runs.STEPS)) for b in range(len(runs.STEPS))]
     cells = grids["validation"]
     return max(indices, key=lambda pair: worth({task: cells[task][pair[0]][pair[1]] for task in cells}, own))

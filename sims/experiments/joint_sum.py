@@ -57,7 +57,7 @@ class Joint(nn.Module):
         self.strength = setting.strength
 
     def loss(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """Return Eq. 5: the cross-entropies of every N_i on its own images and of N* on all, and L_agg."""
+        """Return the loss of Eq. 5: the sum of each N_i's cross-entropy on its images, N*'s on all images, and L_agg."""
         entropies = [
             F.cross_entropy(self.head(network(x)), y) for network, x, y in zip(self.own, inputs, labels, strict=True)
         ]

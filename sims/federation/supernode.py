@@ -70,7 +70,10 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
 
 
 def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
-    """Open the node's port behind a door, instead of Flower's (1.41), which answers everyone."""
+    """Serve the node's port, by TLS, only for programs that know the secret; Flower's own server (1.41) answers everyone.
+
+    Returns the running server and its thread. Ends the process if the server cannot start.
+    """
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler

@@ -31,7 +31,7 @@ def tree_bytes(root: int | None = None) -> int:
 
 
 def recent_bytes() -> int:
-    """Return `tree_bytes` of this process, measured at most once in SECONDS: each display asks several times a second."""
+    """Return the memory of this process and its descendants in bytes, at most SECONDS old."""
     global _last
     if time.monotonic() - _last[0] > SECONDS:
         _last = time.monotonic(), tree_bytes()

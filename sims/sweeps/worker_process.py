@@ -18,7 +18,7 @@ from fedloom.sims.process import listen
 
 
 def main() -> None:
-    """Start the process. Arguments: the number of parallel runs, how many share a GPU, the cores (0,1; empty: all)."""
+    """Carry out configurations from stdin, then exit. Arguments: parallel runs, runs per GPU, cores (0,1; empty: all)."""
     listen()
     runs, on_gpu, cores = sys.argv[1:]
     _take(cores)

@@ -46,7 +46,7 @@ class Kinds:
         return torch.tensor([known.index(name) if name in known else -1 for name in self.names[site]])
 
     def all(self) -> list[str]:
-        """Return all names, each once."""
+        """Return the class names of all sites, each once."""
         return list(dict.fromkeys(name for names in self.names.values() for name in names if name is not None))
 
 
