@@ -45,10 +45,12 @@ def inline(root: Path, *more: str) -> dict[str, Any]:
 
 
 def until(there: Callable[[], Any], what: str, seconds: float = 150.0) -> None:
-    deadline = time.monotonic() + seconds
+    """Wait until `there()` holds. A look that takes long leaves the machine to others for twice as long."""
+    deadline, begin = time.monotonic() + seconds, time.monotonic()
     while not there():
         assert time.monotonic() < deadline, what
-        time.sleep(0.3)
+        time.sleep(max(0.2, 2 * (time.monotonic() - begin)))
+        begin = time.monotonic()
 
 
 def rounds(path: Path) -> int:
