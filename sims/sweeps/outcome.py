@@ -50,7 +50,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def finished(run: Planned, status: str = FINISHED) -> Outcome:
-    """Return the outcome of a run that is complete, from its folder."""
+    """Return the outcome of a complete run, read from its folder."""
     return Outcome(run.folder, run.values, status, summary=read_summary(run.folder))
 
 
