@@ -63,7 +63,7 @@ def failure(message: Message, reason: str) -> Message:
 
 
 class LocalGrid(Grid):
-    """The base class of engines: a Grid whose nodes are sites. Engines implement how messages are processed."""
+    """Base class of engines: a Grid whose nodes are sites. Engines implement how messages are processed."""
 
     poll_seconds = 0.0  # pull_messages itself waits
     simulated = True  # its nodes need no proof of identity

@@ -46,7 +46,7 @@ def unpack_arrays(packed: PackedArrays) -> ArrayRecord:
 
 
 class SharedRecords:
-    """Puts each large record into the object store once, with `put`. It recognises a record by its Python identity."""
+    """Puts each large record into the object store once. It recognises a record by its Python identity."""
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
         self._put = put

@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class MarkFile:
-    """The path of one worker's mark file, and the host of that file."""
+    """The file in which a worker records what it runs now (its mark): path and host."""
 
     path: str
     host: str

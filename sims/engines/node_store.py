@@ -65,7 +65,7 @@ class NodeStore:
         return Blobs(self.folder / run / "blobs")
 
     def put(self, run: str, state: State) -> str:
-        """Store a contribution and return its digest."""
+        """Store a contribution to a run and return its digest."""
         return self.blobs(run).put(state)
 
     def get(self, run: str, digest: str, holder: str) -> State:

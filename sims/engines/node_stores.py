@@ -39,13 +39,13 @@ class Stores:
         self._keepers: dict[str, Any] = {}
 
     def begin(self, nodes: Iterable[str]) -> None:
-        """Start the keepers of these nodes that do not run yet, all at the same time."""
+        """Start the keeper actor of each of these nodes, unless it runs, all at the same time."""
         for node in nodes:
             if node not in self._keepers:
                 self._keepers[node] = keeper(self.folder, node)
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
-        """Return the answer of a method of a node's keeper. Raises NodeLostError if the node is lost or the call fails."""
+        """Return what `method` of a node's keeper returns. Raises NodeLostError if the node is lost or the call fails."""
         until, error = time.monotonic() + ASK_SECONDS, "it does not answer"
         while node in alive() and time.monotonic() < until:
             self.begin([node])
@@ -128,7 +128,7 @@ class Parts:
         return PartialSum(first.run, first.round, messages, samples, addends, records, blobs=blobs)
 
     def summed(self, row: SumRow, names: Sequence[str], given: Sequence[Contribution], bits: int) -> ExactSum:
-        """Return the sum of the tensors `names` over contributions, added up on their nodes. Raises NodeLostError."""
+        """Sum the tensors `names` over contributions on the nodes that have them. Raises NodeLostError if one is lost."""
         total = ExactSum(bits, modular=True)
         for node in sorted({self.holder(contribution.blob) for contribution in given}):
             mine = [each for each in given if self.holder(each.blob) == node]

@@ -66,7 +66,7 @@ class Call:
 
 
 class Pool:
-    """Distributes messages to Ray workers, and collects the replies. Thread-safe."""
+    """Distributes messages to Ray workers and collects the replies. Thread-safe."""
 
     def __init__(self, recipe: WorkerSpec, workers: int, options: dict[str, Any], engine: EngineConfig) -> None:
         self._crew = ActorPool(recipe, workers, options)

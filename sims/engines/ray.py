@@ -90,7 +90,7 @@ class RayGrid(LocalGrid):
 
     @property
     def received(self) -> int:
-        """The number of bytes of arrays that workers and nodes have sent."""
+        """The bytes of arrays that workers and nodes have sent."""
         return self._received + (self._stores.received if self._stores else 0)
 
     def cancel(self, message_ids: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the machine for one of `runs` simultaneous runs. `on_gpu`: how many runs share each visible GPU.
+    """The part of a machine or cluster for one of `runs` simultaneous runs. `on_gpu`: runs that share each visible GPU.
 
     Cores and GPUs of this machine are already divided: a process sees its own (sims.sweeps.worker_pool). Memory is not.
     """

@@ -32,8 +32,9 @@ Replied = Packed | str  # a packed reply, or the reason why it is missing
 class WorkerSpec:
     """What a worker needs. `app` (ClientApp) and `combine` (adds up replies; may be empty) are "module:attribute".
 
-    `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules with the user's own code, in the
-    folders `paths`. `node_store`: the node's folder for contributions and sums; empty: the server stores them.
+    `cohort` > 1: that many sites of one shape are trained as one. `sites`: their number. `store`: the folder of their
+    states. `plugins`: modules with the user's own code, in the folders `paths`. `node_store`: the node's folder for
+    contributions and sums; empty: the server stores them.
     """
 
     app: str
@@ -81,7 +82,7 @@ class Worker:
         return self.fault, self.node, self._marker.near, self._marker.read()
 
     def run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
-        """Answer (site index, packed message) pairs in order. If cancelled, stop after a message and return no replies."""
+        """Answer (site index, packed message) pairs in order, as call number `call`. If cancelled, return no replies."""
         begin = time.perf_counter()
         try:
             return self._run(call, chunk, begin)
