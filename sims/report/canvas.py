@@ -141,7 +141,7 @@ def frame_cells(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
 
 
 def name_ticks(axes: Axes, rows: list[str], names: list[str], rooms: tuple[int, int] = (65, 40)) -> None:
-    """Write `rows` at the left and `names` on top of a heat map, at most `rooms` of them."""
+    """Write `rows` at the left and `names` on top of a heat map, at most `rooms` (left, top) of them."""
     for axis, labels, room in zip((axes.yaxis, axes.xaxis), (rows, names), rooms, strict=True):
         step = math.ceil(len(labels) / room)
         axis.set_ticks(range(0, len(labels), step), [short(label) for label in labels[::step]])

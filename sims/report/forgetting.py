@@ -11,7 +11,7 @@ BOTH = "accuracy should fall on a domain that only this site held, and stay abou
 
 
 def caption(summary: Mapping[str, Any]) -> str:
-    """Return the caption of the plot: what it should show, which depends on whether sites share domains."""
+    """Return the caption of forgetting.png: what it should show, which depends on whether sites share domains."""
     holders = Holders(summary)
     shared = {bool(holders.others(site)) for site in summary.get("forgotten") or {}}
     expected = BOTH if len(shared) > 1 else STAYS if shared == {True} else FALLS

@@ -24,7 +24,7 @@ class Forgotten:
     page: str = ""
 
     def row(self) -> list[Cell]:
-        """Return the site's row in a table."""
+        """Return the site's row in `forgotten_table`."""
         certificate = Link(self.page, self.page) if self.page else UNCERTIFIED if self.request else None
         return [self.site, self.request or None, self.time[:19].replace("T", " ") or None, certificate]
 

@@ -52,13 +52,13 @@ class Chosen:
         return self.last / self.peak if self.last is not None and self.peak else None
 
     def share(self, group: int) -> float | None:
-        """Return the last probability that a group is shared."""
+        """Return the last probability that the group with this index is shared."""
         return next((row[group] for row in reversed(self.shared) if row[group] is not None), None)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A method's result for each site. `bytes`: what a site sends in a round. `fedavg_bytes`: the same with FedAvg."""
+    """A method's result by site. `groups`: lists of layers. `bytes`: sent by a site in a round; `fedavg_bytes`: FedAvg's."""
 
     method: str
     groups: Sequence[Sequence[str]]

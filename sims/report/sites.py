@@ -113,7 +113,7 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def sampled(counts: Mapping[str, Any]) -> list[str]:
-    """Return the sites to show, in their order: all, or a fixed random sample of many."""
+    """Return the sites to plot, in the order of `counts`: all or, of more than MOST_ROWS, a fixed random sample."""
     names = list(counts)
     if len(names) <= MOST_ROWS:
         return names
