@@ -127,7 +127,7 @@ class WorkerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its group."""
+        """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)
