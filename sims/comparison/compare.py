@@ -38,7 +38,7 @@ COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds", "peak_memory")
 
 
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
-    """Compare runs and their baselines.
+    """Compare runs and their baselines; return a `Comparison` with tables, plots and notes.
 
     Args:
         runs: Folders of runs, or folders that contain runs.

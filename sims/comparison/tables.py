@@ -92,7 +92,7 @@ def _rounds(group: Group) -> str:
 
 
 def amount(cost: Spread, unit: float) -> str:
-    """Return a cost with its deviation as text, divided by `unit`."""
+    """Return the mean of a cost and its deviation as text, both divided by `unit`."""
     if math.isnan(cost.mean):
         return "-"
     mean, deviation = cost.mean / unit, cost.deviation / unit
