@@ -40,7 +40,7 @@ class Courier:
             self.failure = f"did not end within {seconds:g} s"
 
     def news(self) -> str:
-        """Return a message about the failure, at its first call; else an empty text."""
+        """Return a message about the failure, only once; otherwise an empty text."""
         if not self.failure or self._told:
             return ""
         self._told = True
