@@ -162,7 +162,7 @@ class Result:
 
     @property
     def networks(self) -> "Networks":
-        """The networks of the run by name, as in `accuracy`. Each access reads a network from its file."""
+        """The run's networks by name, as in `accuracy`. Each access reads a network from its file."""
         return Networks(self.folder, self.config, str(self.summary.get("aggregate") or ""))
 
     @property
@@ -177,7 +177,7 @@ class Result:
 
     @property
     def report(self) -> Path:
-        """The path of the page with tables and pictures."""
+        """The path of report.html: the page with tables and pictures."""
         return self.folder / "report.html"
 
     def table(self) -> "pandas.DataFrame":
@@ -306,7 +306,7 @@ def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
 
 @contextlib.contextmanager
 def as_usual() -> Iterator[None]:
-    """Set torch's defaults for this project, and restore them and the number of threads afterwards."""
+    """Set torch's defaults for this project in this context; restore them and the number of threads afterwards."""
     before = torch.get_num_threads()
     try:
         with ordinary():

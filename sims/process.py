@@ -25,7 +25,7 @@ class Ending:
         atexit.register(self._end)
 
     def leave(self, status: int) -> NoReturn:
-        """End with this status after all threads and handlers, but wait at most PATIENCE seconds for them."""
+        """End the process with this exit status; wait at most PATIENCE seconds for other threads and handlers."""
         self._status = status
         last = threading.Timer(PATIENCE, self._end)
         last.daemon = True
@@ -40,7 +40,7 @@ class Ending:
 
 
 def listen() -> None:
-    """Raise KeyboardInterrupt on SIGTERM and SIGINT, even if the shell made this process ignore SIGINT."""
+    """Make SIGTERM and SIGINT raise KeyboardInterrupt, even if the shell made this process ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
     sys.unraisablehook = _again

@@ -38,7 +38,7 @@ COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds", "peak_memory")
 
 
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
-    """Compare runs and their baselines.
+    """Compare runs and their baselines; return a `Comparison` with tables, plots and notes.
 
     Args:
         runs: Folders of runs, or folders that contain runs.
@@ -56,7 +56,7 @@ def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of runs over seeds. `differing`: the keys in which rows differ. `notes`: warnings, and runs that are left out."""
+    """Groups of runs, a row each. `differing`: the keys in which rows differ. `notes`: warnings, and runs left out."""
 
     groups: Sequence[Group]
     differing: Sequence[str]
@@ -77,7 +77,7 @@ class Comparison:
         return "\n".join([*(table.plain() for table in self.tables()), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> "pandas.DataFrame":
-        """Return a row for each group: seeds, mean and deviation of test accuracy by domain, mean cost.
+        """Return a data frame, a row for each group: seeds, mean and deviation of test accuracy by domain, mean cost.
 
         `attrs["notes"]` has the notes.
         """
@@ -88,7 +88,7 @@ class Comparison:
         return table
 
     def runs(self) -> "pandas.DataFrame":
-        """Return a row for each run and baseline: group, seed, differing keys, test accuracies, cost."""
+        """Return a data frame, a row for each run and baseline: group, seed, differing keys, test accuracies, cost."""
         import pandas
 
         return pandas.DataFrame(self._runs())
@@ -108,7 +108,7 @@ class Comparison:
         return self.text()
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as plain values; NaN becomes None."""
+        """Return rows, differences, runs and notes as plain values; NaN becomes None."""
         rows = [{**_row(group, domains_of(self.groups)), "values": dict(group.values)} for group in self.groups]
         pairs = [{"one": pair.one, "other": pair.other, **asdict(pair.difference)} for pair in self.differences]
         return {"rows": _plain(rows), "differences": _plain(pairs), "runs": _plain(self._runs()), "notes": list(self.notes)}
@@ -128,7 +128,7 @@ class Comparison:
 
     @property
     def html(self) -> str:
-        """The HTML page as text."""
+        """The HTML page of `write` as text."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
             return self.write(Path(folder) / "page.html").read_text(encoding="utf-8")
 
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def headline(groups: Sequence[Group]) -> str:
-    """Return the comparison in a sentence or two."""
+    """Return a sentence or two on the row with the highest accuracy, and on rows that are not clearly worse."""
     seeds = sorted({seed for group in groups for seed in group.seeds})
     best = max(groups, key=lambda group: spread(list(group.scores().values()) or [-1.0]).mean)
     many = f"{len(groups)} row{'s' * (len(groups) > 1)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"

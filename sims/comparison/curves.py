@@ -26,7 +26,7 @@ CAPTION = "Accuracy on held-out validation images of all domains together: mean 
 
 
 def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
-    """Draw the plots that the runs allow, as PNGs in `folder`."""
+    """Draw accuracy over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures."""
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
@@ -40,7 +40,7 @@ def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
 
 
 def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
-    """Plot a line for each group, with a band if it has several seeds."""
+    """Plot each group's mean accuracy over `position` (x axis, named `label`), with a band for several seeds."""
     figure, axes = new_figure(10.5, 4.8)
     ends: list[End] = []
     for number, group in enumerate(groups):
@@ -63,7 +63,7 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
 
 
 def mean_curve(group: Group, position: Place) -> list[tuple[float, float, float]]:
-    """Return (x, mean, standard deviation) for each of the group's rounds."""
+    """Return (x, mean accuracy, standard deviation) for each of the group's rounds. `position`: x by round."""
     entries = [entry for entry in group.entries if entry.curve]
     points = []
     for round in group.rounds:

@@ -22,7 +22,7 @@ DATA = ("data.", "sites", "population")  # keys of the training data
 
 @dataclass(frozen=True)
 class Entry:
-    """A run or one of its baselines."""
+    """A run or one of its baselines, read from its folder."""
 
     folder: Path
     config: Config
@@ -65,7 +65,7 @@ class Entry:
         return {round: float(score) for round, score in scores.items() if score is not None}
 
     def bytes(self, direction: int) -> dict[int, int]:
-        """Return the bytes of arrays by round: to the sites (`place` 0) or from them (1)."""
+        """Return the bytes of arrays by round: to the sites (`direction` 0) or from them (1)."""
         return {record["round"]: traffic_of(record)[direction] for record in self.metrics}
 
     @cached_property

@@ -21,7 +21,7 @@ UNION = "union"
 
 @dataclass(frozen=True)
 class Group:
-    """A row: the entries of one method, by seed. `values`: its values of the keys in which rows differ."""
+    """A row: one method's entries (runs and baselines) by seed. `values`: its values of the keys in which rows differ."""
 
     label: str
     values: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Group:
         return [entry for each in self.seeds.values() for entry in each]
 
     def scores(self, domain: str = UNION) -> dict[int, float]:
-        """Return the test accuracy by seed: the mean over the entries that have one."""
+        """Return the test accuracy on `domain` by seed: the mean over the entries that have one."""
         by_seed = {seed: [entry.accuracy[domain] for entry in entries if domain in entry.accuracy]
                    for seed, entries in self.seeds.items()}  # fmt: skip
         return {seed: sum(scores) / len(scores) for seed, scores in by_seed.items() if scores}
@@ -51,7 +51,7 @@ class Group:
 
 
 def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], list[str], list[str]]:
-    """Return the groups in the order of their first entries, the keys in which they differ, and notes.
+    """Group entries by the keys `by` (empty: all that differ, without the seed). Return groups, differing keys, notes.
 
     Raises UserError for a key in `by` that no configuration has.
     """
@@ -69,7 +69,7 @@ def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], l
 
 
 def value_of(entry: Entry, key: str) -> Any:
-    """Return the value of a key in the entry's configuration."""
+    """Return the value of a dotted key in the entry's configuration, or "default" without one."""
     return entry.everything.get(key, DEFAULT)
 
 
@@ -173,6 +173,6 @@ def _cut(notes: list[str]) -> list[str]:
 
 
 def refuse_nothing(entries: Sequence[Entry], notes: Sequence[str]) -> None:
-    """Raise UserError if there is nothing to compare."""
+    """Raise UserError, with the first note, if `entries` is empty."""
     if not entries:
         raise UserError(f"compare: no finished run with test accuracies{f' ({notes[0]})' if notes else ''}")

@@ -23,7 +23,7 @@ class Difference:
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float], confidence: float = CONFIDENCE) -> Difference | None:
-    """Return the mean of one - other over the common seeds; None without common seeds.
+    """Return the mean of one - other over the common seeds, with its interval; None without common seeds.
 
     The interval is that of the paired t-test, mean ± t(n - 1) * s / sqrt(n), with the standard deviation s of the
     differences and Student's quantile t. It assumes normally distributed differences.

@@ -20,7 +20,7 @@ LONGEST = 60  # characters of a value in a table
 
 @dataclass(frozen=True)
 class Pair:
-    """The difference of two rows, one - other, on the union of all domains."""
+    """The difference of two rows' test accuracy, one - other, on the union of all domains."""
 
     one: str
     other: str
@@ -34,7 +34,7 @@ def domains_of(groups: Sequence[Group]) -> list[str]:
 
 
 def accuracy_rows(groups: Sequence[Group]) -> Table:
-    """Return the test accuracy of each row: mean and standard deviation over seeds, in %."""
+    """Return a table of each row's test accuracy: mean and standard deviation over seeds, in %."""
     columns = domains_of(groups)
     shown = columns[:MAX_DOMAINS] if len(columns) > 1 else []
     rows: list[list[Cell]] = [[group.label, len(group.seeds), *(_score(group, name) for name in [*shown, UNION])]
@@ -52,14 +52,14 @@ def _score(group: Group, name: str) -> str:
 
 
 def pairs(groups: Sequence[Group]) -> list[Pair]:
-    """Return the differences of all pairs of rows with common seeds; of many rows, only those from the first row."""
+    """Return the differences of all pairs of rows with common seeds; of many rows, only the pairs with the first row."""
     every = itertools.combinations(groups, 2) if len(groups) <= MOST_PAIRED else ((groups[0], one) for one in groups[1:])
     differences = [(other, one, paired(other.scores(), one.scores())) for one, other in every]
     return [Pair(one.label, other.label, difference) for one, other, difference in differences if difference is not None]
 
 
 def difference_table(differences: Sequence[Pair]) -> Table:
-    """Return the paired differences with their intervals, in percentage points."""
+    """Return a table of paired differences with their intervals, in percentage points."""
     rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean),
                                _interval(pair.difference)] for pair in differences]  # fmt: skip
     note = (f"In percentage points of test accuracy on {UNION}, over the seeds that both rows have. Interval: "
@@ -77,7 +77,7 @@ def _interval(difference: Difference) -> str:
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
-    """Return the traffic and time of all rounds, and the server's peak memory, for each row."""
+    """Return a table of each row's traffic and time in all rounds, and of the server's peak memory."""
     rows: list[list[Cell]] = [
         [group.label, _rounds(group), *(amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
     ]
@@ -92,7 +92,7 @@ def _rounds(group: Group) -> str:
 
 
 def amount(cost: Spread, unit: float) -> str:
-    """Return a cost with its deviation as text, divided by `unit`."""
+    """Return the mean of a cost and its deviation as text, both divided by `unit`."""
     if math.isnan(cost.mean):
         return "-"
     mean, deviation = cost.mean / unit, cost.deviation / unit
@@ -104,7 +104,7 @@ def amount(cost: Spread, unit: float) -> str:
 
 
 def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:
-    """Return each row's values of the keys in which rows differ."""
+    """Return a table of each row's values of the `differing` keys."""
     rows: list[list[Cell]] = [[group.label, *(_values(group, key) for key in differing)] for group in groups]
     return Table("Differing keys", ["", *differing], rows)
 
@@ -115,7 +115,7 @@ def _values(group: Group, key: str) -> str:
 
 
 def runs_table(groups: Sequence[Group]) -> Table:
-    """Return all runs with their rows, seeds and accuracies."""
+    """Return a table of all runs with their rows, seeds and accuracies."""
     rows: list[list[Cell]] = [[str(entry.folder), group.label, str(seed), percent(entry.accuracy.get(UNION))]
                               for group in groups for seed, each in group.seeds.items() for entry in each]  # fmt: skip
     kept, note = cut(rows, "runs")

@@ -39,7 +39,7 @@ def refuse_engine(config: Config) -> None:
 
 @contextlib.contextmanager
 def open_engine(config: Config, share: Share = WHOLE) -> Iterator[LocalGrid]:
-    """Start the configured engine. The context is a Flower Grid whose nodes are the configuration's sites.
+    """Start the configured engine, yield its Flower Grid, whose nodes are the configuration's sites, and close it.
 
     Args:
         share: The run's part of the machine or cluster, if several runs use it at the same time.

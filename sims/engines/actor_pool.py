@@ -25,12 +25,12 @@ STARTS = 5  # that fail one after the other end the run
 
 @dataclass(eq=False)
 class ActorHandle:
-    """One actor. Its number is never used again."""
+    """A Ray actor of the pool, and its last state. Its number is never used again."""
 
     number: int
     actor: Any
     file: MarkFile
-    question: Any  # the open question; None: the actor has answered
+    question: Any  # the call of `status` without an answer yet; None: the actor has answered
     asked: float
     node: str = ""
     ready: bool = False
@@ -38,16 +38,16 @@ class ActorHandle:
     reported: Progress | None = None  # the mark in its last answer
 
     def mark(self) -> Progress | None:
-        """Return what the actor runs, or its last report."""
+        """Return the mark: what the actor runs now or, on another host, what it last reported. None: nothing."""
         return self.file.read() if self.near else self.reported
 
     def exact_mark(self) -> Progress | None:
-        """Return what the actor runs now, or ran at its death; None if that is unknown."""
+        """Return what the actor runs now, or ran at its death; None for nothing, or if its mark file cannot be read."""
         return self.file.read() if self.near else None
 
 
 class ActorPool:
-    """Runs `size` actors and replaces lost ones. Not thread-safe: the pool's lock guards it."""
+    """Runs `size` Ray actors; `look` detects lost ones. Not thread-safe: the lock of `Pool` guards it."""
 
     def __init__(self, recipe: WorkerSpec, size: int, options: dict[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fedloom-marks-", ignore_cleanup_errors=True)
@@ -58,18 +58,18 @@ class ActorPool:
         self.members = [self._start() for _ in range(size)]
 
     def ready(self) -> list[ActorHandle]:
-        """Return the actors that can work."""
+        """Return the actors that have started and can work."""
         return [member for member in self.members if member.ready]
 
     def questions(self) -> list[Any]:
-        """Return references of all open questions."""
+        """Return the Ray references of all `status` calls without an answer yet."""
         return [member.question for member in self.members if member.question is not None]
 
     def look(self, wanted: bool) -> list[tuple[ActorHandle, str]]:
-        """Read the answers and ask again; return the lost actors with reasons. `wanted`: there is work to do.
+        """Ask all actors for a sign of life; return the lost ones with reasons. `wanted`: there is work to do.
 
         Raises:
-            FailedError: No worker is available.
+            FailedError: No actor can start or run the sites.
         """
         questions, lost, now = self.questions(), [], time.monotonic()
         answered = set(ray.wait(questions, num_returns=len(questions), timeout=0)[0]) if questions else set()

@@ -31,7 +31,7 @@ def take_identity() -> None:
 
 
 def site_context(index: int, sites: int, store: str) -> Context:
-    """Return a new Flower context for a site of `sites`. Nothing in it survives the message."""
+    """Return a new Flower context for site `index` of `sites`, for one message. `store`: the folder of sites' states."""
     node_config = {"partition-id": index, "num-partitions": sites, "store": store, SIMULATED: True}
     return Context(RUN_ID, FIRST_NODE + index, node_config, RecordDict(), {})  # type: ignore[arg-type]
 
@@ -45,7 +45,7 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
 
 
 def checked_reply(message: Message, reply: object) -> Message:
-    """Return what an app returned, or an error message if that does not answer `message`."""
+    """Return the app's `reply`, or an error reply if it is not a Message that answers `message`."""
     if isinstance(reply, Message) and reply.metadata.reply_to_message_id == message.metadata.message_id:
         return reply
     problem = "which answers another one" if isinstance(reply, Message) else "not a Message"
@@ -58,12 +58,12 @@ def error_text(error: Exception) -> str:
 
 
 def failure(message: Message, reason: str) -> Message:
-    """Return an error reply to `message`."""
+    """Return an error reply to `message` with this reason."""
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
 class LocalGrid(Grid):
-    """A Grid whose nodes are the sites of a configuration. Engines implement how messages are processed."""
+    """Base class of engines: a Grid whose nodes are sites. Engines implement how messages are processed."""
 
     poll_seconds = 0.0  # pull_messages itself waits
     simulated = True  # its nodes need no proof of identity
@@ -76,15 +76,15 @@ class LocalGrid(Grid):
 
     @abstractmethod
     def submit(self, message: Message) -> None:
-        """Accept a message; its id is set."""
+        """Queue a message, whose id is set, for its site."""
 
     @abstractmethod
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return replies to these message ids. If no reply is there, wait briefly."""
+        """Return the replies to these messages that have arrived. Without any, wait briefly."""
 
     @abstractmethod
     def cancel(self, message_ids: Iterable[str]) -> None:
-        """Give up these messages. On return, none of them is running, and their results are deleted."""
+        """Cancel these messages. On return, none of them is running, and their results are deleted."""
 
     def partial_sum(self, message_id: str) -> PartialSum | None:
         """Return the partial sum with the contribution of this message's reply, or None if the reply itself has it."""
@@ -140,5 +140,5 @@ class LocalGrid(Grid):
 
 
 def store_folder(config: Config) -> Path:
-    """Return the folder in which simulated sites store their own states: in the run's folder."""
+    """Return the folder for the simulated sites' own states, inside the run's folder."""
     return (Path(config.run.root) / config.run.name / "sites").resolve()

@@ -12,14 +12,14 @@ LONG_TASK = 0.25  # seconds; with longer tasks, no second call waits at a worker
 
 @dataclass
 class ChunkPolicy:
-    """Chooses chunk sizes from a moving average of the tasks' duration."""
+    """Chooses how many messages a call of a worker gets, from the moving average of their duration."""
 
     workers: int
     least: int = 1  # sites that are trained as one must be in one call
     task_seconds: float | None = None
 
     def learn(self, seconds: float, messages: int) -> None:
-        """Record the seconds of a call and its number of messages."""
+        """Update the average with the seconds and the number of messages of a call."""
         mean = seconds / max(1, messages)
         self.task_seconds = mean if self.task_seconds is None else 0.7 * self.task_seconds + 0.3 * mean
 
@@ -32,5 +32,5 @@ class ChunkPolicy:
         return max(self.least, min(MOST_MESSAGES, max(share, floor), by_bytes, by_time))
 
     def depth(self) -> int:
-        """Return the number of calls in flight for each worker."""
+        """Return how many calls a worker has at a time: one runs, a second may wait."""
         return 1 if self.task_seconds is None or self.task_seconds > LONG_TASK else 2

@@ -18,25 +18,25 @@ PackedSum = tuple[PartialSum, dict[str, PackedArrays]]  # a sum without its reco
 
 @dataclass(frozen=True)
 class Shared:
-    """A reference to a record in the object store."""
+    """A Ray reference to a packed record in the object store."""
 
     reference: Any
 
 
 def record_bytes(record: ArrayRecord) -> int:
-    """Return the bytes of a record's arrays."""
+    """Return the size of a record's arrays in bytes."""
     return sum(len(array.data) for array in record.values())
 
 
 def pack_arrays(record: ArrayRecord) -> PackedArrays:
-    """Return the record with each array's bytes as a uint8 view. Views are pickled out of band, without a copy."""
+    """Return (key, dtype, shape, stype, bytes) of each array. The bytes are a uint8 view, pickled without a copy."""
     return [
         (key, array.dtype, array.shape, array.stype, np.frombuffer(array.data, np.uint8)) for key, array in record.items()
     ]
 
 
 def unpack_arrays(packed: PackedArrays) -> ArrayRecord:
-    """Return a new record on the packed bytes. An edit of it does not change another message's record."""
+    """Return a new record that reads the packed bytes. Replacing its arrays changes no other message's record."""
     record = ArrayRecord()
     for key, dtype, shape, stype, data in packed:
         array = Array(dtype, shape, stype, b"")
@@ -46,14 +46,14 @@ def unpack_arrays(packed: PackedArrays) -> ArrayRecord:
 
 
 class SharedRecords:
-    """Puts each large record into the object store once. A record is recognised by its identity."""
+    """Puts each large record into the object store once. It recognises a record by its Python identity."""
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
         self._put = put
         self._references: dict[int, Shared] = {}
 
     def reference(self, record: ArrayRecord) -> Shared | None:
-        """Return the record's reference, or None if it is small enough to travel in its message."""
+        """Return the reference of the stored record, or None if it is small enough to travel in its message."""
         known = self._references.get(id(record))
         if known is None and record_bytes(record) >= SHARED_BYTES:
             known = self._references[id(record)] = Shared(self._put(pack_arrays(record)))
@@ -62,7 +62,7 @@ class SharedRecords:
 
 
 def pack(message: Message, shared: SharedRecords | None = None) -> tuple[Any, ...]:
-    """Return a message as plain parts: metadata, error or records; large arrays travel out of band."""
+    """Return a message as (metadata, error, packed records), one of the last two None. `shared` stores large records."""
     if message.has_error():
         return (message.metadata, message.error, None)
     records: list[tuple[str, Any]] = []
@@ -75,7 +75,7 @@ def pack(message: Message, shared: SharedRecords | None = None) -> tuple[Any, ..
 
 
 def unpack(parts: tuple[Any, ...], fetch: Callable[[Shared], PackedArrays] | None = None) -> Message:
-    """Return the message from packed parts. `fetch` returns a record from the object store."""
+    """Return the message that `pack` has packed. `fetch` reads a record from the object store."""
     metadata, error, records = parts
     if error is not None:
         return Message(metadata=metadata, error=error)  # type: ignore[call-overload]  # a private form of Flower
@@ -87,21 +87,21 @@ def unpack(parts: tuple[Any, ...], fetch: Callable[[Shared], PackedArrays] | Non
 
 
 def pack_sum(sum: PartialSum) -> PackedSum:
-    """Return a partial sum as plain parts."""
+    """Return a partial sum without its records, and its packed records by name."""
     return replace(sum, records={}), {name: pack_arrays(record) for name, record in sum.records.items()}
 
 
 def unpack_sum(packed: PackedSum) -> PartialSum:
-    """Return the partial sum from packed parts."""
+    """Return the partial sum that `pack_sum` has packed."""
     sum, records = packed
     return replace(sum, records={name: unpack_arrays(record) for name, record in records.items()})
 
 
 def sum_size(packed: PackedSum) -> int:
-    """Return the bytes of a packed sum's arrays."""
+    """Return the size of a packed sum's arrays in bytes."""
     return sum(data.nbytes for record in packed[1].values() for *_, data in record)
 
 
 def size(parts: tuple[Any, ...]) -> int:
-    """Return the bytes of the arrays inside packed parts, without shared records."""
+    """Return the size of the arrays in a packed message in bytes, without shared records."""
     return sum(data.nbytes for _, record in parts[2] or () if isinstance(record, list) for *_, data in record)

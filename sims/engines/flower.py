@@ -46,7 +46,7 @@ APP = {
 
 
 class FlowerGrid(CarefulGrid):
-    """A run at a SuperLink. `place`: its connection data; `line`: the socket to its ServerApp."""
+    """The Grid of a run at a SuperLink. `place`: its connection data; `line`: the socket to its ServerApp."""
 
     def __init__(self, place: dict[str, Any], line: socket.socket, description: str, config: Config) -> None:
         root = place["certificates"].encode() if place["certificates"] else None
@@ -72,7 +72,7 @@ class FlowerGrid(CarefulGrid):
 
 
 def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
-    """Start a run at the SuperLink that engine.address names. Its nodes are not divided among runs.
+    """Start a run at the SuperLink that engine.address names, and return its Grid. `share` is unused: nodes are not divided.
 
     Raises:
         UserError: The SuperLink does not run, or refuses the run.

@@ -14,7 +14,7 @@ POLL_SECONDS = 0.5
 
 
 def needs_of(engine: EngineConfig) -> dict[str, float]:
-    """Return the resources of one worker, by Ray's names."""
+    """Return the numbers of CPUs and GPUs that one worker needs, by Ray's names, without zeros."""
     return {name: need for name, need in {"CPU": engine.num_cpus, "GPU": engine.num_gpus}.items() if need > 0}
 
 
@@ -28,7 +28,7 @@ def refuse_gpus(engine: EngineConfig) -> None:
 
 
 def refuse_full(engine: EngineConfig, patience: float = PATIENCE) -> None:
-    """Raise UserError if no machine of this Ray has the resources of one worker, or if all are in use."""
+    """Raise UserError if after `patience` seconds no machine of this Ray has free resources for one worker."""
     needs, deadline = needs_of(engine), time.monotonic() + patience
     while (problem := _lacking(needs)) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class MarkFile:
-    """The mark file of one worker, and its host."""
+    """The file in which a worker records what it runs now (its mark): path and host."""
 
     path: str
     host: str
@@ -45,7 +45,7 @@ def make(folder: Path, number: int) -> MarkFile:
 
 
 class Marker:
-    """The worker's side. Writes the mark into its file if the pool runs on the same host."""
+    """Holds a worker's mark, and writes it into the worker's file if the pool runs on the same host."""
 
     def __init__(self, file: MarkFile) -> None:
         self._memory: mmap.mmap | None = None
@@ -62,11 +62,11 @@ class Marker:
 
     @property
     def near(self) -> bool:
-        """Whether the pool can read the file."""
+        """Whether the pool can read the worker's file."""
         return self._memory is not None
 
     def read(self) -> Progress | None:
-        """Return the mark, for a pool on another host."""
+        """Return the mark, for a pool on another host; None if the worker runs nothing."""
         return _mark(*self._now)
 
 

@@ -14,7 +14,7 @@ from fedloom.sims.engines.share import WHOLE, Share
 
 
 class InlineGrid(LocalGrid):
-    """Queues messages. Each pull processes one of them, so replies arrive one by one."""
+    """A Grid that queues messages. Each pull processes one of them in this process, so replies arrive one by one."""
 
     def __init__(self, sites: int, store: Path, app: ClientApp = app) -> None:
         super().__init__(sites, store)
@@ -47,5 +47,5 @@ class InlineGrid(LocalGrid):
 
 
 def start(config: Config, share: Share = WHOLE) -> InlineGrid:
-    """Return the engine for a configuration. It uses one core, whatever its share."""
+    """Return the inline engine for a configuration. It uses one core, whatever `share` is."""
     return InlineGrid(len(config.roster), store_folder(config))

@@ -39,7 +39,7 @@ Summed = tuple[dict[str, np.ndarray], int]
 
 
 def folder_of(name: str) -> Path:
-    """Create the folder that federation.node_store names on this node. Raises UserError if it cannot be written."""
+    """Create and return this node's folder from federation.node_store. Raises UserError if it is not valid or writable."""
     path = Path(os.path.expanduser(os.path.expandvars(name)))
     if "$" in str(path):
         raise UserError(f"{KEY}: {name}: its variable is not set on this node; set it before Ray starts, or name a folder")
@@ -54,22 +54,22 @@ def folder_of(name: str) -> Path:
 
 
 class NodeStore:
-    """The store of the node that this process runs on. Raises UserError if its folder cannot be written."""
+    """This node's folder of contributions and partial sums. Raises UserError if the folder cannot be written."""
 
     def __init__(self, folder: str, node: str) -> None:
         self.name, self.folder, self.node = folder, folder_of(folder), node
         self._others: dict[str, Any] = {}
 
     def blobs(self, run: str) -> Blobs:
-        """Return the contributions of a run on this node."""
+        """Return the store of a run's contributions on this node."""
         return Blobs(self.folder / run / "blobs")
 
     def put(self, run: str, state: State) -> str:
-        """Store a contribution and return its digest."""
+        """Store a contribution to a run and return its digest."""
         return self.blobs(run).put(state)
 
     def get(self, run: str, digest: str, holder: str) -> State:
-        """Return a contribution from this node or the node `holder`. Raises ReplyError if it is missing."""
+        """Return a contribution from this node or the node `holder`. Raises ReplyError if it cannot be read."""
         try:
             if self.blobs(run).path(digest).is_file() or holder in ("", self.node):
                 return self.blobs(run).get(digest)
@@ -83,14 +83,14 @@ class NodeStore:
             raise ReplyError(f"{UNREADABLE} from node {holder[:8] or self.node[:8]} ({last})") from None
 
     def leave(self, sum: PartialSum) -> PartialSum:
-        """Store the records of a sum; return the sum with a ticket for the records instead of them."""
+        """Store a partial sum's records here; return the sum with a ticket (their file's name) in place of the records."""
         states, ticket = to_states(RecordDict({**sum.records})), uuid.uuid4().hex
         tensors = {record + BETWEEN + name: tensor for record, state in states.items() for name, tensor in state.items()}
         write_bytes(self._sum(sum.run, ticket), save(tensors), durable=False, private=True)
         return replace(sum, records={}, node=self.node, ticket=ticket)
 
     def add_up(self, run: str, tickets: Sequence[str]) -> dict[str, np.ndarray]:
-        """Add up stored sums, delete them, and return the total."""
+        """Add up the stored sums with these tickets, delete their files, and return the total by tensor name."""
         total = ExactSum(bits=0)
         for ticket in tickets:
             total.merge(load(self._sum(run, ticket).read_bytes()), addends=1)
@@ -103,15 +103,15 @@ class NodeStore:
 
 
 class Keeper(NodeStore):
-    """The actor through which others reach a node's store."""
+    """The Ray actor through which the server and other nodes use a node's store."""
 
     def names(self, run: str) -> set[str]:
-        """Return the digests of all intact contributions. Deletes sums of unfinished rounds."""
+        """Return the digests of a run's intact contributions. Delete its sums of unfinished rounds."""
         shutil.rmtree(self.folder / run / "sums", ignore_errors=True)
         return self.blobs(run).sound()
 
     def read(self, run: str, digest: str) -> bytes:
-        """Return the bytes of a contribution."""
+        """Return the bytes of the contribution with this digest."""
         return self.blobs(run).path(digest).read_bytes()
 
     def summed(self, run: str, row: SumRow, names: Sequence[str], rows: Sequence[Contribution], bits: int) -> Summed:
@@ -120,7 +120,7 @@ class Keeper(NodeStore):
         return {name: tensor.numpy() for name, tensor in total.totals.items()}, total.addends
 
     def remove(self, run: str, digests: Collection[str]) -> None:
-        """Delete contributions."""
+        """Delete a run's contributions with these digests."""
         self.blobs(run).remove_all(digests)
 
     def end(self, run: str) -> None:
@@ -129,7 +129,7 @@ class Keeper(NodeStore):
 
 
 def keeper(folder: str, node: str) -> Any:
-    """Start a keeper on a node. It ends when its last reference is deleted."""
+    """Start a `Keeper` on a node and return its handle. It ends when its last reference is deleted."""
     actor: Any = ray.remote(Keeper)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(folder, node)
@@ -140,12 +140,12 @@ def _loaded(content: bytes, digest: str, node: str) -> State:
 
 
 def sound(content: bytes, digest: str) -> bool:
-    """Return whether the content has this sha256."""
+    """Return whether `digest` is the sha256 of the content."""
     return hashlib.sha256(content).hexdigest() == digest
 
 
 def checked(content: bytes, digest: str, node: str) -> bytes:
-    """Return the content. Raises NodeLostError if its sha256 differs."""
+    """Return the content unchanged. Raises NodeLostError, with the sender `node`, if its sha256 is not `digest`."""
     if not sound(content, digest):
         raise NodeLostError(f"node {node[:8]} sent a damaged contribution")
     return content

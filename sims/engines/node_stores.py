@@ -27,25 +27,25 @@ LOOK_SECONDS = 0.5
 
 
 def alive() -> set[str]:
-    """Return the nodes that are alive for Ray."""
+    """Return the ids of the nodes that Ray reports as alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class Stores:
-    """The server's access to all nodes. `received`: the bytes of arrays that it got from them."""
+    """The server's access to the stores of all nodes. `received`: the bytes of arrays that nodes have sent."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.received = folder, 0
         self._keepers: dict[str, Any] = {}
 
     def begin(self, nodes: Iterable[str]) -> None:
-        """Start the keepers of these nodes, all at the same time."""
+        """Start the keeper actor of each of these nodes, unless it runs, all at the same time."""
         for node in nodes:
             if node not in self._keepers:
                 self._keepers[node] = keeper(self.folder, node)
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a node's keeper. Raises NodeLostError if the node is lost, or the call fails."""
+        """Return what `method` of a node's keeper returns. Raises NodeLostError if the node is lost or the call fails."""
         until, error = time.monotonic() + ASK_SECONDS, "it does not answer"
         while node in alive() and time.monotonic() < until:
             self.begin([node])
@@ -67,7 +67,7 @@ class Stores:
 
 
 class Parts:
-    """The contributions of one run on all nodes, for the server's ledger (server.ledger.blobs.RemoteBlobStore)."""
+    """One run's contributions on all nodes (a server.ledger.blobs.RemoteBlobStore). `holders`: node by digest."""
 
     def __init__(self, stores: Stores, run: str) -> None:
         self.stores, self.run = stores, run
@@ -75,7 +75,7 @@ class Parts:
         self._odd = True
 
     def look(self) -> bool:
-        """Ask all nodes what they have, if a node may be lost since the last look. Return whether they were asked."""
+        """If contributions may be lost, ask all nodes which ones they have. Return whether the nodes were asked."""
         now, lost = alive(), {*self.holders.values()} - alive()
         if not (self._odd or lost):
             return False
@@ -89,11 +89,11 @@ class Parts:
         return True
 
     def doubt(self) -> None:
-        """Ask all nodes at the next look."""
+        """Make the next `look` ask all nodes."""
         self._odd = True
 
     def note(self, node: str, digests: Iterable[str]) -> None:
-        """Record that a node has these contributions."""
+        """Record that a node has the contributions with these digests."""
         self.holders |= dict.fromkeys(digests, node)
 
     def names(self) -> set[str]:
@@ -101,18 +101,18 @@ class Parts:
         return set(self.holders)
 
     def holder(self, digest: str) -> str:
-        """Return the node that has a contribution, or ""."""
+        """Return the node that has the contribution with this digest, or ""."""
         return self.holders.get(digest, "")
 
     def get(self, digest: str) -> bytes:
-        """Return a contribution's bytes. Raises NodeLostError."""
+        """Return a contribution's bytes. Raises NodeLostError if its node is lost or the bytes are damaged."""
         node = self.holder(digest)
         content = self._asked(node, "read", digest)
         self._odd |= not sound(content, digest)
         return checked(content, digest, node)
 
     def add_up(self, partials: Sequence[PartialSum]) -> PartialSum:
-        """Add up partial sums that a node stores, there or at another node with the same folder. Raises NodeLostError."""
+        """Return the total of partial sums, added up on a node that sees their files. Raises NodeLostError without one."""
         first = partials[0]
         node, arrays = self._anywhere(first.node, "add_up", [partial.ticket for partial in partials])
         states: dict[str, State] = {record: {} for record in first.addends}
@@ -128,7 +128,7 @@ class Parts:
         return PartialSum(first.run, first.round, messages, samples, addends, records, blobs=blobs)
 
     def summed(self, row: SumRow, names: Sequence[str], given: Sequence[Contribution], bits: int) -> ExactSum:
-        """Add up these tensors over contributions, each on the node that has it. Raises NodeLostError."""
+        """Sum the tensors `names` over contributions on the nodes that have them. Raises NodeLostError if one is lost."""
         total = ExactSum(bits, modular=True)
         for node in sorted({self.holder(contribution.blob) for contribution in given}):
             mine = [each for each in given if self.holder(each.blob) == node]
@@ -137,14 +137,14 @@ class Parts:
         return total
 
     def remove(self, digests: Collection[str]) -> None:
-        """Delete contributions on their nodes."""
+        """Delete the contributions with these digests on the nodes that have them."""
         for node, mine in self._by_node(digests).items():
             self._try(node, "remove", mine)
             for digest in mine:
                 del self.holders[digest]
 
     def end(self) -> None:
-        """Delete the run on all nodes: the server has all contributions."""
+        """Delete the run's files on its nodes, when the server has all contributions."""
         for node in {*self.holders.values()}:
             self._try(node, "end")
         self.holders = {}

@@ -38,7 +38,7 @@ DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
 @dataclass(frozen=True)
 class Job:
-    """A packed message for the site with index `site`."""
+    """A packed message for the site with index `site`. `key`: the message's id."""
 
     key: str
     site: int
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A packed reply, or the reason why it is missing, and the sums that came with it."""
+    """A message's packed reply, or the reason why it is missing, and the partial sums that came with it."""
 
     reply: Replied
     sums: tuple[PackedSum, ...] = ()
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class Call:
-    """A chunk in progress. `alone`: a suspect, the only message at its worker. `unwanted`: keys of cancelled messages."""
+    """Messages in progress at a worker. `alone`: a single message, which may kill it. `unwanted`: keys of cancelled ones."""
 
     number: int
     member: ActorHandle
@@ -66,7 +66,7 @@ class Call:
 
 
 class Pool:
-    """Distributes messages to workers. Thread-safe. `take` raises FailedError if no worker is available."""
+    """Distributes messages to Ray workers and collects the replies. Thread-safe."""
 
     def __init__(self, recipe: WorkerSpec, workers: int, options: dict[str, Any], engine: EngineConfig) -> None:
         self._crew = ActorPool(recipe, workers, options)
@@ -87,7 +87,7 @@ class Pool:
         self._thread.start()
 
     def add(self, key: str, site: int, parts: Packed) -> None:
-        """Queue a packed message; `dispatch` sends it."""
+        """Queue a packed message with the id `key` for the site with index `site`; `dispatch` sends it."""
         with self._changed:
             self._queue.append(Job(key, site, parts))
 
@@ -98,7 +98,7 @@ class Pool:
             self._changed.notify_all()
 
     def take(self, wanted: set[str], timeout: float) -> list[tuple[str, Outcome]]:
-        """Return the outcomes of these messages, each once. Wait up to `timeout` seconds for the first."""
+        """Return new (id, outcome) pairs of these messages, after up to `timeout` s. Raises FailedError without workers."""
         with self._changed:
             if not self._broken and self._done.keys().isdisjoint(wanted):
                 self._changed.wait_for(lambda: self._broken or not self._done.keys().isdisjoint(wanted), timeout)
@@ -108,7 +108,7 @@ class Pool:
             return outcomes
 
     def cancel(self, keys: Iterable[str]) -> None:
-        """Give up messages. On return, none of them is running: a worker that does not stop is ended."""
+        """Cancel messages by their ids. On return, none of them is running: a worker that does not stop is ended."""
         cancelled = set(keys)
         with self._changed:
             self._queue = deque(job for job in self._queue if job.key not in cancelled)

@@ -49,7 +49,7 @@ WORKER_BYTES = 2**30  # of a worker with torch that trains a small network
 
 
 class RayGrid(LocalGrid):
-    """Packs messages for the pool of workers, and unpacks their replies."""
+    """A Grid that packs messages for the pool of Ray workers, and unpacks their replies."""
 
     def __init__(self, sites: int, store: Path, pool: Pool, description: str, own: bool, node_store: str = "") -> None:
         super().__init__(sites, store)
@@ -90,7 +90,7 @@ class RayGrid(LocalGrid):
 
     @property
     def received(self) -> int:
-        """The bytes of arrays received from workers and nodes."""
+        """The bytes of arrays that workers and nodes have sent."""
         return self._received + (self._stores.received if self._stores else 0)
 
     def cancel(self, message_ids: Iterable[str]) -> None:
@@ -113,7 +113,7 @@ class RayGrid(LocalGrid):
 
 
 def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: Share = WHOLE) -> RayGrid:
-    """Start Ray, or join the cluster at engine.address, and start the workers.
+    """Start Ray, or join the cluster at engine.address, start the workers, and return their Grid.
 
     Without an address, a Ray that already runs in this process is used, and not ended.
 
@@ -230,7 +230,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Start Ray's processes in their own process groups: a signal to ours (timeout, a shell) then misses them.
+    """Start Ray's processes of this context in their own process groups: a signal to ours (timeout, a shell) misses them.
 
     If Ray's processes died first, Ray would end this process before it can clean up.
     """
@@ -243,7 +243,7 @@ def apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Restore this process's handlers of SIGINT and SIGTERM: Ray sets its own, which abort without cleaning up."""
+    """Restore the handlers of SIGINT and SIGTERM after this context: Ray's own abort without cleaning up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

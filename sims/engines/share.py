@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """One of `runs` simultaneous runs. `on_gpu`: the number of runs that share each GPU that this process sees.
+    """The part of a machine or cluster for one of `runs` simultaneous runs. `on_gpu`: runs that share each visible GPU.
 
     Cores and GPUs of this machine are already divided: a process sees its own (sims.sweeps.worker_pool). Memory is not.
     """

@@ -30,10 +30,11 @@ Replied = Packed | str  # a packed reply, or the reason why it is missing
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The configuration of a worker. `app` and `combine` are "module:attribute"; `combine` may be empty.
+    """What a worker needs. `app` (ClientApp) and `combine` (adds up replies; may be empty) are "module:attribute".
 
-    `cohort` > 1: that many sites of one shape are trained as one. `plugins`: modules with the user's own code, in the
-    folders `paths`. `node_store`: the node's folder for contributions and sums; empty: the server stores them.
+    `cohort` > 1: that many sites of one shape are trained as one. `sites`: their number. `store`: the folder of their
+    states. `plugins`: modules with the user's own code, in the folders `paths`. `node_store`: the node's folder for
+    contributions and sums; empty: the server stores them.
     """
 
     app: str
@@ -48,7 +49,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Answers:
-    """The result of a call: a reply for each message, in order, and sums over some of them, packed."""
+    """The result of `Worker.run`: a packed reply for each message, in order, and packed partial sums over some replies."""
 
     seconds: float
     replies: list[Replied]
@@ -56,7 +57,7 @@ class Answers:
 
 
 class Worker:
-    """Answers messages for any site."""
+    """The Ray actor that answers messages for any site. `fault`: why it cannot work, or ""."""
 
     def __init__(self, recipe: WorkerSpec, mark: MarkFile) -> None:
         take_identity()
@@ -77,11 +78,11 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> tuple[str, str, bool, Progress | None]:
-        """Return why this worker cannot work (or ""), its node, whether the pool can read its mark file, and the mark."""
+        """Return why this worker cannot work (or ""), its node, whether the pool can read its mark, and the mark."""
         return self.fault, self.node, self._marker.near, self._marker.read()
 
     def run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
-        """Answer (site, packed message) pairs in order. A cancelled call ends after the running message."""
+        """Answer (site index, packed message) pairs in order, as call number `call`. If cancelled, return no replies."""
         begin = time.perf_counter()
         try:
             return self._run(call, chunk, begin)

@@ -29,7 +29,7 @@ TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines report a long step after 
 
 
 class Watcher(Silent):
-    """A listener that also receives the steps of long work. It is active inside `with`. The base class shows nothing."""
+    """A listener that, inside its `with` block, also receives the steps of long work. The base class shows nothing."""
 
     def __init__(self) -> None:
         self._hears = contextlib.ExitStack()
@@ -46,7 +46,7 @@ class Watcher(Silent):
         """Restore the terminal. May be called twice."""
 
     def step(self, what: str, done: int, of: int) -> None:
-        """Receive that `done` of `of` parts of the work `what` are done (`of` 0: total unknown). Must be fast."""
+        """React when `done` of `of` steps of the work `what` are done (`of` 0: total unknown). Must be fast."""
 
 
 class QuietListener(Watcher):
@@ -182,7 +182,7 @@ class RichListener(QuietListener):
             self._live = None
 
     def line(self) -> Grid:
-        """Return what the display shows now."""
+        """Return the live line in its current state."""
         done = len(self._heard)
         sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
         parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites] if self._rounds else []

@@ -59,7 +59,7 @@ def plain(axes: Axes) -> None:
 
 
 def percent_axis(axis: Any, symbol: str = "%") -> None:
-    """Label shares of 1 as per cent."""
+    """Label an axis of shares, from 0 to 1, in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
@@ -113,7 +113,7 @@ def _fonts_with(letters: set[int]) -> list[str]:
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:
-    """Return the accuracy of that name, or NaN."""
+    """Return the accuracy on the domain `name`, or NaN."""
     return scores.get(name, math.nan)
 
 
@@ -123,7 +123,7 @@ def short(label: str, room: int = 24) -> str:
 
 
 def write_numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
-    """Write the cells' values in per cent into a heat map. `reach`: the value of the darkest colour."""
+    """Write the cells' values in per cent, in the format `form`, into a heat map. `reach`: the darkest colour's value."""
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             colour = "white" if abs(value) > 0.6 * reach else INK
@@ -141,7 +141,7 @@ def frame_cells(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:
 
 
 def name_ticks(axes: Axes, rows: list[str], names: list[str], rooms: tuple[int, int] = (65, 40)) -> None:
-    """Write names at the left and on top of a heat map, as many as fit."""
+    """Write `rows` at the left and `names` on top of a heat map, at most `rooms` (left, top) of them."""
     for axis, labels, room in zip((axes.yaxis, axes.xaxis), (rows, names), rooms, strict=True):
         step = math.ceil(len(labels) / room)
         axis.set_ticks(range(0, len(labels), step), [short(label) for label in labels[::step]])

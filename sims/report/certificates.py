@@ -9,7 +9,7 @@ from fedloom.sims.report.tables import Table, percent
 
 
 def write_html(path: Path) -> Path:
-    """Write CERTIFICATE.html next to CERTIFICATE.json. Raise UserError if the certificate cannot be read."""
+    """Write an HTML page next to the certificate `path` (JSON); return its path. Raise UserError if it cannot be read."""
     certificate = read(path)
     evidence = certificate.get("evidence", {})
     erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
@@ -27,7 +27,7 @@ def write_html(path: Path) -> Path:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages of a run's new and changed certificates."""
+    """Write the HTML pages of a run's new and changed certificates."""
     for path in sorted((folder / CERTIFICATES).glob("*.json")):
         page = path.with_suffix(".html")
         if not page.exists() or page.stat().st_mtime < path.stat().st_mtime:

@@ -97,7 +97,7 @@ def _worth_a_label(ends: list[End]) -> list[End]:
 
 
 def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
-    """Label the curves at their right ends, in at most `room` characters, without overlaps."""
+    """Label curves at their right `ends`, in at most `room` characters each, without overlaps."""
     if not ends:
         return
     low, high = axes.get_ylim()
@@ -123,7 +123,7 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
 
 
 def whole_rounds(axes: Axes, rounds: list[int]) -> None:
-    """Put ticks only at whole numbers."""
+    """Put the ticks of the x axis only at whole numbers. `rounds`: all plotted rounds."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))

@@ -11,7 +11,7 @@ BOTH = "accuracy should fall on a domain that only this site held, and stay abou
 
 
 def caption(summary: Mapping[str, Any]) -> str:
-    """Return a sentence that says what the plot should show, according to which sites share domains."""
+    """Return the caption of forgetting.png: what it should show, which depends on whether sites share domains."""
     holders = Holders(summary)
     shared = {bool(holders.others(site)) for site in summary.get("forgotten") or {}}
     expected = BOTH if len(shared) > 1 else STAYS if shared == {True} else FALLS
@@ -19,7 +19,7 @@ def caption(summary: Mapping[str, Any]) -> str:
 
 
 def forgetting_table(summary: Mapping[str, Any]) -> Table:
-    """Return the test accuracy before and after subtracting each site: on its domain, the retained ones and the union."""
+    """Return a table of accuracy before and after subtracting each site: its domain, the retained ones and the union."""
     holders, before, several = Holders(summary), before_forgetting(summary), not only_domain(summary)
     rows = []
     for site, after in (summary.get("forgotten") or {}).items():

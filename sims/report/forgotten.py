@@ -24,7 +24,7 @@ class Forgotten:
     page: str = ""
 
     def row(self) -> list[Cell]:
-        """Return the site's row in a table."""
+        """Return the site's row in `forgotten_table`."""
         certificate = Link(self.page, self.page) if self.page else UNCERTIFIED if self.request else None
         return [self.site, self.request or None, self.time[:19].replace("T", " ") or None, certificate]
 
@@ -44,7 +44,7 @@ def forgotten_table(found: list[Forgotten]) -> Table:
 
 
 def forgotten_sentence(names: list[str]) -> str:
-    """Return a sentence for the first lines of a report; empty if no site is forgotten."""
+    """Return a sentence that names the forgotten sites, for a report's first lines; empty without any."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     were, them = ("was", "it") if len(names) == 1 else ("were", "them")
     sentence = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {them}"

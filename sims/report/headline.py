@@ -18,7 +18,7 @@ from fedloom.sims.report.tables import (
 
 
 def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Return the run's main numbers in a few sentences."""
+    """Return a few sentences with the run's main numbers."""
     sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
     run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
     ended = f"{summary['status']} after round {done} of {summary['rounds']}"

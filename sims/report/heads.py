@@ -21,7 +21,7 @@ ACROSS = 4
 
 @dataclass(frozen=True)
 class HeadMatrix:
-    """A method's accuracies [extractor's site, head's site] (None: not measured).
+    """A method's accuracy of every extractor with every head: [extractor's site, head's site] (None: not measured).
 
     `bytes`: what a site sends in a round. `fedavg_bytes`: the same with FedAvg.
     """
@@ -50,12 +50,12 @@ class HeadMatrix:
 
     @property
     def own(self) -> float | None:
-        """The mean accuracy over sites with their own heads."""
+        """The mean accuracy of extractors with their own sites' heads."""
         return mean([self.accuracy[index][index] for index in range(len(self.sites))])
 
     @property
     def exchanged(self) -> float | None:
-        """The mean accuracy over all pairs of two different sites."""
+        """The mean accuracy of extractors with other sites' heads."""
         indices = range(len(self.sites))
         return mean([self.accuracy[row][column] for row in indices for column in indices if row != column])
 
@@ -66,7 +66,7 @@ class HeadMatrix:
 
 
 def exchanges(summary: Mapping[str, Any]) -> list[HeadMatrix]:
-    """Return the matrix of each method, the run's own first, without forgotten sites."""
+    """Return the `HeadMatrix` of each method in a summary, the run's own first, without forgotten sites."""
     matrices = [HeadMatrix(method, matrix["sites"], matrix["accuracy"], matrix["bytes"], matrix["fedavg_bytes"])
              for method, matrix in (summary.get(KEY) or {}).items()]  # fmt: skip
     left = [matrix.without(summary.get("unlearned") or []) for matrix in matrices]
@@ -74,7 +74,7 @@ def exchanges(summary: Mapping[str, Any]) -> list[HeadMatrix]:
 
 
 def heads_table(matrices: Sequence[HeadMatrix]) -> Table:
-    """Return a row for each method: accuracy with own and with exchanged heads, and traffic compared with FedAvg."""
+    """Return a table with a row for each method: accuracy with own and exchanged heads, traffic compared with FedAvg."""
     rows = [[matrix.method, percent(matrix.own), percent(matrix.exchanged), _kilobytes(matrix.bytes),
              _kilobytes(matrix.fedavg_bytes), percent(matrix.share)] for matrix in matrices]  # fmt: skip
     columns = ["method", "own heads", "exchanged heads", "kB sent per site and round", "FedAvg's kB", "share of FedAvg's"]
@@ -83,7 +83,7 @@ def heads_table(matrices: Sequence[HeadMatrix]) -> Table:
 
 
 def matrix_table(matrix: HeadMatrix, homes: Mapping[str, str]) -> Table:
-    """Return a row for each extractor and a column for each head, as far as they fit."""
+    """Return a table of accuracy: a row for each extractor and a column for each head, as many as fit."""
     shown = matrix.sites[:MAX_DOMAINS]
     rows, note = cut(
         [[_named(site, homes), *(_cell(matrix, site, head) for head in shown)] for site in matrix.sites], "extractors"
@@ -95,7 +95,7 @@ def matrix_table(matrix: HeadMatrix, homes: Mapping[str, str]) -> Table:
 
 
 def heads_figure(matrices: Sequence[HeadMatrix], homes: Mapping[str, str]) -> Figure | None:
-    """Plot a heat map for each method, side by side, in the same colours; None if nothing was measured."""
+    """Plot each method's matrix as a heat map, side by side, in the same colours; None without matrices."""
     if not matrices:
         return None
     most = max(len(matrix.sites) for matrix in matrices)

@@ -135,7 +135,7 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
 def alignment_figure(
     cost: NDArray, rows: list[str], columns: list[str], pairs: Mapping[int, int], groups: Sequence[int], path: Path
 ) -> Path:
-    """Draw the costs between layers as a heat map with the chosen map framed and lines between groups. Write the PNG."""
+    """Draw the costs between layers as a heat map into the PNG `path`; return it. `pairs` (row: column) are framed."""
     figure, axes = new_figure(max(6.0, 2.6 + 0.5 * len(columns)), max(3.0, 1.7 + 0.34 * len(rows)))
     picture = axes.imshow(cost, cmap="Blues", vmin=0.0, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, columns)

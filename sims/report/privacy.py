@@ -12,7 +12,7 @@ MASKED = (
 
 
 def privacy_parts(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[str | Table]:
-    """Return paragraphs and a table for the report; nothing if the run used neither masks nor noise."""
+    """Return the report's paragraphs and table on privacy; empty if the run used neither masks nor noise."""
     hidden = summary.get("privacy") or {}
     parts: list[str | Table] = [MASKED] if hidden.get("secure_aggregation") else []
     spent: dict[str, tuple[float, int]] = {}

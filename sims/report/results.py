@@ -9,7 +9,7 @@ from fedloom.sims.report.tables import Table, accuracy_table, at_sites_table, co
 
 
 def result_tables(summary: dict[str, Any]) -> list[Table]:
-    """Return the tables that a summary has results for."""
+    """Return a table for each kind of result in a run's summary."""
     tables = [accuracy_table(summary)] if summary.get("accuracy") else []
     tables += [at_sites_table(summary)] if summary.get("at_sites") else []
     tables += [costs_table(summary)] if summary.get("costs") else []

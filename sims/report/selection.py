@@ -22,7 +22,7 @@ Series = Sequence[float | None]  # a value per round; None where nothing was mea
 
 @dataclass(frozen=True)
 class Chosen:
-    """The result of a site.
+    """The layers that a site shares, and its accuracy.
 
     `configuration`: a digit per group of layers from the input on, 1: shared. `shared`: for each round, the probability
     that each group is shared. `accuracy`: for each round, with the shared parameters of that round. `rounds`: those in
@@ -37,7 +37,7 @@ class Chosen:
 
     @property
     def last(self) -> float | None:
-        """The accuracy with the final shared parameters."""
+        """The last measured accuracy, with the final shared parameters."""
         return next((accuracy for accuracy in reversed(self.accuracy) if accuracy is not None), None)
 
     @property
@@ -52,13 +52,13 @@ class Chosen:
         return self.last / self.peak if self.last is not None and self.peak else None
 
     def share(self, group: int) -> float | None:
-        """Return the last probability that a group is shared."""
+        """Return the last probability that the group with this index is shared."""
         return next((row[group] for row in reversed(self.shared) if row[group] is not None), None)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A method's sites. `bytes`: what a site sends in a round. `fedavg_bytes`: the same with FedAvg."""
+    """A method's result by site. `groups`: lists of layers. `bytes`: sent by a site in a round; `fedavg_bytes`: FedAvg's."""
 
     method: str
     groups: Sequence[Sequence[str]]
@@ -68,7 +68,7 @@ class Selection:
 
 
 def selections(summary: Mapping[str, Any]) -> list[Selection]:
-    """Return the result of each method, the run's own first, without forgotten sites."""
+    """Return the `Selection` of each method in a summary, the run's own first, without forgotten sites."""
     gone, methods = summary.get("unlearned") or [], []
     for method, one in (summary.get(KEY) or {}).items():
         keys = ("sites", "configuration", "shared", "accuracy", "own")
@@ -78,7 +78,7 @@ def selections(summary: Mapping[str, Any]) -> list[Selection]:
 
 
 def methods_table(found: Sequence[Selection]) -> Table:
-    """Return a row for each method: means over the sites."""
+    """Return a table with a row for each method: means over its sites."""
     rows = [[one.method, percent(mean([site.last for site in one.sites])), percent(mean([site.peak for site in one.sites])),
              _ratio(mean([site.kept for site in one.sites])),
              *(percent(mean([site.share(group) for site in one.sites])) for group in range(len(one.groups))),
@@ -93,7 +93,7 @@ def methods_table(found: Sequence[Selection]) -> Table:
 
 
 def sites_table(selection: Selection) -> Table:
-    """Return a row for each site."""
+    """Return a table of one method with a row for each site."""
     rows, note = cut([[site.site, site.configuration, percent(site.last), percent(site.peak), _ratio(site.kept)]
                       for site in selection.sites], "sites")  # fmt: skip
     legend = f"layers, from the input on: {', '.join(map(_named, selection.groups))}; 1: shared, 0: the site's own."

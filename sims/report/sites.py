@@ -21,13 +21,13 @@ LARGEST = 260.0  # area of the largest dot
 
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return by network the results on each site's own test images (server.run.final_evaluation)."""
+    """Return the summary's results on the sites' own test images, by network (server.run.final_evaluation)."""
     names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
     return {names.get(name) or str(name): result for name, result in (summary.get("per_site") or {}).items()}
 
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
-    """Return the spread of accuracy over the sites: mean, standard deviation, worst, deciles, best."""
+    """Return a table of accuracy over the sites by network: mean, standard deviation, worst, deciles, best."""
     rows = []
     for name, result in at_home(summary).items():
         low, middle, high = (result["deciles"][index] for index in (0, 4, 8))
@@ -40,7 +40,7 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
-    """Return the accuracy by site, the worst of the first network first."""
+    """Return a table of accuracy by site and network, sorted by the first network's accuracy, worst first."""
     networks = at_home(summary)
     first = next(iter(networks.values()))["sites"]
     names = sorted({name: None for result in networks.values() for name in result["sites"]},
@@ -53,7 +53,7 @@ def sites_table(summary: Mapping[str, Any]) -> Table:
 
 
 def classes_table(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the accuracy by class, over the test images of all measured sites; nothing if no site has reported it."""
+    """Return, as a list, a table of accuracy by class on all measured sites' test images; no table if none is reported."""
     networks = {name: result["classes"] for name, result in at_home(summary).items() if result["classes"]}
     numbers = sorted({number for classes in networks.values() for number in classes}, key=int)
     names = summary.get("class_names") or {}
@@ -89,7 +89,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the training images by site and class as dots whose area is their number. None for one site."""
+    """Plot the number of training images by site and class as the area of dots. None for one site."""
     counts = summary.get("classes") or {}
     if len(counts) < 2:
         return None
@@ -113,7 +113,7 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def sampled(counts: Mapping[str, Any]) -> list[str]:
-    """Return the sites to show, in their order: all, or a fixed random sample of many."""
+    """Return the sites to plot, in the order of `counts`: all or, of more than MOST_ROWS, a fixed random sample."""
     names = list(counts)
     if len(names) <= MOST_ROWS:
         return names

@@ -26,7 +26,7 @@ class Spread:
         return self.deviation if self.n > 1 else 0.0
 
     def text(self, digits: int) -> str:
-        """Return mean ± deviation with so many decimals; for one value, only the mean."""
+        """Return mean ± deviation with `digits` decimals; for one value, only the mean."""
         deviation = f" ± {self.deviation:.{digits}f}" if self.n > 1 else ""
         return f"{self.mean:.{digits}f}{deviation}"
 
@@ -43,7 +43,7 @@ def mean_and_spread(fractions: Sequence[float]) -> str:
 
 
 def mean_line(axes: Axes, series: Mapping[Any, Sequence[float]], **style: Any) -> None:
-    """Draw a line through the means, with error bars of one standard deviation. `series`: values of all seeds by x."""
+    """Draw a line through the means, with error bars of one standard deviation. `series`: the values at each x."""
     spreads = [spread(values) for values in series.values()]
     axes.errorbar(list(series), [each.mean for each in spreads], yerr=[each.bar for each in spreads], marker="o",
                   markersize=4, **style)  # fmt: skip

@@ -41,7 +41,7 @@ def clean(text: str) -> str:
 
 
 def shortened(text: str, room: int) -> str:
-    """Return the cleaned text in at most `room` characters, without its middle if it is longer."""
+    """Return the text on one line, shortened in the middle to at most `room` characters."""
     text = clean(text)
     return f"{text[: room // 2]}…{text[-(room // 2 - 1) :]}" if len(text) > room else text
 
@@ -73,7 +73,7 @@ class Table:
         return self._lines(f"**{_in_markdown(self.title)}**", _in_markdown)
 
     def plain(self) -> str:
-        """Return the same lines for a terminal, without escapes."""
+        """Return the lines of `markdown` without escapes, for a terminal."""
         return self._lines(clean(self.title), clean)
 
     def _lines(self, title: str, written: Callable[[str], str]) -> str:
@@ -111,7 +111,7 @@ class Table:
 
 
 def cut(rows: Sequence[Sequence[Cell]], what: str) -> tuple[list[Sequence[Cell]], str]:
-    """Return the first MAX_ROWS rows, and a sentence that says so if there are more."""
+    """Return the first MAX_ROWS rows, and a sentence that says so if there are more. `what`: the rows' name."""
     left_out = len(rows) > MAX_ROWS
     return list(rows[:MAX_ROWS]), f"The first {MAX_ROWS} of {len(rows)} {what} are shown." if left_out else ""
 
@@ -170,7 +170,7 @@ def homes(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the test accuracies, by domain, of the network that contains all sites."""
+    """Return the test accuracies by domain of the aggregated network, which contains all sites."""
     return accuracies(summary).get(aggregate(summary), {})
 
 
@@ -181,7 +181,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 class Holders:
-    """The sites of each domain. Build it once per summary: there may be many sites."""
+    """Which sites hold which domain, from a summary. Build it once per summary: there may be many sites."""
 
     def __init__(self, summary: Mapping[str, Any]) -> None:
         self.home = homes(summary)
@@ -205,7 +205,7 @@ class Holders:
 
 
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
-    """Return the test accuracy of the aggregate, the baselines and each site's own network on every domain."""
+    """Return a table of the test accuracy of aggregate, baselines and sites' own networks on every domain."""
     sites, columns, several = homes(summary), domains(summary), not only_domain(summary)
     shown = columns[:MAX_DOMAINS]
     rows = []
@@ -224,7 +224,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:
-    """Return the accuracy of the networks that sites use, as means over sites (server.evaluation.per_client_metrics)."""
+    """Return a table of the mean accuracy of the networks that sites use (server.evaluation.per_client_metrics)."""
     rows = [[name, *(percent(scores.get(key)) for key in ("own", "lacking", "union"))]
             for name, scores in summary["at_sites"].items()]  # fmt: skip
     note = (
@@ -235,7 +235,7 @@ def at_sites_table(summary: Mapping[str, Any]) -> Table:
 
 
 def costs_table(summary: Mapping[str, Any]) -> Table:
-    """Return the cost of networks of different sizes (server.evaluation.per_client_metrics)."""
+    """Return a table of each network's size, traffic and time (server.evaluation.per_client_metrics)."""
     rows = [[name, cost["sites"], cost["parameters"], _megabytes(cost.get("bytes")), f"{1e3 * cost['seconds']:.1f}"]
             for name, cost in summary["costs"].items()]  # fmt: skip
     columns = ["network", "sites", "parameters", "MB per site and round", "ms for 1,000 images"]
@@ -243,7 +243,7 @@ def costs_table(summary: Mapping[str, Any]) -> Table:
 
 
 def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return the mean bytes of arrays to and from each site, over its rounds; nothing if no round has recorded bytes."""
+    """Return, as a list, a table of each site's mean MB per round, both ways; no table if no round has recorded bytes."""
     rounds: dict[str, list[tuple[int, int]]] = {}
     for record in metrics:
         for site, both in (record.get("bytes") or {}).items():

@@ -26,7 +26,7 @@ def sweep(
     """Run an experiment with every seed and combination of values: sweep("digits", seeds=[0, 1], over={"rounds": [2, 4]}).
 
     The sweep skips finished runs, resumes interrupted ones and starts the others. A failed run does not stop the others.
-    To continue after a KeyboardInterrupt, make the same call again.
+    Return the finished runs. To continue after a KeyboardInterrupt, make the same call again.
 
     Args:
         parallel: Runs at a time. Above 1, each runs in its own process: put your networks, data and methods in modules.

@@ -30,7 +30,7 @@ class Display:
         """Restore the terminal."""
 
     def begin(self, name: str) -> QuietListener:
-        """Start or resume showing a run. Return the listener for it."""
+        """Show the run of this name from now on. Return the listener for it."""
         return QuietListener(self.console, name)
 
     def end(self, name: str, outcome: Outcome) -> None:
@@ -59,7 +59,7 @@ class Lines(Display):
 
 
 class Row(RichListener):
-    """One run's line in the block."""
+    """One run's line in a `Block`."""
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._begin(self.name, rounds)
@@ -107,7 +107,7 @@ class Block(Display):
             self.say(name, ending(outcome))
 
     def block(self) -> Group:
-        """Return what is shown now."""
+        """Return the current lines: the sweep's, and one for each run in progress."""
         now = time.monotonic()
         parts = [f"{self.done} of {self.total} runs done"]
         parts += [f"{self.failed} failed"] if self.failed else []

@@ -15,7 +15,7 @@ FINISHED, FAILED = "finished", "failed"  # the last event of a run
 
 
 class Teller(Watcher):
-    """A listener that writes each call as a line of JSON."""
+    """A listener that writes each call to `out` as a line of JSON."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Teller(Watcher):
             setattr(self, call, partial(self.tell, call))
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """Write one event, after the replies that are waiting."""
+        """Write the event `what` (a call, FINISHED or FAILED), after the replies that wait."""
         if self._replies:
             self._tell_replies()
         self._write(what, *arguments)
@@ -50,7 +50,7 @@ class Teller(Watcher):
 
 
 def repeat(event: list[Any], listener: Watcher) -> None:
-    """Repeat a call that `Teller` has written: `event` is its parsed line."""
+    """Call `listener` as the parsed line `event` of a `Teller` says. Raises KeyError for an unknown event."""
     what, *arguments = event
     if what == REPLIES:
         for site, ok, reason in arguments[0]:

@@ -33,7 +33,7 @@ def part_of_name(value: Any) -> str:
 
 
 def label_of(values: Mapping[str, Any]) -> str:
-    """Return the label of a group of runs: mode=exact, rate=0.01."""
+    """Return the label of a group of runs from its values, such as mode=exact, rate=0.01."""
     short = short_keys(values)
     return ", ".join(f"{short[key]}={_cut(text_of(value))}" for key, value in values.items())
 

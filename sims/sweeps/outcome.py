@@ -42,7 +42,7 @@ class Outcome:
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each run."""
+    """Return a table with the status and test accuracy of each run."""
     rows = [[outcome.folder.name, outcome.status, percent(before_forgetting(outcome.summary).get("union"))]
             for outcome in outcomes]  # fmt: skip
     note = f"{KEPT}: finished before this sweep." if any(outcome.status == KEPT for outcome in outcomes) else ""
@@ -50,12 +50,12 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def finished(run: Planned, status: str = FINISHED) -> Outcome:
-    """Return the outcome of a run that is complete, from its folder."""
+    """Return the outcome of a complete run, read from its folder."""
     return Outcome(run.folder, run.values, status, summary=read_summary(run.folder))
 
 
 def failed(run: Planned, reason: str) -> Outcome:
-    """Return the outcome of a run that failed, or that another process is working on."""
+    """Return the outcome of a run that failed for this reason, or that another process is working on."""
     if busy(run.folder):
         return Outcome(run.folder, run.values, BUSY, BUSY_MESSAGE)
     return Outcome(run.folder, run.values, FAILED, reason, read_summary(run.folder))

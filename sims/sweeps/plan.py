@@ -26,7 +26,7 @@ Load = Callable[[Sequence[str]], Config]  # an experiment with overrides
 
 @dataclass(frozen=True)
 class Planned:
-    """One run. `values`: the values of the swept keys and the seed. `done`: the run is already finished."""
+    """One run of a sweep. `values`: those of the swept keys and the seed. `done`: the run is already finished."""
 
     config: Config
     values: Mapping[str, Any]
@@ -70,7 +70,7 @@ def _read_seeds(seeds: str) -> list[Any]:
 
 
 def plan(load: Load, overrides: Sequence[str], grid: Mapping[str, Sequence[Any]]) -> list[Planned]:
-    """Return a run for every combination of the values. The seed changes fastest.
+    """Return a run for every combination of the values in `grid`. The seed changes fastest.
 
     Raises UserError for keys and values that the configuration does not accept, and for two equal runs.
     """
@@ -157,7 +157,7 @@ def _refuse_twice(planned: Sequence[Planned]) -> None:
 
 
 def placed(run: Planned, overwrite: bool) -> Planned:
-    """Return the run, marked as done, to resume or to start, according to its folder.
+    """Return the run marked as done, set to resume, set to `overwrite`, or unchanged, according to its folder.
 
     Raises UserError if the folder holds something else.
     """
@@ -174,6 +174,6 @@ def placed(run: Planned, overwrite: bool) -> Planned:
 
 
 def ordered(run: Planned, **how: bool) -> Planned:
-    """Return the run with these keys of the section `run`."""
+    """Return the run with these keys changed in the section `run` of its configuration."""
     section = dataclasses.replace(run.config.run, **how)
     return dataclasses.replace(run, config=dataclasses.replace(run.config, run=section))

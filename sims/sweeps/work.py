@@ -13,7 +13,7 @@ from fedloom.sims.sweeps.worker_pool import WorkerPool
 
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:
-    """Return the runs, marked as done, to resume or to start. Raise UserError if one of them cannot work."""
+    """Return the runs, marked as done or set to resume or to start, by their folders. Raise UserError if one cannot work."""
     runs = [placed(dataclasses.replace(run, config=absolute_paths(run.config)), overwrite) for run in planned]
     for run in runs:
         if not run.done and (overwrite or not busy(run.folder)):

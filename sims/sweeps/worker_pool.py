@@ -48,7 +48,7 @@ class Part:
 
 
 def parts(runs: int, cores: Sequence[int], gpus: Sequence[str]) -> list[Part]:
-    """Divide the machine among so many runs. All cores and GPUs are used. Runs share them if there are too few."""
+    """Divide these cores and GPUs among `runs` runs. All are used. Runs share them if there are too few."""
     on_gpu = max(1, -(-runs // max(1, len(gpus))))
     share = Share(runs, on_gpu if gpus else 1)
     return [Part(_dealt(cores, index, runs), _dealt(gpus, index, runs), share) for index in range(runs)]
@@ -69,7 +69,7 @@ def this_machine() -> tuple[list[int], list[str]]:
 
 
 class WorkerProcess:
-    """One process and its current run."""
+    """One process and its current run. `told` and `said` receive its lines of stdout (at the end None) and stderr."""
 
     def __init__(
         self, part: Part, told: Callable[["WorkerProcess", str | None], None], said: Callable[["WorkerProcess", str], None]
@@ -98,7 +98,7 @@ class WorkerProcess:
             heard(self, None)
 
     def give(self, task: Planned, listener: Watcher) -> None:
-        """Start a run. `listener` receives what happens in it."""
+        """Start a run in the process. `listener` receives its events."""
         self.task, self.listener = task, listener
         self._send(to_json(task.config, tracking=True) + "\n")
 
@@ -115,7 +115,7 @@ class WorkerProcess:
         self._process.stdin.close()
 
     def stop(self) -> None:
-        """Interrupt the process."""
+        """Interrupt the process, if it still runs."""
         if self._process.poll() is None:
             self._process.terminate()
 
@@ -127,7 +127,7 @@ class WorkerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its group."""
+        """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
             if hasattr(os, "killpg"):
                 os.killpg(self._process.pid, signal.SIGKILL)

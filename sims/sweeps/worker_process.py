@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def work(out: TextIO, share: Share) -> None:
-    """Carry out configurations from stdin until it ends."""
+    """Carry out configurations from stdin until stdin ends. Write events to `out`."""
     lines, busy, gone = SimpleQueue[str](), threading.Event(), threading.Event()
     threading.Thread(target=_read, args=[lines, busy, gone], daemon=True).start()
     from fedloom.sims.operations.simulate import simulate

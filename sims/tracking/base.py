@@ -28,13 +28,13 @@ class Part:
 
 
 class Line(ABC):
-    """A tracker's record of one part. `written`: the last round that it contains."""
+    """A tracker's record of one `Part` of a run. `written`: the last round that it contains."""
 
     written = 0
 
     @abstractmethod
     def write(self, record: dict[str, Any]) -> None:
-        """Write a round: its line of metrics.jsonl. Rounds come in order, each once."""
+        """Write a round. `record`: its line of metrics.jsonl. Rounds come in order, each once."""
 
     @abstractmethod
     def close(self, status: str) -> None:
@@ -53,14 +53,14 @@ class Writer(ABC):
 
     @abstractmethod
     def begin(self, part: Part) -> Line:
-        """Return a new line for a part, or the one that an earlier process began."""
+        """Return a new `Line` for a part, or the one that an earlier process began."""
 
     @abstractmethod
     def results(self, results: Results) -> None:
         """Write the final results, in place of earlier ones."""
 
     def part(self, part: Part, records: Sequence[dict[str, Any]]) -> None:
-        """Switch to a part. `records`: its committed rounds."""
+        """Make `part` the current one, and write those of its committed rounds `records` that are missing."""
         if self._ids.get(part.name) != part.id:
             if before := self.lines.pop(part.name, None):
                 before.close(INTERRUPTED)

@@ -12,7 +12,7 @@ MOST_WAITING = 10_000  # a tracker may be so many rounds behind
 
 
 class Courier:
-    """Pass a run's events to one tracker's writer, in order. The first error stops it; `failure` is its message."""
+    """A thread that passes events to one tracker's writer, in order. The first error stops it; `failure`: its message."""
 
     def __init__(self, name: str, open: Callable[[], Writer]) -> None:
         self.name, self.failure = name, ""
@@ -22,7 +22,7 @@ class Courier:
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
 
     def tell(self, call: str, *arguments: Any) -> None:
-        """Queue a call of the writer's method of this name."""
+        """Queue a call of the writer's method `call`. After a failure, do nothing."""
         if self.failure:
             return
         if self._thread.ident is None:
@@ -33,14 +33,14 @@ class Courier:
             self.failure = f"is {MOST_WAITING} rounds behind"
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` until all queued calls are done. The last one is `close`."""
+        """Wait up to `seconds` until all queued calls are done, of which `close` must be the last."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         if self._thread.is_alive() and not self.failure:
             self.failure = f"did not end within {seconds:g} s"
 
     def news(self) -> str:
-        """Return a message about a new failure, or an empty text."""
+        """Return a message about the failure, only once; otherwise an empty text."""
         if not self.failure or self._told:
             return ""
         self._told = True

@@ -40,7 +40,7 @@ def trackers_of(config: Config) -> dict[str, Tracker]:
 
 
 def refuse_trackers(config: Config) -> None:
-    """Raise UserError for a tracker that cannot work, such as one without its package. Import no package."""
+    """Raise UserError for a tracker that cannot work, such as one without its package. No package is imported."""
     for index, (name, tracker) in enumerate(trackers_of(config).items()):
         if tracker.package and not _installed(tracker.package):
             how = f"pip install 'fedloom[{tracker.extra}]'" if tracker.extra else f"pip install {tracker.package}"
@@ -57,7 +57,7 @@ def _installed(package: str) -> bool:
 
 
 def trackable(config: Config, say: Callable[[str], None]) -> Config:
-    """Return the configuration, without trackers if one of them cannot work. `say` gets the reason."""
+    """Return the configuration, without trackers if one of them cannot work. `say` is called with the reason."""
     try:
         refuse_trackers(config)
     except UserError as error:
@@ -69,7 +69,7 @@ def trackable(config: Config, say: Callable[[str], None]) -> Config:
 class Tracking(Silent):
     """The trackers of one run. Enter this context before the run, and leave it when the report is written.
 
-    `say` gets a line for each tracker that fails. A tracker's errors are never raised.
+    `say` is called with a line for each tracker that fails. A tracker's errors are never raised.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:

@@ -39,7 +39,7 @@ class MlflowTracker(Tracker):
 
 
 class MlflowWriter(Writer):
-    """After a rollback, the old MLflow run keeps its rounds, and a new one gets all committed rounds."""
+    """Writes an MLflow run for each part. After a rollback, a new one gets all committed rounds; the old one stays."""
 
     def __init__(self, config: Config, options: MlflowTracker) -> None:
         super().__init__(config, options.sites)
@@ -86,7 +86,7 @@ class MlflowWriter(Writer):
 
 
 class MlflowLine(Line):
-    """An MLflow run."""
+    """The MLflow run of one part."""
 
     def __init__(self, client: "MlflowClient", id: str, sites: set[str]) -> None:
         self.id, self._client, self._sites = id, client, sites
@@ -98,7 +98,7 @@ class MlflowLine(Line):
         self.log({**numbers, MARK: float(record["round"])}, record["round"], again=record["round"] == self._torn)
 
     def log(self, numbers: dict[str, float], step: int, again: bool = True) -> None:
-        """Add points to curves. `again`: some may exist; add only those without an equal point."""
+        """Add each number to its curve at `step`. `again`: some points may exist; add only the missing ones."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())

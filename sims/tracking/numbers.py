@@ -30,7 +30,7 @@ def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def site_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, dict[str, float]]:
-    """Return the numbers of each of these sites that participated: `sent`, `received`, `dropped` (0 or 1), `epsilon`, ..."""
+    """Return by site the numbers of those `sites` in the round: `sent`, `received`, `dropped` (0 or 1), `epsilon`, ..."""
     by_site: dict[str, dict[str, float]] = {}
     traffic, dropped = record.get("bytes") or {}, record.get("dropped") or {}
     for site in sites & (traffic.keys() | dropped.keys()):
@@ -45,7 +45,7 @@ def site_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, dict[s
 
 
 def all_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, float]:
-    """Return the numbers of a round and, as `site NAME/...`, of these sites."""
+    """Return a round's `round_numbers` and the `site_numbers` of these sites, as `site NAME/sent`, ..."""
     of_sites = {f"site {site}/{name}": number for site, numbers in site_numbers(record, sites).items()
                 for name, number in numbers.items()}  # fmt: skip
     return round_numbers(record) | of_sites

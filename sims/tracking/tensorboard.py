@@ -32,7 +32,7 @@ class TensorBoardTracker(Tracker):
 
 
 class TensorBoardWriter(Writer):
-    """Each process adds an event file. TensorBoard's purge step marks rounds of earlier files that were rolled back."""
+    """Writes event files, a new one in each process. Its purge step hides rounds of earlier files after a rollback."""
 
     def begin(self, part: Part) -> Line:
         return TensorBoardLine(self.folder / FOLDER / part.name, part, self.sites, self.config)
@@ -56,7 +56,7 @@ class TensorBoardWriter(Writer):
 
 
 class TensorBoardLine(Line):
-    """The curves of one part. The main part also has the configuration, at round 0."""
+    """The curves of one part of a run. The main part also has the configuration, at round 0."""
 
     def __init__(self, folder: Path, part: Part, sites: set[str], config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter

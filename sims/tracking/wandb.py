@@ -38,7 +38,7 @@ class WandbTracker(Tracker):
 
 
 class WandbWriter(Writer):
-    """After a rollback, the old W&B run keeps its rounds, and a new one gets all committed rounds."""
+    """Writes a W&B run for each part. After a rollback, a new one gets all committed rounds; the old one stays."""
 
     def __init__(self, config: Config, options: WandbTracker) -> None:
         super().__init__(config, options.sites)
@@ -85,7 +85,7 @@ class WandbWriter(Writer):
 
 
 class WandbLine(Line):
-    """A W&B run."""
+    """The W&B run of one part."""
 
     def __init__(self, run: Any, written: int, sites: set[str]) -> None:
         self.run, self.written, self._sites = run, written, sites

@@ -35,7 +35,7 @@ def messages(path: Path) -> Iterator[Any]:
 
 
 def last_number(folder: Path, id: str, name: str) -> int:
-    """Return the largest value of a number in a run's history, over all files below W&B's folder; 0 without any."""
+    """Return the largest value of `name` in the history of W&B run `id`, over its files in `folder`; 0 without any."""
     values = [0]
     for path in folder.glob(f"*run-*-{id}/run-{id}.wandb"):
         for message in messages(path):
