@@ -139,7 +139,7 @@ class Evaluator:
         parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
         fewest = min((len(part) for part in parts if len(part)), default=0)
         if not fewest:
-            raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+            raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
         mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
         batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
         recompute_statistics(network, [to_float(batch.to(self.device)) for batch in batches])

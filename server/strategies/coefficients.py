@@ -48,7 +48,7 @@ class SearchOptions:
     def check(self, experiment: Experiment, sites: int) -> None:
         """Raise UserError if the configuration does not allow this search."""
         if self.by != NONE and not experiment.data.validation:
-            raise UserError(f"strategy.search.by={self.by}: needs validation images; set data.validation above 0")
+            raise UserError(f"strategy.search.by={self.by} needs validation images; set data.validation above 0")
         if self.by == "grid":
             check_grid(self.steps or GRID, sites)
         if not self.low < self.high:
