@@ -18,7 +18,7 @@ MOST_EXPERIMENTS = 16  # cached experiments
 
 @dataclass(frozen=True)
 class Group:
-    """The sites with one architecture. `name` is the architecture's name in slots and tables, `sites` holds site names."""
+    """The sites that share one architecture. `name`: the architecture's name in slots and tables; `sites`: their names."""
 
     name: str
     architecture: Architecture
@@ -28,7 +28,7 @@ class Group:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def groups_of(experiment: Experiment) -> tuple[Group, ...]:
-    """Return the architectures of a run, in the roster's order."""
+    """Return the run's sites grouped by architecture, in the roster's order."""
     sites: dict[Architecture, list[Site]] = {}
     for site in experiment.sites:
         sites.setdefault(experiment.architecture(site), []).append(site)
@@ -39,12 +39,12 @@ def groups_of(experiment: Experiment) -> tuple[Group, ...]:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def group_by_site(experiment: Experiment) -> dict[str, Group]:
-    """Return the group of each site, by the site's name."""
+    """Return the `Group` to which each site belongs, by the site's name."""
     return {site: group for group in groups_of(experiment) for site in group.sites}
 
 
 def reference_of(experiment: Experiment, name: str = "") -> Group:
-    """Return the group `name`. Without a name, return the group with most layers, and among these most parameters.
+    """Return the reference: the group `name` or, without a name, the group with most layers, then most parameters.
 
     Raises:
         UserError: No architecture has this name.
@@ -56,14 +56,14 @@ def reference_of(experiment: Experiment, name: str = "") -> Group:
 
 
 def size_of(architecture: Architecture) -> tuple[int, int]:
-    """Return the numbers of layers (or residual blocks) and of parameters."""
+    """Return how many layers (or residual blocks) and how many parameters a network with this architecture has."""
     wiring = wiring_of(architecture)
     return len(wiring.units), sum(weight.numel() for weight in wiring.graph.parameters())
 
 
 @functools.lru_cache(maxsize=64)
 def wiring_of(architecture: Architecture) -> Wiring:
-    """Return the channel graph of a network with this architecture.
+    """Return how the layers and channels of a network with this architecture are connected.
 
     Raises:
         UserError: The network cannot be traced. The message names it.
