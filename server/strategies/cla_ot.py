@@ -167,7 +167,7 @@ class ClaOt(InParts):
                 raise UserError(f"strategy.recalibrate: {error}; set it to false") from None
 
     def mix(self, view: View) -> float:
-        """Return the share of the fused network after this round: 0 between fusions, else `server_mix`, as after the last."""
+        """Return the fused network's share after this round: `server_mix`, or 0 between fusions. The last round fuses."""
         return self.server_mix if number_of(view) % self.every == 0 or number_of(view) >= view.config.rounds else 0.0
 
     def _first(self, view: View) -> bool:
