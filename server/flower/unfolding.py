@@ -41,7 +41,7 @@ def check_unfolding(root: str, parts: Mapping[str, bytes], most: int) -> None:
 
 
 def by_hash(root: str, parts: Mapping[str, bytes]) -> tuple[str, dict[str, bytes]]:
-    """Return a message's id and parts by their hashes, which parts use to name each other. A SuperLink may use other ids."""
+    """Return a message's id and parts, renamed to their hashes: parts refer to these, but a SuperLink may use other ids."""
     return get_object_id(parts[root]), {get_object_id(content): content for content in parts.values()}
 
 
