@@ -18,7 +18,7 @@ MOST_EXPERIMENTS = 16  # cached experiments
 
 @dataclass(frozen=True)
 class Group:
-    """The sites that share one architecture. `name`: the architecture's name in slots and tables; `sites`: their names."""
+    """The sites with one architecture. `name` is the architecture's name in slots and tables, `sites` holds site names."""
 
     name: str
     architecture: Architecture
@@ -39,7 +39,7 @@ def groups_of(experiment: Experiment) -> tuple[Group, ...]:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def group_by_site(experiment: Experiment) -> dict[str, Group]:
-    """Return the `Group` to which each site belongs, by the site's name."""
+    """Return the group of each site, by the site's name."""
     return {site: group for group in groups_of(experiment) for site in group.sites}
 
 
@@ -56,14 +56,14 @@ def reference_of(experiment: Experiment, name: str = "") -> Group:
 
 
 def size_of(architecture: Architecture) -> tuple[int, int]:
-    """Return how many layers (or residual blocks) and how many parameters a network with this architecture has."""
+    """Return a network's numbers of layers (or residual blocks) and of parameters."""
     wiring = wiring_of(architecture)
     return len(wiring.units), sum(weight.numel() for weight in wiring.graph.parameters())
 
 
 @functools.lru_cache(maxsize=64)
 def wiring_of(architecture: Architecture) -> Wiring:
-    """Return how the layers and channels of a network with this architecture are connected.
+    """Return how layers and channels of a network with this architecture are connected.
 
     Raises:
         UserError: The network cannot be traced. The message names it.

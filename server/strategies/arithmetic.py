@@ -34,7 +34,7 @@ GRADIENT = "sum"  # the slot
 @STRATEGIES.register("arithmetic")
 @dataclass(frozen=True)
 class ArithmeticStrategy(Strategy):
-    """Strategy that adds what sites learned: its network is theta_0 + sum alpha_i G_i. Its objective is `local`."""
+    """Strategy that adds what sites learned: the network theta_0 + sum alpha_i G_i. Its objective is `local`."""
 
     default_objective: ClassVar[str] = "local"
 
@@ -66,7 +66,7 @@ class ArithmeticStrategy(Strategy):
         return self.compose(view, self.alphas(view)) if view.round else start_of(view)
 
     def compose(self, view: View, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
-        """Return the float32 network that combines the sites named in `alphas` with these coefficients.
+        """Return the float32 network that combines the sites in `alphas` with these coefficients.
 
         Args:
             view: The slots.
@@ -158,7 +158,7 @@ class ArithmeticStrategy(Strategy):
 
 
 def start_of(view: View) -> State:
-    """Return the initial network theta_0 as sites receive it: rounded to the units of exact sums."""
+    """Return the start theta_0 as sites receive it: rounded to the units of exact sums."""
     return to_state(_theta(view), view.initial(), view.bits)
 
 

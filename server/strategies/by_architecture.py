@@ -163,7 +163,7 @@ def averaged(view: View, fresh: bool = False) -> list[Averaged]:
 
 
 def counted(view: View, fresh: bool = False) -> View:
-    """Return the view without the sites that `averaged` leaves out."""
+    """Return the view that `averaged` reads: all sites, or those of the last round."""
     if view.config.federation.fraction >= 1.0 and not fresh:
         return view
     rounds = {site.name: view.last_put(site.name) for site in view.sites}

@@ -52,7 +52,7 @@ def fused_apart(
     Args:
         reference: The architecture of the result.
         apart: The networks. They are read one after the other.
-        before: A state of the reference. Without a network of its architecture in `apart`, this sets only the shapes.
+        before: A state of the reference. It sets the shapes, if no network in `apart` has this architecture.
         probe: Images, float32 [k, c, h, w], or None: plans from weights, without refit.
         settings: By default those of `settings_for`.
 

@@ -34,11 +34,11 @@ class PublicImages:
             raise UserError(f"{key}: needs held-out images; set data.validation above 0, or name a domain")
 
     def read(self, view: View, key: str) -> Tensor:
-        """Return images, float32 [samples, c, size, size] in [-1, 1], equally many of each domain. `key`: as in `check`."""
+        """Return the images, float32 [samples, c, size, size] in [-1, 1], equally many of each domain."""
         return to_float(self.labelled(view, key).x)
 
     def labelled(self, view: View, key: str) -> Images:
-        """Return the same images as `read`, unscaled, with labels.
+        """Return the images, not scaled, with their labels.
 
         Raises:
             UserError: There are fewer than two images.

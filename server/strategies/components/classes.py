@@ -23,7 +23,7 @@ class Kinds:
     def of(
         experiment: Experiment, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
     ) -> "Kinds":
-        """Return the class names of these sites' outputs. Names in one group of `alike` mean the same class.
+        """Return the class names of these sites. Names in one group of `alike` mean the same class.
 
         Args:
             experiment: The experiment.
@@ -34,7 +34,7 @@ class Kinds:
         return Kinds({site.name: _named(experiment, site, said[site.name], one_name) for site in sites if site.name in said})
 
     def common(self) -> list[str]:
-        """Return the names of the classes that all sites have, in the first site's order."""
+        """Return the class names that all sites have, in the first site's order."""
         each = list(self.names.values())
         if not each:
             return []
@@ -62,12 +62,12 @@ def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Ma
 
 
 def encoded(names: Sequence[str]) -> State:
-    """Return class names as tensors, because saved states hold only tensors."""
+    """Return class names as tensors, as saved states hold only tensors."""
     return {f"{index:05d}": torch.tensor([ord(letter) for letter in name]) for index, name in enumerate(names)}
 
 
 def decoded(state: State) -> list[str]:
-    """Return the class names in a state that `encoded` made."""
+    """Return the class names that `encoded` stored."""
     return ["".join(chr(code) for code in state[key].tolist()) for key in sorted(state)]
 
 

@@ -70,7 +70,7 @@ class Arrival(Schedule):
 @STRATEGIES.register("head_transfer")
 @dataclass(frozen=True)
 class HeadTransfer(Recombining):
-    """Average auxiliary heads, and store the components that sites publish. The objective is `components`.
+    """A mean of auxiliary heads, and a store of the components that sites publish. The objective is `components`.
 
     The objective's other modes are other ways to share parts of networks.
     """
