@@ -132,7 +132,7 @@ class CarefulGrid(HttpGrid):
         return [reply for reply in replies.values() if reply is not None]
 
     def cancel(self, message_ids: Iterable[str]) -> None:
-        """Discard replies to these messages that have arrived or are arriving."""
+        """Discard the arriving replies to these messages."""
         for message_id in message_ids:
             if (coming := self._coming.pop(message_id, None)) is not None and not coming.confirmed:
                 with contextlib.suppress(UserError):  # the next request reports the error

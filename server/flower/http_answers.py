@@ -19,7 +19,7 @@ _init = ProtobufClient.__init__
 
 
 class OddAnswerError(httpx.HTTPError):
-    """An answer that is rejected without being read. The message gives the reason in one line."""
+    """An answer that is rejected unread. The message gives the reason in one line."""
 
 
 def be_wary(most: Callable[[str], int] | None = None) -> None:
@@ -33,7 +33,7 @@ def be_wary(most: Callable[[str], int] | None = None) -> None:
 
 
 def wary(client: ProtobufClient, most: Callable[[str], int] | None = None) -> None:
-    """Make a client of Flower reject redirects, compressed answers and large answers.
+    """Make a client reject redirects, compressed answers and large answers.
 
     The client then raises OddAnswerError.
 

@@ -19,7 +19,7 @@ MOST_RECORDS = 16 << 20  # bytes of all other parts of a message; the names of 1
 
 
 class UnreadableError(ValueError):
-    """A message that is not read. The text gives the reason."""
+    """A message that is refused unread. The text gives the reason."""
 
 
 def check_unfolding(root: str, parts: Mapping[str, bytes], most: int) -> None:
