@@ -119,7 +119,7 @@ def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> d
 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
-    """Run what an existing folder lacks, and return the summary; arguments as in `run_experiment`."""
+    """Run the rounds and measurements that `folder` lacks, and return the summary; arguments as in `run_experiment`."""
     with ordinary():  # checks may have imported code that changes torch's defaults
         return _worked(grid, config, folder, listener, began)
 

@@ -119,7 +119,7 @@ class Measured:
 
 
 def trained(view: View) -> list[str]:
-    """Return the members that have trained, according to the ledger; if it names none, all members."""
+    """Return the names of the sites that have trained, by the ledger; if it has none, of all sites."""
     active: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
     for row in view.ledger.rounds():
         record = row.record or {}
@@ -176,7 +176,7 @@ def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str
 
 
 def check_models(config: Config, models: Any) -> Models:
-    """Return a strategy's models. Raises UserError unless all have valid file names, as they are written."""
+    """Return `models`. Raises UserError if they are not `Models`, or a name cannot be a file's name."""
     subject = f"strategy '{config.strategy['name']}': models()"
     if not isinstance(models, Models):
         raise UserError(f"{subject} must return a fedloom.server.strategies.Models, not a {type(models).__name__}")
