@@ -132,7 +132,7 @@ def interval(members: Floats, others: Floats, random: np.random.Generator, resam
 
 
 def distance(state: State, other: State) -> dict[str, float]:
-    """Return two states' `euclidean` distance, and this `relative` to the norm of `other`, in float64.
+    """Return the `euclidean` distance of two states, also `relative` to the norm of `other`, in float64.
 
     Both are over all floating tensors. Raises UserError for a tensor without a counterpart of its shape; or if `other` is
     zero everywhere.

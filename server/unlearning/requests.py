@@ -296,7 +296,7 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
 
 
 def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
-    """Return what this machine stores of a request's sites outside the ledger.
+    """Return the paths that this machine stores for a request's sites outside the ledger.
 
     These are the sites' own stores, what workers wrote for them, and all networks (which are written anew). Baselines and
     networks retrained for other requests are included: they were trained with the sites, and nothing is subtracted from

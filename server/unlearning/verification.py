@@ -60,7 +60,7 @@ def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Find
 
 
 def verify(path: Path, ledger: Ledger) -> list[Finding]:
-    """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
+    """Compare a certificate with the run's ledger and folder; return all findings. Raises UserError if one is unreadable."""
     content = read(path)
     return [_unchanged(path, content["request"], ledger), *ledger.steady(lambda: list(_findings(content, ledger)))]
 
