@@ -45,17 +45,17 @@ class Evaluator:
 
     @property
     def network(self) -> Network:
-        """The instance of the configuration's own network."""
+        """The network of the configuration, with the weights last loaded into it."""
         return self.instance(architecture_of(self.config))
 
     def instance(self, architecture: Architecture) -> Network:
-        """Return the network of this architecture, in evaluation mode. All models share this instance."""
+        """Return the only network of this architecture, in evaluation mode. Models are loaded into it."""
         if architecture not in self._instances:
             self._instances[architecture] = architecture.build().to(self.device).eval()
         return self._instances[architecture]
 
     def loaded(self, model: Model) -> Network:
-        """Return the instance of the model's architecture, with the model's weights.
+        """Load the model's weights into its architecture's only network, and return that.
 
         Raises:
             UserError: The weights belong to another network.
@@ -72,7 +72,7 @@ class Evaluator:
         return network
 
     def head_view(self, network: nn.Module, domain: str) -> nn.Module:
-        """Return the network with only this domain's outputs and `evaluation.statistics`, in evaluation mode."""
+        """Return the network in evaluation mode: only this domain's outputs, BatchNorm as in `evaluation.statistics`."""
         outs = outputs(self.config, self.specs[domain])
         return HeadView(network, outs, self.config.evaluation.statistics).eval()
 
@@ -117,7 +117,7 @@ class Evaluator:
         return scores
 
     def settled(self, model: Model) -> Model:
-        """Return the model as it is measured. With evaluation.statistics=recomputed, BatchNorm's statistics are new."""
+        """Return the model as it is measured: with new BatchNorm statistics if evaluation.statistics=recomputed."""
         if self.config.evaluation.statistics != RECOMPUTED:
             return model
         network = self.loaded(model)
@@ -139,13 +139,13 @@ class Evaluator:
         parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
         fewest = min((len(part) for part in parts if len(part)), default=0)
         if not fewest:
-            raise UserError(f"evaluation.statistics={RECOMPUTED}: needs validation images; set data.validation above 0")
+            raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
         mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
         batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
         recompute_statistics(network, [to_float(batch.to(self.device)) for batch in batches])
 
     def images(self, domain: str, split: str) -> Images:
-        """Return the images of a domain in random order, so that each batch is a random sample."""
+        """Return a domain's images of a split in random order, so that each batch is a random sample."""
         if (domain, split) not in self._images:
             loader = {"validation": validation_images, "test": test_images}[split]
             images = loader(self.config, self.specs[domain])
@@ -160,7 +160,7 @@ def has_data(config: Config) -> bool:
 
 
 def site_rows(config: Config) -> list[dict[str, object]]:
-    """Return `sites` of summary.json: name, domain (its label) and number of training images of each site."""
+    """Return the entry `sites` of summary.json: each site's name, domain (its label) and number of training images."""
     sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(config.roster)
     sites = zip(config.roster, sizes, strict=True)
     return [{"name": site.name, "domain": label(site.spec), "samples": size} for site, size in sites]

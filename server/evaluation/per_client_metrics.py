@@ -56,7 +56,7 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
 
 @torch.no_grad()
 def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
-    """Return [2, classes] float64 by domain: correctly classified test images of each class, and their number."""
+    """Return [2, classes] float64 by domain: the numbers of correctly classified and of all test images, by class."""
     network, counts = evaluator.loaded(model), {}
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")

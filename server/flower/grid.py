@@ -55,7 +55,7 @@ class _Coming:
 
 
 class Patient:
-    """Flower's own retries, and more of them while the SuperLink fails (5xx).
+    """Retries requests as Flower does (`own`), and longer while the SuperLink fails (5xx).
 
     It raises UserError if the SuperLink refuses, or still fails after `wait_seconds`.
     """
@@ -66,7 +66,7 @@ class Patient:
         self._own, self._address, self._left = own, address, self.wait_seconds
 
     def invoke(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Return the answer in the end. After a long failure, the next call does not wait again."""
+        """Send until there is an answer, and return it. After a long failure, the next call does not wait again."""
         while True:
             try:
                 answer = self._own.invoke(send)
@@ -105,13 +105,13 @@ class CarefulGrid(HttpGrid):
 
     @classmethod
     def like(cls, grid: HttpGrid) -> "CarefulGrid":
-        """Return a careful grid with the connection of Flower's grid."""
+        """Return a careful grid with the connection and run of Flower's grid."""
         careful = cls(grid._addr, grid._insecure, grid._cert, grid._token)
         careful.set_run(grid.run)
         return careful
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Send messages and return their ids. The id is empty if the SuperLink refuses it because its node is gone."""
+        """Send messages and return their ids. An id is empty if the SuperLink refuses the message: its node is gone."""
         outgoing = list(messages)
         self._largest = max([self._largest, *(array_bytes(message.content) for message in outgoing)])
         ids = list(super().push_messages(outgoing))
@@ -132,7 +132,7 @@ class CarefulGrid(HttpGrid):
         return [reply for reply in replies.values() if reply is not None]
 
     def cancel(self, message_ids: Iterable[str]) -> None:
-        """Discard the replies to these messages."""
+        """Discard the arriving replies to these messages."""
         for message_id in message_ids:
             if (coming := self._coming.pop(message_id, None)) is not None and not coming.confirmed:
                 with contextlib.suppress(UserError):  # the next request reports the error
@@ -183,7 +183,7 @@ class CarefulGrid(HttpGrid):
 
 
 def received(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
-    """Return the message in these parts, or an error message with the reason. `parts` is emptied."""
+    """Return the message that `read` makes of its parts or, if it cannot be read, an error message with the reason."""
     try:
         return read(info, parts, limit)
     except Exception as error:  # Flower raises many errors for untrusted bytes
@@ -191,7 +191,7 @@ def received(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
 
 
 def read(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
-    """Return the message in these parts. `parts` is emptied.
+    """Put a message together from its parts (by id), which may unfold to `limit` bytes.
 
     Raises:
         UnreadableError: The message is too large or holds no records. Flower raises its own errors for malformed parts.

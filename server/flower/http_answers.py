@@ -19,11 +19,11 @@ _init = ProtobufClient.__init__
 
 
 class OddAnswerError(httpx.HTTPError):
-    """An answer that is not read. The message gives the reason in one line."""
+    """An answer that is rejected unread. The message gives the reason in one line."""
 
 
 def be_wary(most: Callable[[str], int] | None = None) -> None:
-    """Apply `wary` to all clients that this process creates from now on."""
+    """Limit the answers to all clients that this process creates from now on, as `wary` does."""
 
     def init(self: ProtobufClient, *args: Any, **more: Any) -> None:
         _init(self, *args, **more)

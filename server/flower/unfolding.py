@@ -19,7 +19,7 @@ MOST_RECORDS = 16 << 20  # bytes of all other parts of a message; the names of 1
 
 
 class UnreadableError(ValueError):
-    """A message that is not read. The text gives the reason."""
+    """A message that is refused unread. The text gives the reason."""
 
 
 def check_unfolding(root: str, parts: Mapping[str, bytes], most: int) -> None:
@@ -41,7 +41,7 @@ def check_unfolding(root: str, parts: Mapping[str, bytes], most: int) -> None:
 
 
 def by_hash(root: str, parts: Mapping[str, bytes]) -> tuple[str, dict[str, bytes]]:
-    """Return a message's id and parts by their hashes, which parts use to name each other. A SuperLink may use other ids."""
+    """Return a message's id and parts, renamed to their hashes: parts refer to these, but a SuperLink may use other ids."""
     return get_object_id(parts[root]), {get_object_id(content): content for content in parts.values()}
 
 

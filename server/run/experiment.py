@@ -89,7 +89,7 @@ def _check_method(config: Config) -> None:
 
 
 def with_mode(config: Config, mode: str) -> Config:
-    """Return the configuration of a baseline: the same experiment with another objective.mode."""
+    """Return the configuration of a baseline: the same experiment with objective.mode=`mode`."""
     own = {"initialisation": "own"} if mode == "independent" else {}
     return dataclasses.replace(config, objective={**config.objective, "mode": mode, **own}, baselines=[])
 
@@ -112,14 +112,14 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
 
 
 def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> dict[str, Any]:
-    """Run an experiment whose configuration is checked; arguments as in `run_experiment`."""
+    """Run an experiment that has passed `check`; arguments and result as in `run_experiment`."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     folder.open(config)
     return work(grid, config, folder, listener, began)
 
 
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
-    """Run everything that is not committed yet, in a folder that exists."""
+    """Run the rounds and measurements that `folder` lacks, and return the summary; arguments as in `run_experiment`."""
     with ordinary():  # checks may have imported code that changes torch's defaults
         return _worked(grid, config, folder, listener, began)
 
@@ -173,7 +173,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
 
 
 def check_sums(path: Path, results: Mapping[str, Any]) -> None:
-    """Raise FailedError if a check of the measured run fails."""
+    """Raise FailedError if any of the run's `checks` in its results has failed."""
     if failed := [name for name, holds in results["checks"].items() if not holds]:
         raise FailedError(f"{path}: failed checks: {', '.join(failed)}; do not rely on its sums. "
                           f"Run `fedloom ledger {path} --check` for details")  # fmt: skip
@@ -233,7 +233,7 @@ def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
-    """Return a summary's entries that need no measurement, without the sites that the ledger has as forgotten."""
+    """Return the entries of summary.json that need no measurement. Sites that the ledger marks as forgotten are left out."""
     forgotten_sites = {name for name, forgotten in ledger.sites().items() if forgotten} if ledger else set()
     last = ledger.last_round() if ledger else None
     return {

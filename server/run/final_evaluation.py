@@ -69,7 +69,7 @@ class Measured:
         self._served: set[Architecture] = set()  # architectures whose first shared network has been measured
 
     def network(self, name: str) -> None:
-        """Write and measure the network of this display name."""
+        """Write and measure the network with this name in `models`."""
         model = self.evaluator.settled(self.models[name])
         self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         own = [site for site in self.sites if site.name == name]
@@ -99,7 +99,7 @@ class Measured:
             self.settle()
 
     def settle(self) -> None:
-        """Measure the waiting models."""
+        """Measure the queued models now."""
         waiting, self._waiting = self._waiting, []
         results = self._scores([each.model for each in waiting], [each.users for each in waiting]) if waiting else []
         for network, result in zip(waiting, results, strict=True):
@@ -107,7 +107,7 @@ class Measured:
             self.at.setdefault(network.role, {}).update({name: each for name, each in result.sites.items() if each.images})
 
     def per_site(self) -> dict[str, Any]:
-        """Return the scores at the sites, by role of the networks (aggregate, own), for the summary."""
+        """Return the summary's `per_site`: scores at the sites, by role of the networks (aggregate, own)."""
         return {role: spread(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
 
     def _users(self, architecture: Architecture) -> list[Site]:
@@ -119,7 +119,7 @@ class Measured:
 
 
 def trained(view: View) -> list[str]:
-    """Return the members that have trained, according to the ledger; if it names none, all members."""
+    """Return the names of the sites that have trained, by the ledger; if it has none, of all sites."""
     active: set[str] = {site.name for site in view.sites if view.last_put(site.name)}
     for row in view.ledger.rounds():
         record = row.record or {}
@@ -156,13 +156,13 @@ def spread(scores: Mapping[str, Score]) -> dict[str, Any]:
 
 @held()
 def counted(config: Config, sites: Sequence[Site]) -> dict[str, dict[str, int]]:
-    """Return, by site, its training images by class. Of very many sites, every n-th is counted."""
+    """Return the number of each site's training images by class. Of very many sites, every n-th is counted."""
     chosen = sites[:: -(-len(sites) // MOST_COUNTED)] if sites else []
     return {site.name: {str(name): count for name, count in class_counts(config, site).items()} for site in chosen}
 
 
 def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str]:
-    """Return, by class number, its name, if all agree.
+    """Return the names of classes, by number, on which all sites agree.
 
     `said`: by site or domain, the names of its classes in the order of their numbers; empty if they are only numbers. Sites
     with numbers have the same classes if outputs are shared, otherwise different ones.
@@ -176,7 +176,7 @@ def common_names(config: Config, said: Iterable[Sequence[str]]) -> dict[str, str
 
 
 def check_models(config: Config, models: Any) -> Models:
-    """Return a strategy's models. Raises UserError unless all have valid file names, as they are written."""
+    """Return `models`. Raises UserError if they are not `Models`, or a name cannot be a file's name."""
     subject = f"strategy '{config.strategy['name']}': models()"
     if not isinstance(models, Models):
         raise UserError(f"{subject} must return a fedloom.server.strategies.Models, not a {type(models).__name__}")

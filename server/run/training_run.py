@@ -40,7 +40,7 @@ ATTEMPTS = 3  # further attempts at a round in which nodes of the cluster are lo
 
 @dataclass
 class TrainingRun:
-    """A method with its ledger, as the ledger's server: new, or as the last committed round left it."""
+    """A method's run with its folder and ledger: new, or continued after the last committed round."""
 
     config: Config
     folder: RunFolder
@@ -59,12 +59,12 @@ class TrainingRun:
         check_models(self.config, self.state.models())
 
     def sites(self) -> list[Site]:
-        """Return the sites in its ledger, including forgotten ones."""
+        """Return the sites in the run's ledger, including forgotten ones."""
         known = self.ledger.sites()
         return [site for site in self.config.roster if site.name in known]
 
     def unlearning(self) -> Unlearning:
-        """Return what fulfils requests to this run."""
+        """Return the object that fulfils this run's requests."""
         return Unlearning(self.config, self.folder.path, self.ledger, self.state, self.evaluator,
                           self.erasure)  # fmt: skip
 
@@ -130,8 +130,8 @@ class TrainingRun:
 
     @held()
     def joined(self, grid: Grid) -> ClientChannel:
-        """Return the channel, once all members have joined that no request removes. Raises UserError naming missing
-        sites.
+        """Wait until all members have joined, except those that a request removes, and return the channel to them. Raises
+        UserError naming missing sites.
         """
         members, window = self.state.members(), self.config.federation.window
         if getattr(grid, "simulated", False):
@@ -144,7 +144,7 @@ class TrainingRun:
         return channel
 
     def retrained(self, request: Request, channel: ClientChannel, listener: Listener) -> Model:
-        """Return a network trained from the start without a request's sites, in retrained/<request>."""
+        """Train a network from the start without a request's sites, in retrained/<request>, and return it."""
         listener.message(f"Request '{request.id}': a network is trained without {', '.join(request.sites)}, for comparison.")
         with self.beside(self.config, f"{RETRAINED}/{request.id}", request.sites) as other:
             other.train(channel, listener, self.unlearning().last_round())
@@ -152,7 +152,7 @@ class TrainingRun:
 
     @contextmanager
     def beside(self, config: Config, name: str, without: Sequence[str] = ()) -> Iterator["TrainingRun"]:
-        """Yield a new or resumed method with the same sites, except `without`, in a subfolder of the run."""
+        """Yield a new or resumed TrainingRun in the subfolder `name`, with the same sites except `without`."""
         folder = RunFolder(self.folder.path / name)
         folder.open(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
         members = [site.name for site in self.state.members() if site.name not in without]
@@ -194,7 +194,7 @@ class TrainingRun:
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
-        """Write one line in metrics.jsonl for each committed round. `measured`: completes the last record if missing."""
+        """Write a line in metrics.jsonl for each committed round. `measured` adds accuracies to a missing last line."""
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
         records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
         if rows and rows[-1].round not in known:
@@ -291,7 +291,7 @@ def all_rounds(loop: RoundLoop) -> Iterator[dict[str, Any]]:
 def recalibration_round(loop: RoundLoop, number: int) -> dict[str, Any]:
     """Run a round in which sites do not train but send statistics of the aggregates (server.rounds.recalibration).
 
-    Raises FailedError.
+    Raises FailedError if no aggregate can be recalibrated.
     """
     from fedloom.server.rounds.recalibration import recalibrate  # imported only when it is needed
 

@@ -62,7 +62,7 @@ class RunFolder:
             shutil.rmtree(new, ignore_errors=True)
 
     def check(self, config: str) -> None:
-        """Raise UserError unless config.yaml is this text, with which the run began."""
+        """Raise UserError unless config.yaml is still `config`, the text at the run's start."""
         here, there = (text.splitlines() for text in (self.config(), config))
         changed = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), None)
         if changed is not None:
@@ -75,7 +75,7 @@ class RunFolder:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
+        """Add a round's record to metrics.jsonl."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -84,7 +84,7 @@ class RunFolder:
         return read_metrics(self.path)
 
     def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
-        """Replace metrics.jsonl."""
+        """Replace metrics.jsonl by these records."""
         write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
 
     def sweep(self) -> None:
@@ -95,7 +95,7 @@ class RunFolder:
                     path.unlink()
 
     def results(self) -> dict[str, str]:
-        """Return the sha256 of the result files, by their path in the folder."""
+        """Return the sha256 of each result file, by its path in the folder."""
         names = [CONFIG, METRICS, SUMMARY, *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors"))]
         files = {name: self.path / name for name in sorted(names)}
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}

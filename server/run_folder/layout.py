@@ -28,7 +28,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)(-[0-9a-f]{32}|\.new)")  # of an interru
 
 
 def strange_in(path: Path, tree: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a run's folder that fedloom does not write. `tree`: config.yaml, which names trackers."""
+    """Return the files and folders in a run's folder that fedloom does not write. `tree`: config.yaml (names trackers)."""
     own = WRITTEN | set(_trackers(tree))
     strange = [entry.name for entry in path.iterdir() if entry.name not in own and not _passing(entry.name)]
     return sorted([*strange, *_strange_inside(path)])
@@ -53,7 +53,7 @@ def is_left(name: str) -> bool:
 
 
 def is_begun(path: Path) -> bool:
-    """Return whether the folder has a file of a run other than its configuration."""
+    """Return whether a run has begun in the folder: it has a ledger, metrics or a summary."""
     return any((path / name).is_file() for name in (LEDGER, METRICS, SUMMARY))
 
 

@@ -38,7 +38,7 @@ ENDED = (FINISHED, "failed", "interrupted")  # the status in a summary
 
 
 def is_run(path: Path) -> bool:
-    """Return whether the folder is a run's, by the keys of its config.yaml."""
+    """Return whether the folder is a run, judged by the keys of its config.yaml."""
     return bool(_tree(path))
 
 
@@ -127,7 +127,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def busy(path: Path) -> bool:
-    """Return whether a server works on the run in a folder. It changes nothing, and needs no write permission."""
+    """Return whether a server now works on the run in a folder. Changes nothing, and needs no write permission."""
     try:
         handle = os.open(path / LOCK, os.O_RDONLY)
     except OSError:
@@ -163,7 +163,7 @@ def waiting(path: Path) -> list[str]:
 
 
 def holds(path: Path, config: Config) -> bool:
-    """Return whether the folder has a run of this configuration, regardless of its location and of newer keys."""
+    """Return whether the folder has a run of this configuration. Location, trackers and newer keys do not count."""
     return is_run(path) and _same(read_config(path), config)
 
 

@@ -67,19 +67,19 @@ OF_RECORD: KEYS = {
 
 
 def checked_summary(path: Path) -> dict[str, Any]:
-    """Return the content of a run's summary.json; empty if it cannot be read. Raises UserError for a key of another type."""
+    """Return the content of summary.json; empty if it cannot be read. Raises UserError for a value of a wrong type."""
     summary = read_summary(path)
     _check(summary, OF_SUMMARY, f"{path}: {SUMMARY}")
     return summary
 
 
 def sound_summary(path: Path) -> dict[str, Any]:
-    """Return the content of summary.json without keys of another type."""
+    """Return the content of summary.json without values of a wrong type."""
     return {key: value for key, value in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](value)}
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the records in metrics.jsonl by round, without torn lines. Raises UserError for a key of another type."""
+    """Return the records in metrics.jsonl by round, without torn lines. Raises UserError for a value of a wrong type."""
     records = read_metrics(path)
     for round, record in records.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
@@ -87,7 +87,7 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bytes of arrays in a round's record: sent to all sites, and received by the server."""
+    """Return the bytes of arrays that the server sent and received in a round, from its record."""
     each = (record.get("bytes") or {}).values()
     sent, received = (sum(pair[index] for pair in each) for index in (0, 1))
     return sent, record.get(RECEIVED, received)

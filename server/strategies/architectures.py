@@ -28,7 +28,7 @@ class Group:
 
 @functools.lru_cache(maxsize=MOST_EXPERIMENTS)
 def groups_of(experiment: Experiment) -> tuple[Group, ...]:
-    """Return the architectures of a run, in the roster's order."""
+    """Return the run's sites grouped by architecture, in the roster's order."""
     sites: dict[Architecture, list[Site]] = {}
     for site in experiment.sites:
         sites.setdefault(experiment.architecture(site), []).append(site)
@@ -44,7 +44,7 @@ def group_by_site(experiment: Experiment) -> dict[str, Group]:
 
 
 def reference_of(experiment: Experiment, name: str = "") -> Group:
-    """Return the group `name`. Without a name, return the group with most layers, and among these most parameters.
+    """Return the reference: the group `name` or, without a name, the group with most layers, then most parameters.
 
     Raises:
         UserError: No architecture has this name.
@@ -56,14 +56,14 @@ def reference_of(experiment: Experiment, name: str = "") -> Group:
 
 
 def size_of(architecture: Architecture) -> tuple[int, int]:
-    """Return the numbers of layers (or residual blocks) and of parameters."""
+    """Return a network's numbers of layers (or residual blocks) and of parameters."""
     wiring = wiring_of(architecture)
     return len(wiring.units), sum(weight.numel() for weight in wiring.graph.parameters())
 
 
 @functools.lru_cache(maxsize=64)
 def wiring_of(architecture: Architecture) -> Wiring:
-    """Return the channel graph of a network with this architecture.
+    """Return how layers and channels of a network with this architecture are connected.
 
     Raises:
         UserError: The network cannot be traced. The message names it.

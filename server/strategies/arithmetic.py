@@ -34,7 +34,7 @@ GRADIENT = "sum"  # the slot
 @STRATEGIES.register("arithmetic")
 @dataclass(frozen=True)
 class ArithmeticStrategy(Strategy):
-    """The network theta_0 + sum alpha_i G_i, which adds what sites learned. Its objective is `local`."""
+    """Strategy that adds what sites learned: the network theta_0 + sum alpha_i G_i. Its objective is `local`."""
 
     default_objective: ClassVar[str] = "local"
 
@@ -62,11 +62,11 @@ class ArithmeticStrategy(Strategy):
             context.put(GRADIENT, reply.site, moved, reply.samples)
 
     def network(self, view: View) -> State:
-        """Return the run's combination. Before any training it is theta_0, whatever the coefficients are."""
+        """Return the run's combined network. Before any training it is theta_0, whatever the coefficients are."""
         return self.compose(view, self.alphas(view)) if view.round else start_of(view)
 
     def compose(self, view: View, alphas: Mapping[str, Alpha], how: str = "", start: State | None = None) -> State:
-        """Return the float32 network that combines these sites with these coefficients.
+        """Return the float32 network that combines the sites in `alphas` with these coefficients.
 
         Args:
             view: The slots.
@@ -92,7 +92,7 @@ class ArithmeticStrategy(Strategy):
         return to_state(combined, start_of(view), view.bits)
 
     def models(self, view: View) -> Models:
-        """Return the combination; the mean (of two sites: `half`), sum and fusion of all; each site's theta_0 + g_i."""
+        """Return models by name: the run's `composed`, all sites' `mean` (or `half`), `sum`, `fused`, each theta_0 + g_i."""
         names = [site.name for site in view.sites]
 
         def model(alphas: Mapping[str, Alpha], how: str = GRADIENTS) -> Model:
@@ -108,7 +108,7 @@ class ArithmeticStrategy(Strategy):
         return Models(makers | {name: partial(model, {name: 1.0}) for name in names})
 
     def alphas(self, view: View) -> dict[str, Alpha]:
-        """Return every site's alpha.
+        """Return the coefficient alpha of every site in the view, by name.
 
         Alphas are configured, or searched on validation images after the last round and recorded in the ledger. A view
         without some sites does not search again: the other sites' alphas stay the same.
@@ -120,7 +120,7 @@ class ArithmeticStrategy(Strategy):
         return {site.name: alphas[site.name] for site in view.sites}
 
     def chosen(self, view: View) -> dict[str, Alpha]:
-        """Return the coefficients of a network of these sites alone: configured, or searched on validation images."""
+        """Compute the coefficients of the view's sites, by name: as configured, or by a search on validation images."""
         homes = {site.name: site for site in view.sites}
         even = self.coefficient or 1.0 / len(homes)
         alphas: dict[str, Alpha] = {name: float(self.coefficients.get(name, even)) for name in homes}
@@ -130,7 +130,7 @@ class ArithmeticStrategy(Strategy):
         return Search(view.evaluator, self.search, self.combine, start_of(view), ends, homes).best(alphas)
 
     def initial_contribution(self, view: View, site: str) -> Mapping[str, State]:
-        """Return a gradient of zeros (int64)."""
+        """Return a cumulative gradient of zeros (int64)."""
         return {GRADIENT: {name: tensor * 0 for name, tensor in _theta(view).items()}}
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
@@ -158,7 +158,7 @@ class ArithmeticStrategy(Strategy):
 
 
 def start_of(view: View) -> State:
-    """Return theta_0 as sites receive it: rounded to the units of exact sums."""
+    """Return the start theta_0 as sites receive it: rounded to the units of exact sums."""
     return to_state(_theta(view), view.initial(), view.bits)
 
 

@@ -90,7 +90,7 @@ class Averaging(Strategy):
         context.save_server_state(ROUND, _number(0))
 
     def initial_memory(self, name: str, like: Tensor) -> Tensor:
-        """Return the initial value of a tensor of the memory `name`, with the shape of `like`."""
+        """Return the first value of a tensor in the saved state `name` (one of `memory`), with the shape of `like`."""
         return torch.zeros_like(like)
 
     def round(self, context: RoundContext) -> None:
@@ -105,11 +105,11 @@ class Averaging(Strategy):
         context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)})
 
     def extra_records(self, context: RoundContext) -> dict[str, State]:
-        """Return further records to send with the network. Sites do not send these back."""
+        """Return further records to send with the network, by name. Sites do not send these back."""
         return {}
 
     def extra_broadcast(self, context: RoundContext) -> State:
-        """Return further tensors to send with the network. Sites answer with the same names."""
+        """Return further tensors to send with the network, by name. Sites send back tensors with the same names."""
         return {}
 
     def next_state(self, view: View) -> dict[str, State]:
@@ -119,7 +119,7 @@ class Averaging(Strategy):
         return self.step(last, total.mean(), parameters_of(view.experiment)) if total.addends else last
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
-        """Return the saved state after a round. This default makes the mean the next network.
+        """Return the network and each memory after a round, by name. By default the mean becomes the network.
 
         Args:
             last: The network and each memory at the start of the round, by name.
@@ -146,7 +146,7 @@ class Averaging(Strategy):
 
 
 def counted(view: View) -> View:
-    """Return the view of the sites that answered in the last round.
+    """Return the view without sites that did not answer in the last round.
 
     Under masks it holds all sites with their last contributions, because no other sum is known.
     """
@@ -175,7 +175,7 @@ def check_steps(experiment: Experiment) -> None:
 
 
 def shared(experiment: Experiment, state: State) -> State:
-    """Return the tensors of a network's state that the sites average."""
+    """Return the tensors of a network's `state` that are averaged over the sites."""
     objective = experiment.objective
     assert isinstance(objective, Averaged)
     return objective.shared(_network(experiment), state)

@@ -64,7 +64,7 @@ class Strategy(ABC):
         return self
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """Return the slots that sites contribute to, by name.
+        """Return the slots by name: the sums or stores that hold the sites' contributions.
 
         Without slots, no site can be forgotten. A name has 1 to 100 letters, digits, '-', '_' and '.'.
         """
@@ -104,7 +104,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def models(self, view: View) -> Models:
-        """Return the networks that follow from a view of the slots.
+        """Return the method's networks, computed from a view of the slots.
 
         Args:
             view: Read only. It may leave out sites, so read contributions and sums from it alone.
@@ -114,7 +114,7 @@ class Strategy(ABC):
         """
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """Recompute the saved state that follows from the slots.
+        """Recompute and save what the server derives from the slots, such as a mean.
 
         The run calls this after each round, and after sites are forgotten or readmitted.
         """
@@ -156,7 +156,7 @@ class Strategy(ABC):
         return {}
 
     def measured_with(self, view: View) -> Mapping[str, dict[str, torch.Tensor]]:
-        """Return the records that sites need to measure their own networks.
+        """Return the records to send to sites when they measure their own networks.
 
         Returns:
             A state (tensor name to tensor) for each record's name.
@@ -209,7 +209,7 @@ def slots_of(experiment: Experiment) -> dict[str, Slot]:
 
 
 def check_named(config: Config) -> None:
-    """Refuse the usual name of a robust aggregation, and name the alternatives.
+    """Refuse the name of a robust aggregation (median, krum), and name alternatives.
 
     Raises:
         UserError: `strategy.name` or `strategy.weighting` is such a name.

@@ -29,7 +29,7 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strate
 
 @dataclass(frozen=True)
 class Averaged:
-    """The weighted mean network of one architecture. `weight` is the number of images behind it."""
+    """The weighted mean network of one architecture. `weight`: the number of images of its sites."""
 
     group: Group
     state: State
@@ -99,7 +99,7 @@ class ByArchitecture(Strategy):
 
     @property
     def reference_name(self) -> str:
-        """The architecture of the aggregate. Empty: the deepest."""
+        """The name of the aggregate's architecture. Empty: the deepest one."""
         return ""
 
     def initial_states(self, context: RoundContext) -> Mapping[str, State]:
@@ -108,7 +108,7 @@ class ByArchitecture(Strategy):
 
     @abstractmethod
     def combined(self, view: View) -> Mapping[str, State]:
-        """Return the network of each architecture that follows from the sites' contributions.
+        """Compute the next network of each architecture from the sites' contributions.
 
         Args:
             view: The slots. It may lack sites.
@@ -133,7 +133,7 @@ class ByArchitecture(Strategy):
 
 
 def baseline(experiment: Experiment) -> Strategy | None:
-    """Return the strategy that the objective's mode names, if the mode does not combine architectures, or None."""
+    """Return the baseline (`exclusive` or `alone`) that the objective's mode names, or None for other modes."""
     mode = experiment.objective.mode
     return STRATEGIES.get(mode)() if mode in (EXCLUSIVE, ALONE) else None
 
@@ -163,7 +163,7 @@ def averaged(view: View, fresh: bool = False) -> list[Averaged]:
 
 
 def counted(view: View, fresh: bool = False) -> View:
-    """Return the view of the sites that count in `averaged`."""
+    """Return the view that `averaged` reads: all sites, or those of the last round."""
     if view.config.federation.fraction >= 1.0 and not fresh:
         return view
     rounds = {site.name: view.last_put(site.name) for site in view.sites}
@@ -177,7 +177,7 @@ def representable(state: State, bits: int) -> State:
 
 
 def cast(state: State, like: Mapping[str, object]) -> State:
-    """Return a state with the types of the tensors in `like`. Whole numbers are rounded."""
+    """Return `state` with the tensor types of `like`. Values are rounded where the type is whole numbers."""
     types = {name: tensor.dtype for name, tensor in like.items()}  # pyright: ignore[reportAttributeAccessIssue]
     return {name: tensor.to(types[name]) if types[name].is_floating_point else tensor.round().to(types[name])
             for name, tensor in state.items()}  # fmt: skip

@@ -87,7 +87,7 @@ class ClaOt(InParts):
     server: ServerTraining = option(ServerTraining, "training at the server after each round")
 
     def resolve(self, experiment: Experiment) -> Strategy:
-        """Return the baseline, or `FusedAnew` if the fusion needs no common basis, or this strategy."""
+        """Return the mode's baseline, if any; `FusedAnew` for fusion=cla_ot or refit; else this strategy."""
         strategy = super().resolve(experiment)
         return FusedAnew(self) if strategy is self and self.fusion != PARTS else strategy
 
@@ -106,21 +106,21 @@ class ClaOt(InParts):
             self._check_heads(experiment)
 
     def first_reference(self, view: View) -> State:
-        """Return a reference in which layers that some architecture lacks do not change the function."""
+        """Return the initial reference, in which layers that some architecture lacks have no effect."""
         state = super().first_reference(view)
         for part in self.parts(view.experiment).values():
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
     def round(self, context: RoundContext) -> None:
-        """Run the round as the base does. But with start=own, sites receive no network in round 1."""
+        """Run a round as `ByArchitecture` does. But with start=own, sites receive no network in round 1."""
         if self.start == OWN and context.number == 1:
             ask_alone(context)
         else:
             super().round(context)
 
     def recompute_derived(self, context: RoundContext) -> None:
-        """Recompute as the base does. With `recalibrate`, correct networks after the first fusion, if sites answer."""
+        """Recompute and save all networks. With `recalibrate`, correct them after the first fusion, if sites answer."""
         super().recompute_derived(context)
         if self.recalibrate and context.participants and self._first(context):
             first = {group.name: context.initial(site=group.site)[HEAD[0]] for group in groups_of(context.experiment)}
@@ -135,7 +135,7 @@ class ClaOt(InParts):
         return bool(self.probe.samples) or not self._first(view)
 
     def fused(self, view: View) -> State:
-        """Return the balanced mean over all architectures, weighted by images, or the fusion of networks trained apart."""
+        """Return the new reference: the mean over networks, weighted by images, or a fusion of networks trained apart."""
         if self.start == SHARED:
             return mean_over_holders(self.held(view, self.lacking), self.before(view))
         if common := [site.name for site in view.sites if view.last_put(site.name) > 1]:
@@ -167,7 +167,7 @@ class ClaOt(InParts):
                 raise UserError(f"strategy.recalibrate: {error}; set it to false") from None
 
     def mix(self, view: View) -> float:
-        """Return the share of the fused network after this round. It is 0 between fusions; the last round is a fusion."""
+        """Return the fused network's share after this round: `server_mix`, or 0 between fusions. The last round fuses."""
         return self.server_mix if number_of(view) % self.every == 0 or number_of(view) >= view.config.rounds else 0.0
 
     def _first(self, view: View) -> bool:

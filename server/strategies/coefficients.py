@@ -29,7 +29,7 @@ GRID = [step / 10 for step in range(11)]
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to choose coefficients."""
+    """How to choose the coefficients of a combination of networks."""
 
     by: str = option(
         NONE,
@@ -48,7 +48,7 @@ class SearchOptions:
     def check(self, experiment: Experiment, sites: int) -> None:
         """Raise UserError if the configuration does not allow this search."""
         if self.by != NONE and not experiment.data.validation:
-            raise UserError(f"strategy.search.by={self.by}: needs validation images; set data.validation above 0")
+            raise UserError(f"strategy.search.by={self.by} needs validation images; set data.validation above 0")
         if self.by == "grid":
             check_grid(self.steps or GRID, sites)
         if not self.low < self.high:
@@ -56,7 +56,7 @@ class SearchOptions:
 
 
 def check_given(coefficients: Mapping[str, Any], sites: Sequence[str]) -> None:
-    """Raise UserError for an unknown site, or for a coefficient that is not a number or is too large."""
+    """Raise UserError if a configured coefficient has an unknown site, is not a number or is too large."""
     for name, alpha in coefficients.items():
         if name not in sites:
             raise unknown("strategy.coefficients: site", name, sites)
@@ -65,7 +65,7 @@ def check_given(coefficients: Mapping[str, Any], sites: Sequence[str]) -> None:
 
 
 class Search:
-    """A search over combinations of networks with one start. All networks' weights stay in memory.
+    """A search for the best combination of networks with one start. All networks' weights stay in memory.
 
     Every combination is measured in the same network instance, so nothing is built or read again.
     """
@@ -100,7 +100,7 @@ class Search:
         return SEARCHES[self.options.by](self, given)
 
     def worth(self, alphas: Sequence[Alpha]) -> float:
-        """Measure a combination: return its worst relative accuracy plus a hundredth of the mean one."""
+        """Build and measure the combination with these coefficients, and return its `worth`."""
         step("searching coefficients", min(self.measured, self.expected - 1), self.expected)
         self.measured += 1
         self.composer(alphas)
@@ -120,14 +120,14 @@ class Search:
 
 
 def expected(options: SearchOptions, sites: int) -> int:
-    """Return about how many combinations the search measures."""
+    """Return about how many combinations a search over this number of sites measures."""
     return len(options.steps or GRID) ** sites if options.by == "grid" else options.evaluations
 
 
 def worth(accuracies: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """Return the worst of the accuracies relative to `own`, by domain, plus a hundredth of their mean.
+    """Return the smallest of the ratios accuracies / `own` over the domains, plus a hundredth of their mean.
 
-    `union` does not count, and neither do domains on which every site has accuracy 0.
+    `own`: the best single site's accuracy. `union`, and domains on which `own` is 0, do not count.
     """
     relative = [accuracies[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
     return min(relative) + 0.01 * statistics.fmean(relative) if relative else 0.0
@@ -157,13 +157,13 @@ SEARCHES = {"grid": _grid, "powell": _powell}
 
 
 def noted(view: View, options: SearchOptions, how: str) -> dict[str, Alpha]:
-    """Return the coefficients of the ledger's newest search if it was this search on these sums, or {}."""
+    """Return the result of the ledger's newest search if it had these options, sites and sums; else {}."""
     last = view.ledger.newest(SEARCHED)
     return last.body["coefficients"] if last and last.body.items() >= _key(view, options, how).items() else {}
 
 
 def note(view: View, options: SearchOptions, how: str, found: dict[str, Alpha]) -> dict[str, Alpha]:
-    """Record the coefficients in the ledger, and return them."""
+    """Record a search's coefficients in the ledger, and return them."""
     view.note(SEARCHED, {**_key(view, options, how), "coefficients": found})
     return found
 

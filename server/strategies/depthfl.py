@@ -52,7 +52,7 @@ class DepthFL(ByArchitecture):
         return {group.name: _prefix(deepest, group).taken(state) for group in groups_of(view.experiment)}
 
     def whole(self, view: View) -> State:
-        """Return the deepest network."""
+        """Return the deepest network: each parameter's mean over its holders."""
         deepest = reference_of(view.experiment)
         held = [Held(_prefix(deepest, mean.group), mean.state, mean.weight) for mean in averaged(view)]
         return mean_over_holders(held, _before(view))

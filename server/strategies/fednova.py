@@ -44,7 +44,7 @@ class FedNova(Averaging):
         context.save_server_state(WORK, _work_record(0.0, 0))
 
     def extra_records(self, context: RoundContext) -> dict[str, State]:
-        """Return tau_eff of the sites that are asked."""
+        """Return and save the record of tau_eff, the mean work of the asked sites."""
         samples = [images for site in context.participants if (images := context.images(site))]
         record = _work_record(self._mean_work(context.experiment, context.length, context.number, samples), context.length)
         context.save_server_state(WORK, record)

@@ -32,7 +32,7 @@ PROBE, SERVER = "strategy.probe", "strategy.server.images"
 
 
 class FusionOptions(Protocol):
-    """The part of `ClaOt` that a fusion without a common basis uses."""
+    """The options and methods of `ClaOt` that `FusedAnew` uses."""
 
     @property
     def reference(self) -> str: ...
@@ -54,7 +54,7 @@ class FusionOptions(Protocol):
 
 @dataclass(frozen=True)
 class FusedAnew(ByArchitecture):
-    """`cla_ot` with a fusion that needs no common basis. `options` is the configured strategy."""
+    """`cla_ot` for networks whose channels do not correspond. `options` is the configured strategy."""
 
     options: FusionOptions
 
@@ -85,7 +85,7 @@ class FusedAnew(ByArchitecture):
 
     @property
     def settings(self) -> FusionSettings:
-        """The settings of each fusion."""
+        """The settings that `strategy.fusion` selects."""
         settings = SETTINGS[self.options.fusion]
         return replace(settings, basis=self.options.basis) if self.options.fusion == CLA_OT else settings
 
@@ -138,7 +138,7 @@ class FusedAnew(ByArchitecture):
 
 
 def networks_of_sites(view: View) -> Iterator[Apart]:
-    """Yield the sites' own networks."""
+    """Yield the network that each site of the view sent last."""
     groups = group_by_site(view.experiment)
     for site in view.sites:
         group = groups[site.name]
@@ -148,7 +148,7 @@ def networks_of_sites(view: View) -> Iterator[Apart]:
 
 
 def with_norm(state: State, norm: float) -> State:
-    """Return the head's tensors, scaled to a weight of this norm, from which sites can train. Predictions do not change."""
+    """Return the head's tensors, scaled so that its weight has this norm. Sites can train from it; predictions stay."""
     share = norm / max(float(state[HEAD[0]].norm()), 1e-12)
     return {name: state[name] * share for name in HEAD if name in state}
 

@@ -101,7 +101,7 @@ class HeteroFL(InParts):
 
 
 def rows_of(group: str) -> str:
-    """Return the name of the slot for an architecture's rows."""
+    """Return the slot's name for the head rows that sites of `group` hold."""
     return f"rows.{group}"
 
 

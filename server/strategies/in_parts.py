@@ -23,7 +23,7 @@ REFERENCE = "reference"  # the saved network that contains all others
 
 @dataclass(frozen=True)
 class InParts(ByArchitecture):
-    """A method that averages every entry of the reference over its holders. Each architecture then gets its part of it."""
+    """A method that averages each entry of the reference over the networks that hold it. Each network is a part of it."""
 
     reference: str = option("", "the architecture that contains all others; empty: the deepest")
     maps: dict[str, Any] = option(
@@ -52,7 +52,7 @@ class InParts(ByArchitecture):
                 raise UserError(f"{error} ({where}; {group.name} is the network of {group.site.name})") from None
 
     def parts(self, experiment: Experiment, turn: int = 0) -> dict[str, Submodel]:
-        """Return every architecture as a part of the reference. `turn` shifts the channels of the parts (FedRolex)."""
+        """Return the entries of the reference that each architecture holds, by name. `turn` shifts channels (FedRolex)."""
         large = reference_of(experiment, self.reference)
         return {group.name: _part(large, group, self._map(group.name), turn) for group in groups_of(experiment)}
 
@@ -65,7 +65,7 @@ class InParts(ByArchitecture):
         return {name: part.taken(state) for name, part in self.parts(context.experiment, self.turn(1)).items()}
 
     def first_reference(self, view: View) -> State:
-        """Return the initial state of the reference."""
+        """Return the reference's first state, from which parts are taken."""
         return view.initial(site=reference_of(view.experiment, self.reference).site)
 
     def heads_share_basis(self, view: View) -> bool:
@@ -86,10 +86,9 @@ class InParts(ByArchitecture):
         return self.fused(view) if trained else self.first_reference(view)
 
     def before(self, view: View) -> State:
-        """Return the values of entries that no site holds in a round.
+        """Return the state from which the reference takes the entries that no site holds in a round.
 
-        They keep their values. But entries that only architectures without remaining sites hold return to their initial
-        values.
+        Such entries do not change. But those that only architectures without remaining sites hold become initial again.
         """
         parts, reference = self.parts(view.experiment, self.turn(max(1, number_of(view)))), view.server_state(REFERENCE)
         left = [group.name for group in groups_of(view.experiment) if view.total(group.name).addends]
@@ -100,11 +99,11 @@ class InParts(ByArchitecture):
         )
 
     def fused(self, view: View) -> State:
-        """Return the reference that follows from the networks of all architectures."""
+        """Return the new reference: each entry's mean over the networks that hold it."""
         return mean_over_holders(self.held(view), self.before(view))
 
     def held(self, view: View, lacking: float = 0.0) -> Sequence[Held]:
-        """Return the mean networks of all architectures as parts of the reference.
+        """Return each architecture's mean network with its place in the reference.
 
         `lacking` is the weight of a missing layer, which counts as one that changes nothing.
         """
@@ -112,7 +111,7 @@ class InParts(ByArchitecture):
         return [Held(parts[mean.group.name], mean.state, mean.weight, lacking) for mean in averaged(view, self.fresh)]
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
-        """Return the part of the reference `whole` for each architecture, by its name."""
+        """Return each architecture's network, a part of the reference `whole`, by its name."""
         parts = self.parts(view.experiment, self.turn(number_of(view) + 1))
         return {name: part.taken(whole) for name, part in parts.items()}
 
@@ -124,7 +123,7 @@ class InParts(ByArchitecture):
 
 
 def number_of(view: View) -> int:
-    """Return the number of the current round, or of the last one."""
+    """Return the number of the current round, or between rounds of the last one."""
     return view.number if isinstance(view, RoundContext) else view.round
 
 

@@ -53,7 +53,7 @@ class InTurn(OneByOne):
 @STRATEGIES.register("layer_selection")
 @dataclass(frozen=True)
 class LayerSelectionStrategy(Strategy):
-    """The shared parameters of layers, at the server. Its objective is `layer_selection`.
+    """Strategy that holds the layers' shared parameters. Its objective is `layer_selection`.
 
     Sites' networks stay at the sites, which measure them with the current shared parameters.
     """
@@ -70,7 +70,7 @@ class LayerSelectionStrategy(Strategy):
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         """Return the slots of the configured arrival.
 
-        Together: masses x parameters and masses, in one sum weighted by images. Lifelong: the sum of each site's changes.
+        Together: probabilities x parameters and probabilities, in one sum weighted by images. Lifelong: the sum of changes.
         """
         own = {PARTS: Sum(weighted=True)} if self.arrival == TOGETHER else {CHANGES: Sum()}
         others = {OTHERS: Sum()} if _objective(experiment).prior == TASKS else {}
@@ -113,7 +113,7 @@ class LayerSelectionStrategy(Strategy):
         return messages
 
     def schedule(self, experiment: Experiment) -> Schedule:
-        """Return a schedule of all sites, or of all rounds of one site after those of another."""
+        """Return the schedule: sites together or, if lifelong, all rounds of one site after another's."""
         return InTurn(experiment.sites, experiment.rounds) if self.arrival == LIFELONG else Sampling(experiment.config)
 
     def begin(self, context: RoundContext) -> None:
@@ -152,7 +152,7 @@ class LayerSelectionStrategy(Strategy):
             )
 
     def shared(self, view: View, before: State | None = None) -> State:
-        """Return the shared parameters of a view.
+        """Return the shared parameters that follow from the slots of a view.
 
         A layer that no site shares takes its value from `before`, or by default from the saved state.
         """

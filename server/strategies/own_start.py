@@ -28,7 +28,7 @@ MOVED = FusionSettings(refit="none", repair=False)  # to another network's basis
 
 @dataclass(frozen=True)
 class Apart:
-    """A network with its own start. `weight` is the number of images that it has seen."""
+    """A network trained from its own start. `weight`: the number of images that it has seen."""
 
     architecture: Architecture
     state: State
@@ -36,7 +36,7 @@ class Apart:
 
 
 def settings_for(probe: bool) -> FusionSettings:
-    """Return the settings to fuse networks trained apart. Without probe images, plans follow from weights."""
+    """Return the settings to fuse networks trained apart, with `probe` images or by weights alone."""
     return FusionSettings() if probe else BLIND
 
 
@@ -52,7 +52,7 @@ def fused_apart(
     Args:
         reference: The architecture of the result.
         apart: The networks. They are read one after the other.
-        before: A state of the reference. Without a network of its architecture in `apart`, this sets only the shapes.
+        before: A state of the reference. It sets the shapes, if no network in `apart` has this architecture.
         probe: Images, float32 [k, c, h, w], or None: plans from weights, without refit.
         settings: By default those of `settings_for`.
 
@@ -72,7 +72,7 @@ def fused_apart(
 def part_of(
     group: Group, part: Submodel, reference: Architecture, whole: State, apart: Iterable[Apart], probe: Tensor | None
 ) -> State:
-    """Return the network of an architecture in the basis of the reference `whole`.
+    """Return a network of the group's architecture whose channels correspond to the reference `whole`.
 
     With the same widths, all networks are fused into this architecture, and its channels are aligned to the reference. With
     smaller widths, the part of the reference is fitted to compute the reference's function. Without a probe, it is the

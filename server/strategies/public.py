@@ -16,7 +16,7 @@ from fedloom.server.rounds.view import View
 
 @dataclass(frozen=True)
 class PublicImages:
-    """Held-out images. The method that uses them decides whether it reads labels."""
+    """Which held-out images a method uses. The method decides whether it reads labels."""
 
     domain: str = option("", "domain of the held-out images; empty: all of the run's domains")
     samples: int = option(1000, "number of images, at most", low=0)
@@ -34,11 +34,11 @@ class PublicImages:
             raise UserError(f"{key}: needs held-out images; set data.validation above 0, or name a domain")
 
     def read(self, view: View, key: str) -> Tensor:
-        """Return float32 [samples, c, size, size] in [-1, 1], with equally many images of each domain."""
+        """Return the images, float32 [samples, c, size, size] in [-1, 1], equally many of each domain."""
         return to_float(self.labelled(view, key).x)
 
     def labelled(self, view: View, key: str) -> Images:
-        """Return the images with their labels.
+        """Return the images, not scaled, with their labels.
 
         Raises:
             UserError: There are fewer than two images.

@@ -48,7 +48,7 @@ class Scaffold(Averaging):
         return self.control(context)
 
     def control(self, view: View) -> State:
-        """Return c, with the names under which it is sent.
+        """Return c, the mean control variate, by the names under which it is sent.
 
         The number of images of a site that has never trained is not known, so it gets the mean weight of the others.
         """

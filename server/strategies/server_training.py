@@ -24,7 +24,7 @@ from fedloom.server.strategies.public import PublicImages
 
 @dataclass(frozen=True)
 class ServerTraining:
-    """Adam on the server's images: distillation as in FedDF (Lin et al. 2020, Alg. 3), fine-tuning, or both."""
+    """Training with Adam on the server's images: distillation (FedDF, Lin et al. 2020, Alg. 3), fine-tuning, or both."""
 
     steps: int = option(0, "steps of Adam in each round, for each architecture; 0: no training", low=0, high=1_000_000)
     rate: float = option(1e-3, "initial learning rate; it decays to 0 by a half cosine", low=0.0, high=1.0)
@@ -59,7 +59,7 @@ class ServerTraining:
             raise UserError(f"{key}.domain: {problem}; take another domain, or weight=1, which uses no labels")
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
-        """Return the states of the architectures, by name, after training. `key` names the option in errors."""
+        """Train each architecture's network and return the states, by name. `key` names the option in errors."""
         if not self.steps or not states:
             return dict(states)
         states_after, data = {}, self.images.labelled(view, key)

@@ -56,7 +56,7 @@ class SumAggregationStrategy(Strategy):
     )
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        """Return one sum: all layers or only convolutions, by mode. With norms=sites it also holds the norms."""
+        """Return one sum of networks: all layers or, by mode, only convolutions; with norms=sites also the norms."""
         mode = mode_of(experiment.objective)
         summed = partial(_part, prefix=EXTRACTOR) if self.norms == SITE_NORMS else mode.summed_part
         return {NETWORKS: Sum(summed, resumable=True)} if mode.sums else {}
@@ -99,7 +99,7 @@ class SumAggregationStrategy(Strategy):
         return (f"{begin_text} {slow}; {begin}, {advice}",)
 
     def begin(self, context: RoundContext) -> None:
-        """Set S_0 to the sum of the sites' initial networks. The seed draws the head and N*.
+        """Set the first sum S_0 to that of the sites' initial networks. The seed draws the head and N*.
 
         If a round does not ask all sites, S_0 is empty. A site then enters the sum with its first trained network.
         """
@@ -116,7 +116,7 @@ class SumAggregationStrategy(Strategy):
         context.save_server_state(SHARED, shared if mode.star or not mode.sums else _part(shared, HEAD))
 
     def round(self, context: RoundContext) -> None:
-        """Send the mean (and N*). Replace each N_i that a site returns, and average the heads (and N*)."""
+        """Send the mean network (and N*). Replace the N_i of each site that answers, and average the heads (and N*)."""
         mode, shared = mode_of(context.experiment.objective), context.server_state(SHARED)
         entering = [site.name for site in context.participants if mode.sums and not context.has(NETWORKS, site.name)]
         content = {MEAN: {**(_mean(context, entering) if mode.sums else shared), **_part(shared, HEAD)}}
@@ -130,7 +130,7 @@ class SumAggregationStrategy(Strategy):
         )
 
     def models(self, view: View) -> Models:
-        """Return the aggregate, N* and every N_i.
+        """Return the aggregate, the free network N* and every site's N_i.
 
         The aggregate is the paper's sum with N*'s other weights, or our mean, or the round average, by mode.
         """

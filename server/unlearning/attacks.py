@@ -44,9 +44,9 @@ class Attack:
 
 @dataclass(frozen=True)
 class Relearned:
-    """The steps of SGD on `images` images until the test accuracy reached `target`; None if it never did.
+    """How fast a network relearned: steps of SGD on `images` images until its test accuracy was `target`; None if never.
 
-    `reached`: the accuracy that was measured last, after `steps` steps.
+    `reached`: the accuracy that was measured last.
     """
 
     steps: int | None
@@ -58,7 +58,7 @@ class Relearned:
 def membership(
     network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000
 ) -> dict[str, Attack]:
-    """Run two membership-inference attacks on a network in eval mode.
+    """Run two membership-inference attacks on a network in eval mode, and return the results by name.
 
     `loss`: the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). `logistic`: a logistic
     regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone). Raises
@@ -132,7 +132,7 @@ def interval(members: Floats, others: Floats, random: np.random.Generator, resam
 
 
 def distance(state: State, other: State) -> dict[str, float]:
-    """Return the `euclidean` distance, and the distance `relative` to the norm of `other`, in float64.
+    """Return the `euclidean` distance of two states, also `relative` to the norm of `other`, in float64.
 
     Both are over all floating tensors. Raises UserError for a tensor without a counterpart of its shape; or if `other` is
     zero everywhere.

@@ -92,7 +92,7 @@ def check_sums(ledger: Ledger) -> dict[str, ExactSum]:
 
 
 def issue(ledger: Ledger, content: dict[str, Any]) -> None:
-    """Write a certificate into the run's folder, sign it if there is a key, and note its sha256 in the ledger."""
+    """Write the certificate `content` into the run's folder, sign it if possible, and note its sha256 in the ledger."""
     text = text_of(content).encode()
     path = ledger.folder / CERTIFICATES / f"{content['request']}.json"
     ledger.note(CERTIFIED, {"request": content["request"], "sha256": hashlib.sha256(text).hexdigest()})
@@ -104,7 +104,7 @@ def issue(ledger: Ledger, content: dict[str, Any]) -> None:
 
 
 def reissue(ledger: Ledger, request: str) -> None:
-    """Write a request's certificate again, if there is one, with what sites have deleted since."""
+    """Write a request's certificate again, if it exists, with what sites have deleted since."""
     path = ledger.folder / CERTIFICATES / f"{request}.json"
     if not path.is_file():
         return
@@ -147,7 +147,7 @@ def _digests(totals: Mapping[str, ExactSum]) -> dict[str, str]:
 
 
 def forgotten_event(ledger: Ledger, request: str) -> Event:
-    """Return the event by which a request was applied. Raises UserError if it is missing."""
+    """Return the ledger's event by which a request was applied. Raises UserError if it is missing."""
     for event in ledger.events("forgotten"):
         if event.body.get("request") == request:
             return event
@@ -162,13 +162,13 @@ def changed(ledger: Ledger) -> list[str]:
 
 
 def as_written(path: Path, request: str, ledger: Ledger) -> bool:
-    """Return whether the ledger has the sha256 of this file as a certificate of the request."""
+    """Return whether the certificate file is unchanged: the ledger has its sha256 for the request."""
     made = [each.body["sha256"] for each in ledger.events(CERTIFIED) if each.body["request"] == request]
     return file_digest(path) in made
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a certificate. Raises UserError if the file is not a valid one."""
+    """Return the content of a certificate's file. Raises UserError if it is not valid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         _check_parts(content, _PARTS)
@@ -204,5 +204,5 @@ def _check_inside(content: dict[str, Any]) -> None:
 
 
 def text_of(content: dict[str, Any]) -> str:
-    """Return the text of a certificate as it is written."""
+    """Return the JSON text of a certificate's file."""
     return json.dumps(content, indent=1)

@@ -27,10 +27,10 @@ WAIT_SECONDS = 60.0  # for an answer
 
 
 def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """Return, for each of a request's sites that joined a federation, what its node says that it deleted, and when.
+    """Return the answers of a request's sites, by site: what their nodes say that they deleted, and when.
 
-    The value is None if it is outstanding. It includes the node's signature and key, if it signs
-    (clients.protocol.signatures).
+    A value is None until the node answers; sites without a node are left out. It includes the node's signature and key, if
+    it signs (clients.protocol.signatures).
     """
     keys = (*ERASED, "signature", "key")
     answers = {event.body["site"]: {**{key: event.body[key] for key in keys if key in event.body}, "time": event.time}
@@ -40,7 +40,7 @@ def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, di
 
 
 def outstanding(ledger: Ledger) -> dict[str, str]:
-    """Return the forgotten sites whose nodes have not deleted their stores yet, each with its request."""
+    """Return the request's id for each forgotten site whose node has not deleted its store yet."""
     forgotten_sites = {site for site, forgotten in ledger.sites().items() if forgotten}
     waiting: dict[str, str] = {}
     for event in ledger.events("forgotten"):
@@ -60,7 +60,7 @@ class Erasure:
     message: Callable[[str], None]
 
     def tell(self) -> Mapping[str, str]:
-        """Ask the nodes that are online. Return the request by site, for the sites that have answered now."""
+        """Ask online nodes to delete their stores. Return the request's id for each site that has now done so."""
         if not (waiting := outstanding(self.ledger)):
             return {}
         federation = self._reached(waiting)

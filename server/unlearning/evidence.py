@@ -26,7 +26,7 @@ STEPS = 300  # of relearning, at most
 
 
 class UnlearningEvaluation:
-    """Measures networks with regard to some sites. If their images are not on this machine, it reports that instead."""
+    """Measures what networks reveal about `sites`. If their images are not on this machine, it reports that instead."""
 
     def __init__(self, config: Config, evaluator: Evaluator, sites: Sequence[str]) -> None:
         self.config, self.evaluator = config, evaluator
@@ -50,7 +50,7 @@ class UnlearningEvaluation:
         return evidence
 
     def report(self, before: dict[str, Any], model: Model | None, retrained: Model | None) -> dict[str, Any]:
-        """Return the evidence: before, after, time to relearn, and distance to a retrained network."""
+        """Return a certificate's evidence: `before`, `model` now, time to relearn, and distance to `retrained`."""
         after = self.of(model)
         if model is None or "not_measured" in after:
             return {"before": before, "after": after}
@@ -62,7 +62,7 @@ class UnlearningEvaluation:
         return evidence
 
     def samples(self) -> dict[str, int]:
-        """Return the numbers of test images by domain."""
+        """Return the number of test images of each domain."""
         return {label(spec): len(test_images(self.config, spec)) for spec in self.evaluator.specs.values()}
 
     def _loaded(self, model: Model, domain: str) -> nn.Module:

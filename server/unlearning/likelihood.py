@@ -20,7 +20,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Found:
-    """The result of the attack.
+    """The result of a likelihood-ratio attack.
 
     `rate`: true positives at a share `false` of false positives; `area` under the curve; `trials` on each side.
     """
@@ -40,7 +40,7 @@ def confidence(logits: Tensor, labels: Tensor) -> Floats:
 
 
 def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mask, false: float = 0.01) -> Found:
-    """Attack each federation with parameters that are fitted on all others.
+    """Run the attack on each federation, with densities that are fitted on all others.
 
     Each image has its own means over the other federations. Each side has one variance for all images, as there are few
     federations (Carlini et al. 2022, Sec. VI-B). `forgotten`, `never`: confidences [federations, n]; `was`, `never_was`:
@@ -62,7 +62,7 @@ def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mas
 
 
 def rate_at(inside: Floats, outside: Floats, false: float) -> float:
-    """Return the largest share of `inside` above a threshold that at most a share `false` of `outside` exceeds."""
+    """Return the true-positive rate: the share of scores `inside` above all but a share `false` of scores `outside`."""
     threshold = np.sort(outside)[::-1][int(false * len(outside))]
     return float((inside > threshold).mean())
 

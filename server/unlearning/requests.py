@@ -37,7 +37,7 @@ class RefusedError(UserError):
 
 @dataclass
 class Unlearning:
-    """Fulfils the requests of one run, as its server."""
+    """Fulfils the requests to forget sites of one run, as the run's server."""
 
     config: Config
     folder: Path
@@ -165,7 +165,7 @@ class Unlearning:
                         message(str(error))
 
     def tidy(self) -> None:
-        """Erase what a crash has left of forgotten sites, for each unfinished request."""
+        """Delete the files that a crash has left of forgotten sites, for each unfinished request."""
         for request in self.under_way():
             if request.state == "applied":
                 self._erase(request)
@@ -277,7 +277,7 @@ def _is_text(text: str) -> bool:
 
 
 def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
-    """Raise UserError if a site is unknown, named twice or forgotten, no site would remain, or nothing is stored."""
+    """Raise UserError if `sites` cannot be forgotten: one is unknown, double, forgotten, or the last; nothing is stored."""
     known = ledger.sites()
     for index, name in enumerate(sites):
         if name not in known:
@@ -296,7 +296,7 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
 
 
 def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
-    """Return what this machine stores of a request's sites outside the ledger.
+    """Return the paths that this machine stores for a request's sites outside the ledger.
 
     These are the sites' own stores, what workers wrote for them, and all networks (which are written anew). Baselines and
     networks retrained for other requests are included: they were trained with the sites, and nothing is subtracted from

@@ -15,7 +15,7 @@ _NOTHING = "the network: what it still reveals about the sites was not measured"
 
 
 def scope(evidence: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return `tested` and `not_tested`, as texts, from the evidence of a certificate."""
+    """Return what a certificate's evidence has `tested` and `not_tested`, as lists of texts."""
     after = evidence.get("after", {})
     attacked = [site for site, attacks in after.get("membership", {}).items() if "not_measured" not in attacks]
     relearned = [site for site, starts in evidence.get("relearning", {}).items() if "not_measured" not in starts]

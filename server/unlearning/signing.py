@@ -56,7 +56,7 @@ def public_line(key: Ed25519PrivateKey) -> str:
 
 
 def sign(path: Path, content: bytes) -> None:
-    """Write the operator's signature of a file's content next to it."""
+    """Sign a file's content with the operator's key, and write the signature next to the file."""
     key = operator_key()
     signature = base64.b64encode(key.sign(content)).decode()
     beside = {"key": public_line(key), "signature": signature}

@@ -40,7 +40,7 @@ class Finding:
 
 
 def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Finding]:
-    """Return what a certificate is about, and whether that is what the caller asks for.
+    """Return a certificate's request, run, sites and dates, and whether they are as expected.
 
     `request`: the expected request; empty: the one that the file is named after. `sites`: sites that it must name.
     """
@@ -60,7 +60,7 @@ def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Find
 
 
 def verify(path: Path, ledger: Ledger) -> list[Finding]:
-    """Compare a certificate with the run's ledger and folder. Raises UserError if either cannot be read."""
+    """Compare a certificate with the run's ledger and folder; return all findings. Raises UserError if one is unreadable."""
     content = read(path)
     return [_unchanged(path, content["request"], ledger), *ledger.steady(lambda: list(_findings(content, ledger)))]
 
@@ -87,7 +87,7 @@ def verify_signature(path: Path, key: str) -> list[Finding]:
 
 
 def deleted(run: str, request: str, site: str, answer: Mapping[str, Any] | None) -> Finding:
-    """Return what a site says about deleting its own store, and whether its signature holds, if it has one."""
+    """Return whether a site's `answer` says that it deleted its own store, and whether any signature is valid."""
     fact = f"{plain(site)} says that it deleted its own store"
     if not answer or "signature" not in answer:
         return Finding(fact, "match" if answer else OUTSTANDING)
@@ -110,7 +110,7 @@ def _unchanged(path: Path, request: str, ledger: Ledger) -> Finding:
 
 
 def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
-    """Compare the accuracies after the request with the current network's (`measure`), if no round followed."""
+    """Compare the certificate's accuracies with those of the current network (`measure`), if no round followed."""
     content, last = read(path), ledger.last_round()
     try:
         stated = {name: float(share) for name, share in content["evidence"]["after"]["accuracy"].items()}

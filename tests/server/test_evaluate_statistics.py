@@ -178,7 +178,7 @@ def test_recomputed_is_measured_with_the_new_statistics_and_making_them_anew_aga
 
 def test_without_validation_images_statistics_cannot_be_made_anew():
     config = measured("recomputed", "data.validation=0")
-    with pytest.raises(UserError, match=r"evaluation\.statistics=recomputed: needs validation images; set data\.validation"):
+    with pytest.raises(UserError, match=r"evaluation\.statistics=recomputed needs validation images; set data\.validation"):
         Evaluator(config).accuracy(model(config, state_of(config)), "test")
 
 

@@ -15,7 +15,7 @@ NAMES = "classes"  # the saved state: the common classes' names, as code points
 
 @dataclass(frozen=True)
 class Kinds:
-    """The class name of each output of every site's network, or None for a class without images at the site."""
+    """By site, the class name of each output of its network, or None for a class without images at the site."""
 
     names: Mapping[str, Sequence[str | None]]
 
@@ -23,7 +23,7 @@ class Kinds:
     def of(
         experiment: Experiment, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
     ) -> "Kinds":
-        """Return the classes of these sites. Names in one group of `alike` mean the same class.
+        """Return the class names of these sites. Names in one group of `alike` mean the same class.
 
         Args:
             experiment: The experiment.
@@ -34,7 +34,7 @@ class Kinds:
         return Kinds({site.name: _named(experiment, site, said[site.name], one_name) for site in sites if site.name in said})
 
     def common(self) -> list[str]:
-        """Return the names that all sites have, in the first site's order."""
+        """Return the class names that all sites have, in the first site's order."""
         each = list(self.names.values())
         if not each:
             return []
@@ -62,17 +62,17 @@ def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Ma
 
 
 def encoded(names: Sequence[str]) -> State:
-    """Return names as tensors, because saved states hold only tensors."""
+    """Return class names as tensors, as saved states hold only tensors."""
     return {f"{index:05d}": torch.tensor([ord(letter) for letter in name]) for index, name in enumerate(names)}
 
 
 def decoded(state: State) -> list[str]:
-    """Return the names that `encoded` stored."""
+    """Return the class names that `encoded` stored."""
     return ["".join(chr(code) for code in state[key].tolist()) for key in sorted(state)]
 
 
 def check_alike(alike: Sequence[object]) -> None:
-    """Raise UserError unless each group is a list of at least two names, and no name occurs twice."""
+    """Raise UserError unless each group of `strategy.alike` is a list of at least two names, and no name occurs twice."""
     seen: set[str] = set()
     for index, group in enumerate(alike):
         where = f"strategy.alike[{index}]"

@@ -43,7 +43,7 @@ class FedGH(Recombining):
         context.save_server_state(GLOBAL, representable(head, context.bits))
 
     def train(self, context: RoundContext) -> None:
-        """Send the head. After the training, ask the sites for their mean features."""
+        """Send the head. After the training, ask the sites for their mean features of each class."""
         samples: dict[str, int] = {}
         for reply in context.ask(TRAIN, {MEAN: context.server_state(GLOBAL)}, {}):
             self.mark(context, reply.site)

@@ -70,7 +70,7 @@ class Arrival(Schedule):
 @STRATEGIES.register("head_transfer")
 @dataclass(frozen=True)
 class HeadTransfer(Recombining):
-    """Average auxiliary heads, and store the components that sites publish. The objective is `components`.
+    """A mean of auxiliary heads, and a store of the components that sites publish. The objective is `components`.
 
     The objective's other modes are other ways to share parts of networks.
     """
@@ -211,7 +211,7 @@ class HeadTransfer(Recombining):
 
 
 def check_pull(pull: float, training: Recipe) -> None:
-    """Raise UserError for a pull whose curvature, 2 * pull, makes steps of SGD diverge."""
+    """Raise UserError if objective.pull is so large (its curvature is 2 * pull) that SGD diverges."""
     if not isinstance(optimizer := training.optimizer, SGD) or training.clip:
         return
     momentum = training.momentum if optimizer.momentum is None else optimizer.momentum
@@ -221,7 +221,7 @@ def check_pull(pull: float, training: Recipe) -> None:
 
 
 def check_common(tasks: Mapping[str, Auxiliary], common: Sequence[str]) -> None:
-    """Raise UserError if a task needs common classes, and there are fewer than two."""
+    """Raise UserError if an auxiliary task needs common classes, and there are fewer than two."""
     for name, task in tasks.items():
         if task.supervised and len(common) < 2:
             problem = f"'{name}' needs at least two classes that all sites have, {_common_text(common)}"

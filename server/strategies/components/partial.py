@@ -22,7 +22,7 @@ SITES, SHARED = "parts", "shared"  # the slot; the saved mean
 
 @dataclass(frozen=True)
 class PartialAveraging(Recombining):
-    """The mean of one part over the sites, weighted by their images. The objective's mode sets the part.
+    """The mean of one part of all networks, weighted by images. The objective's mode sets the part.
 
     It also sets the order in which a site trains its parts (clients.objectives.components.sharing). Without an averaged
     part, every site trains alone.

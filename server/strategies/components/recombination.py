@@ -50,7 +50,7 @@ RIGHT_OF, IMAGES = "right", "images"
 
 @dataclass(frozen=True)
 class Recombining(Strategy):
-    """A method whose sites have their own networks, whose parts are recombined at the end.
+    """A method that leaves each site its own network, and at the end measures heads on other sites' extractors.
 
     Subclasses define `train` and `sent`.
     """
@@ -185,16 +185,16 @@ class Recombining(Strategy):
         }
 
     def traffic(self, view: View) -> dict[str, int]:
-        """Return the bytes that a site sends in a round, and those that it would send with FedAvg."""
+        """Return `bytes`, which a site sends in a round, and `fedavg_bytes`, which it would send with FedAvg."""
         state = view.initial(site=view.sites[0])
         return {"bytes": _bytes(self.sent(view)), "fedavg_bytes": _bytes(state)}
 
     @abstractmethod
     def sent(self, view: View) -> State:
-        """Return the tensors that a site sends in a round."""
+        """Return tensors with the names and shapes of those that a site sends in a round."""
 
     def kinds(self, context: RoundContext) -> Kinds:
-        """Return the classes of all sites by name."""
+        """Return the class names of all sites' outputs."""
         return Kinds.of(context.experiment, context.sites, context.class_names(context.sites), self.alike)
 
     def networked(self, context: RoundContext) -> list[Site]:
@@ -219,7 +219,7 @@ class Recombining(Strategy):
         return {name: tensor for name, tensor in _cast(view, match).items() if name.startswith(prefix)}
 
     def mark(self, context: RoundContext, site: Site) -> None:
-        """Record that a site has trained in this round."""
+        """Record (in a slot) that a site has trained in this round."""
         context.put(TRAINED, site, {"round": torch.tensor([float(context.number)])})
 
     def residue(self, view: View, names: Sequence[str] = ()) -> Sequence[ResidualInfluence]:
@@ -240,7 +240,7 @@ def components_of(experiment: Experiment) -> Components:
 
 
 def check_parts(experiment: Experiment) -> None:
-    """Raise UserError, naming both sites, if their heads have different shapes or take different features."""
+    """Raise UserError, naming two sites, if their heads have different shapes or take different features."""
     sites = experiment.sites
     shapes = {architecture: head_shapes(architecture) for architecture in {experiment.architecture(site) for site in sites}}
     first = sites[0]
@@ -253,7 +253,7 @@ def check_parts(experiment: Experiment) -> None:
 
 
 def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a head's tensors, without the rows of classes."""
+    """Return the shape of each tensor of a head, by name, without the dimension of the classes."""
     state, by_class = below(shapes(architecture), HEAD), class_tensors(architecture)
     return {name: tuple(tensor.shape[1:] if name in by_class else tensor.shape) for name, tensor in state.items()}
 
@@ -309,7 +309,7 @@ def _bytes(state: State) -> int:
 
 
 def check_outputs(experiment: Experiment) -> None:
-    """Raise UserError, naming both sites, if they cannot share one head because their numbers of classes differ."""
+    """Raise UserError, naming two sites, if they cannot share one head because their numbers of classes differ."""
     first = experiment.sites[0]
     for site in experiment.sites:
         has, other = experiment.architecture(site).classes, experiment.architecture(first).classes

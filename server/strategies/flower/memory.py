@@ -15,10 +15,10 @@ DICTIONARY, LIST, RECORD, ARRAY, WHOLE, NUMBER = "dictionary", "list", "record",
 
 
 def remembered(strategy: Any, fresh: Any) -> State:
-    """Return the attributes that differ from a new strategy, by `attribute/kind/key`.
+    """Return the strategy's attributes that differ from a `fresh` one, as tensors named `attribute/kind/key`.
 
     Raises:
-        FailedError: A tensor cannot hold an attribute.
+        FailedError: An attribute cannot be stored as tensors.
     """
     state: State = {}
     for name, value in vars(strategy).items():
@@ -34,7 +34,7 @@ def remembered(strategy: Any, fresh: Any) -> State:
 
 
 def put_back(strategy: Any, state: Mapping[str, Tensor]) -> Any:
-    """Restore the saved attributes of a new strategy, and return it."""
+    """Set the attributes that `remembered` saved on a new strategy; return it."""
     groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, tensor in state.items():
         name, kind, key = path.split("/", 2)

@@ -75,7 +75,7 @@ def take_identity() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Limit Flower's log to warnings, and hide our objects from the garbage collector.
+    """Within the context, limit Flower's log to warnings, and hide our objects from the garbage collector.
 
     Some Flower strategies collect garbage after every array.
     """

@@ -187,7 +187,7 @@ def _network(arrays: ArrayRecord | None, metrics: Any) -> State | None:
 
 @STRATEGIES.adapter
 def flower_strategy(name: str, found: Any, options: Mapping[str, Any], where: str) -> Strategy:
-    """Return the adapter of a Flower strategy, or of a class derived from one."""
+    """Return the adapter of a Flower strategy (the class `found`). Raises UserError, naming `where`, for other classes."""
     if not (isinstance(found, type) and issubclass(found, flower.Strategy)):
         kind = f"the class {found.__name__}" if isinstance(found, type) else f"of the type {type(found).__name__}"
         raise UserError(f"{where}.name: '{name}' is {kind}, takes a dataclass derived from fedloom.Strategy, or a "
