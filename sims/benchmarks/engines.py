@@ -152,7 +152,7 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def machine() -> str:
-    """Return a short description of this machine."""
+    """Return this machine's cores and architecture, and the Python version, as text."""
     return f"{cores()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 

@@ -166,7 +166,7 @@ def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
 
 
 def every_round(loop: RoundLoop, repeated: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the records of all rounds. A round without timely replies is noted in `repeated`, and run again (as on resume)."""
+    """Yield the records of all rounds. A round without timely replies is noted in `repeated`, and repeated as on resume."""
     for round in range(1, loop.last + 1):
         while True:
             try:

@@ -88,7 +88,7 @@ NOTE = (
 
 
 def tables(study: Study) -> list[Table]:
-    """Return Tables 1 to 4."""
+    """Return Tables 1 to 4 of the paper, measured again."""
     plan = PLANS[study.preset]
     folder, key = study.folder / "networks", [plan, [*ALPHAS.items()]]
     results = study.saved_each("assigned", key, lambda seed: measured(plan, seed, folder))

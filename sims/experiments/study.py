@@ -154,7 +154,7 @@ def chosen(key: str, overrides: Sequence[str], known: Collection[str]) -> tuple[
 
 
 def any_override(overrides: Sequence[str]) -> None:
-    """Accept every override: the runs check them."""
+    """Accept every override without a check: the runs check them."""
 
 
 def means(results: Sequence[Any], *paths: Sequence[Any]) -> list[str]:

@@ -125,7 +125,7 @@ class Way:
 
     @property
     def columns(self) -> dict[str, float]:
-        """The entries of PULLS that give different results."""
+        """The entries of PULLS (columns) that give different results."""
         return PULLS if self.pulls else dict(list(PULLS.items())[:1])
 
 

@@ -141,7 +141,7 @@ def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outco
 
 
 def accuracy(network: nn.Module, images: Images) -> float:
-    """Return the fraction of right answers."""
+    """Return the fraction of images that a network classifies correctly."""
     network.eval()
     with torch.inference_mode():
         pairs = zip(images.x.split(TEST_BATCH), images.y.split(TEST_BATCH), strict=True)
