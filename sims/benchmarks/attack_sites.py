@@ -51,7 +51,7 @@ POISONS: dict[str, Callable[[Images], Images]] = {
 
 @dataclass(frozen=True)
 class Role:
-    """What one hostile site does."""
+    """What one hostile site does: it poisons its images, or scales its change."""
 
     poison: str = option("none", "how its training images change", choices=tuple(POISONS))
     share: float = option(1.0, "the share of its images that change", low=0.0, high=1.0)
@@ -81,7 +81,7 @@ class Hostile(SumAggregation):
 
 
 class HostileSession(ExactSession):
-    """Trains on poisoned images. Their number is the true one: the server notices a site that claims more samples."""
+    """A hostile site's training on poisoned images. It sends their true number: the server would notice a larger claim."""
 
     def __init__(self, objective: Hostile, task: Task, role: Role) -> None:
         super().__init__(objective, task)
@@ -96,7 +96,7 @@ class HostileSession(ExactSession):
         return Images(pixels, labels)
 
     def contribution(self) -> dict[str, State]:
-        """Return the contribution with its change times `factor`.
+        """Return the contribution, its change multiplied by `role.factor`.
 
         The change of the site's own network counts from the first round, that of the head from this round.
         """

@@ -49,7 +49,7 @@ SETTING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Attack:
-    """The roles of hostile sites. `triggers`: there is a trigger, so success is measured."""
+    """The roles of hostile sites. `triggers`: some images have a trigger, so success is measured."""
 
     roles: Mapping[str, Any] = field(default_factory=dict)
     triggers: bool = True
@@ -82,7 +82,7 @@ HEAD = ["attack", "bound", "rounds", "refused", "clipped", "accuracy", "success"
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one run: shares by the forgotten site ("": none), rounds, and shares of the hostile site's replies."""
+    """One run: accuracy and success by the forgotten site ("": none), rounds, and shares of the hostile site's replies."""
 
     shares: dict[str, Shares]
     rounds: int
@@ -91,7 +91,7 @@ class Result:
 
 
 def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """Measure each attack with each bound; then without the hostile site, and without the camouflage."""
+    """Measure each attack with each bound; then runs without the hostile site, and without the camouflage."""
     torch.set_num_threads(1)
     rows = [_row(attack, bound, [run(ATTACKS[attack], DEFENCES[bound], seed) for seed in range(SEEDS)])
             for attack in ATTACKS for bound in DEFENCES]  # fmt: skip
@@ -102,7 +102,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[str] = ()) -> Result:
-    """Train the federation under the attack without the sites in `gone`; measure it, and again after forgetting."""
+    """Train a federation under the attack, without the sites in `gone`; measure it before and after forgetting."""
     with tempfile.TemporaryDirectory() as folder, trained(attack, bounds, seed, Path(folder), gone) as method:
         view, rounds = method.state.view(), list(method.folder.metrics().values())
         shares = {"": measured(method.evaluator, method.state.aggregate())}
@@ -129,7 +129,7 @@ def trained(
 
 
 def configured(attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path) -> Config:
-    """Return the configuration with the hostile sites' roles."""
+    """Return the federation's configuration, with the attack's roles and the bounds."""
     objective = {**SETTING["objective"], "roles": dict(attack.roles)}
     folders = {"name": "attacks", "root": str(folder)}
     tree = {**SETTING, "objective": objective, "federation": dict(bounds), "seed": seed, "run": folders}
@@ -137,7 +137,7 @@ def configured(attack: Attack, bounds: Mapping[str, float], seed: int, folder: P
 
 
 def measured(evaluator: Evaluator, model: Model) -> Shares:
-    """Return `accuracy` on the test images, and `success`: the share of triggered images that get the attacker's class."""
+    """Return `accuracy` on test images, and `success`: the share of triggered images that get the attacker's class."""
     (domain,) = evaluator.specs
     images = evaluator.images(domain, "test")
     others = images.y != TARGET

@@ -47,11 +47,11 @@ class Case:
     engines: Sequence[str] = FLOWER
 
     def rounds_of(self, engine: str, quick: bool) -> int:
-        """Return the number of rounds for an engine."""
+        """Return the number of rounds to measure on an engine."""
         return (self.stock_rounds if engine == "stock" else self.rounds)[quick]
 
     def config(self, folder: Path, engine: str = "") -> Config:
-        """Return the configuration for an engine. All its files are in `folder`."""
+        """Return the configuration for an engine. All files of its run are in `folder`."""
         overrides = [f"run.root={folder}", "run.name=bench", f"federation.window={self.window}", *VARIANTS.get(engine, [])]
         return (
             _training(self, overrides) if self.kind == "training" else load("digits", [small_sites(self.sites), *overrides])
@@ -92,7 +92,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Job:
-    """Some rounds of a case on an engine. Its folder holds the job as JSON, and a line of JSON for each round so far."""
+    """A measurement: rounds of a case on an engine. Its folder has it as JSON, and a line of JSON for each round so far."""
 
     case: Case
     engine: str
@@ -110,7 +110,7 @@ class Job:
         return self.folder / "job.json"
 
     def measure(self, rounds: Iterator[float | str]) -> None:
-        """Run the job's rounds. Each is written at its end: it survives a process that is stopped.
+        """Run the rounds, and write each into the folder at its end, as the process may be stopped.
 
         Args:
             rounds: Gives the seconds of each round, or the reason why a round does not count.
@@ -130,7 +130,7 @@ class Job:
                     return
 
     def measured(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the rounds that count, and why others do not count.
+        """Return the rounds that count, and the reasons why others do not.
 
         A round has `seconds`, the time of its `end`, and the process's `private` bytes before the first round.
         """

@@ -40,7 +40,7 @@ class Row:
 
 
 def measure(case: Case, engine: str, rounds: int, limit: float) -> Row:
-    """Run the rounds within `limit` seconds and return the row. All processes are ended, whatever happens."""
+    """Run a case in a new process for at most `limit` seconds; return the row. All processes are ended, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="fedloom-bench-") as temporary:
         job, launched = Job(case, engine, rounds, Path(temporary)), time.time()
         processes = Processes(is_driver=False)

@@ -42,14 +42,14 @@ app = ServerApp()
 
 @app.main()
 def stock(grid: Grid, context: Context) -> None:
-    """Run the job that the run's configuration names, in the stock simulation."""
+    """Run the job that the app's run-config names, in the stock simulation."""
     job = read_job(Path(str(context.run_config["job"])))
     grid.poll_seconds = POLL_SECONDS  # type: ignore[attr-defined]  # ClientChannel reads it; Flower's own loop waits 0.1 s
     job.measure(server_rounds(job, grid))
 
 
 def run(job: Job) -> None:
-    """Run all rounds of the job in this process: a loop, or an engine and the server's side."""
+    """Run all rounds of the job in this process: by a plain loop, or by an engine and the server's side."""
     if job.engine in LOOPS:
         with contextlib.closing(loop_rounds(job)) as rounds:
             job.measure(rounds)
@@ -72,7 +72,7 @@ def _grid(job: Job) -> Any:
 
 
 def server_rounds(job: Job, grid: Grid) -> Iterator[float | str]:
-    """Yield the seconds of each round through a Grid, or why a round does not count: a reply failed."""
+    """Yield the seconds of each round through a Grid, or why it does not count (a reply failed)."""
     return (_training_rounds if job.case.kind == "training" else _message_rounds)(job, grid)
 
 
@@ -136,7 +136,7 @@ def _mapper(processes: int) -> Iterator[Callable[[list[Task]], list[Weights]]]:
 
 
 def train(task: Task) -> Weights:
-    """Return a site's weights after its epochs of SGD."""
+    """Train a site for its epochs of SGD, and return its weights."""
     text, site, round, weights = task
     config, sites, network = _prepared(text)
     network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})

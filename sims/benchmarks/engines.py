@@ -43,7 +43,7 @@ PANELS = {"tasks_per_s": ("tasks per second", "log"), "startup_s": ("seconds fro
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit for a column of an engine's row, divided by that of the engine `over` if there is one."""
+    """A limit for a column of an engine's row, or (`over`) for its ratio to another engine's."""
 
     what: str
     case: str
@@ -55,17 +55,17 @@ class Bar:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The cases and engines whose rows the bar reads."""
+        """The pairs (case, engine) whose rows the bar reads."""
         return [(self.case, engine) for engine in (self.engine, self.over) if engine]
 
     def value(self, rows: Sequence[Row]) -> float | None:
-        """Return the number from the rows, or None if one is missing."""
+        """Return the number or ratio from the rows; None if one is missing."""
         numbers = {(row.case, row.engine): getattr(row, self.column) for row in rows}
         value, *others = [numbers.get(pair) for pair in self.pairs]
         return None if value is None or None in others else value / others[0] if others else value
 
     def line(self, rows: Sequence[Row]) -> list[str]:
-        """Return the bar's line in the table: what, the measured and the wanted number, the verdict."""
+        """Return the bar's table line: what, the measured and the wanted number, the verdict."""
         value, wanted = self.value(rows), f"at {'least' if self.at_least else 'most'} {self.limit:g}"
         if value is None:
             return [self.what, "-", wanted, "not measured"]
@@ -114,7 +114,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def measured(quick: bool) -> Iterator[Row]:
-    """Yield a row for each case and engine. Each is measured in a fresh process, one after the other."""
+    """Measure each case on each engine in a fresh process, one after the other, and yield its row."""
     end = time.monotonic() + QUICK_SECONDS
     for case, engine in plan(CASES, 1 if quick else REPEATS):
         left = end - time.monotonic() if quick else LIMIT_SECONDS
@@ -152,12 +152,12 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def machine() -> str:
-    """Return a short description of this machine."""
+    """Return this machine's cores and architecture, and the Python version, as text."""
     return f"{cores()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
 def cases_table(cases: Sequence[Case]) -> Table:
-    """Return the table of cases."""
+    """Return a table that describes the cases."""
     lines = [
         [case.name, case.what if case.kind == "messages" else f"{case.what} ({', '.join(domains(case))})", str(case.window)]
         for case in cases
@@ -173,7 +173,7 @@ def rows_table(rows: Sequence[Row], machine: str) -> Table:
 
 
 def bars_table(rows: Sequence[Row]) -> Table:
-    """Return the table of all bars with the measured numbers."""
+    """Return the table of all bars: measured and wanted numbers, verdicts."""
     return Table("Bars", ["what", "measured", "wanted", "verdict"], [bar.line(rows) for bar in BARS])
 
 

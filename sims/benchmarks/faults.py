@@ -37,13 +37,13 @@ LINES = {
 
 
 def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
-    """Run without and with partial sums (`quick`: a short run with them); return figures and verdicts."""
+    """Run a soak without and one with partial sums (`quick`: a short one with them); return figures and verdicts."""
     rows = [soak(*QUICK, True)] if quick else [soak(*FULL, partial_sums) for partial_sums in (False, True)]
     return table(rows), rows
 
 
 def soak(sites: int, rounds: int, partial_sums: bool, node_store: bool = False) -> dict[str, Any]:
-    """Run over Ray, then inline; return a row with figures and verdicts.
+    """Run all rounds with faults over Ray, then inline; return a row with figures and verdicts.
 
     Args:
         node_store: Nodes store contributions, in a folder that all share.
@@ -67,7 +67,7 @@ def soak(sites: int, rounds: int, partial_sums: bool, node_store: bool = False) 
 
 
 def figures(plan: Plan, soaked: Soaked) -> dict[str, Any]:
-    """Return the figures of the run over Ray."""
+    """Return a row's figures on the run over Ray: counts of replies and faults, seconds, memory."""
     reasons = [reason for dropped in soaked.dropped.values() for reason in dropped.values()]
     return {
         "sites": plan.sites,
@@ -85,7 +85,7 @@ def figures(plan: Plan, soaked: Soaked) -> dict[str, Any]:
 
 
 def verdicts(plan: Plan, soaked: Soaked, inline: Left) -> dict[str, bool | None]:
-    """Return whether each requirement holds; None means that the run was too short."""
+    """Return by requirement whether it holds; None means that the run was too short to know."""
     left, growth = soaked.left, soaked.processes.growth()
     reasons = {reason for dropped in soaked.dropped.values() for reason in dropped.values()}
     every = None if plan.rounds < LONG else kinds(plan, soaked.dropped).keys() >= REASONS.keys()

@@ -38,7 +38,7 @@ COLUMNS = {"app": "{app}", "median": "{median:.2f}", "range": "{least:.2f} to {m
 
 
 def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
-    """Measure both apps in turn, then the stock app over Flower's nodes. The first round of each run does not count."""
+    """Measure both apps in turn, then the stock app on nodes like Flower's. The first round of each run does not count."""
     seconds: dict[str, list[float]] = {STOCK: [], BOTH: [], OURS: []}
     with tempfile.TemporaryDirectory(prefix="fedloom-bench-") as temporary:
         root = Path(temporary)

@@ -19,7 +19,7 @@ server = ServerApp()
 
 
 def network(widths: list[int], inputs: int, classes: int) -> nn.Sequential:
-    """Return linear layers with ReLU between them."""
+    """Return an MLP: linear layers with ReLU between them."""
     sizes = itertools.pairwise([inputs, *widths, classes])
     layers = [layer for before, after in sizes for layer in (nn.Linear(before, after), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])

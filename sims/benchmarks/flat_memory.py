@@ -19,7 +19,7 @@ COLUMNS = {"memory of": "{what}",
 
 
 def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """Run the rounds and return the memory of driver, workers and object store, early and late."""
+    """Run the rounds; return the memory of driver, workers and object store after round 20 and round 200."""
     taken, processes = {}, Processes()
     with tempfile.TemporaryDirectory() as folder:
         config = load("digits", [f"sites=[{{domain: digits, count: {SITES}}}]", f"run.root={folder}"])

@@ -52,7 +52,7 @@ ROUND_NOTE = (
 
 
 def bench() -> tuple[list[Table], list[dict[str, Any]]]:
-    """Measure each pair and each start of a federation in a fresh process."""
+    """Measure the fusion of each pair, and a server's round with each start, each in a fresh process."""
     rows = [fresh("fusion:measure", pair) for pair in PAIRS]
     parts = [{"part": part, **{row["pair"]: row["parts"].get(part, 0.0) for row in rows}} for part in rows[0]["parts"]]
     rounds = [fresh("fusion:round_of_server", start) for start in STARTS]
@@ -70,7 +70,7 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
 
 
 def measure(pair: str) -> dict[str, Any]:
-    """Fuse a pair in this process and return seconds and MiB."""
+    """Fuse a pair of networks in this process; return seconds and MiB."""
     torch.set_num_threads(1)
     networks = []
     for text in PAIRS[pair]:
@@ -125,7 +125,7 @@ def _forward(networks: list[nn.Module], probe: torch.Tensor) -> float:
 
 
 def round_of_server(start: str) -> dict[str, Any]:
-    """Put all sites' networks, settle and commit in this process; return the seconds of each part, and the MiB they add."""
+    """Put all sites' networks, fuse them (settle) and commit in this process; return each part's seconds and added MiB."""
     torch.set_num_threads(1)
     networks = "[{name: resnet18, width: 1.0, norm: batch}, {name: resnet34, width: 1.0, norm: batch}]"
     with tempfile.TemporaryDirectory() as root:

@@ -33,7 +33,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def measure(network: str) -> dict[str, Any]:
-    """Return evaluations per second of the grid and of plain passes, and the share of a pass that composing takes."""
+    """Return evaluations per second in the grid and in plain passes, and the time to compose as a share of a pass."""
     evaluator = Evaluator(load("digits", [network, "evaluation.statistics=batch", "engine.threads=1"]))
     start, *ends = (initial_state(evaluator.config, name) for name in ("shared", "one", "other"))
     composer = Composer(evaluator.network, start, ends, GRADIENTS)

@@ -45,7 +45,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A network, the epochs of a task, and bars: for a step of exact by the tree's operations, for a task by the base's."""
+    """A network, the epochs of a task, and limits: a step of exact by the tree's operations, a task by the base's time."""
 
     widths: list[int]
     hidden: list[int]
@@ -74,7 +74,7 @@ CASES = {
 
 
 def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """Measure each way on both networks."""
+    """Measure each of WAYS to select layers, on both networks."""
     torch.set_num_threads(1)
     rows = [row for name, case in CASES.items() for row in measured(name, case)]
     lines = [{**row, "step_ms": 1e3 * row["step_s"], "shown_tree": row["tree"] if row["way"] == "exact" else None}
@@ -83,7 +83,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def measured(name: str, case: Case) -> list[dict[str, Any]]:
-    """Return a row for each way. Steps are measured in turn, so that noise meets all ways."""
+    """Return a row of times for each of WAYS. Steps are measured in turn, so that noise meets all ways."""
     images = torch.randn(IMAGES, 3, SIZE, SIZE, generator=torch_generator(0, "images"))
     labels = torch.randint(CLASSES, (IMAGES,), generator=torch_generator(0, "labels"))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}

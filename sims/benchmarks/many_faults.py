@@ -50,13 +50,13 @@ def train_or_fail(message: Message, context: Context) -> Message:
 
 
 def fault(site: int, round: int) -> str:
-    """Return what goes wrong at a site in a round: "raise", "kill" or ""."""
+    """Return what goes wrong at a site in a round: "raise", "kill" or "" (nothing)."""
     draw = float(generator(0, "faults", str(site), str(round)).random())
     return "kill" if draw < KILLS else "raise" if draw < KILLS + RAISES else ""
 
 
 def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, Any]]]:
-    """Run both engines; rows hold seconds, the number of named failures, and the digest of the exact sum."""
+    """Run both engines; rows have seconds, the number of named failures, and the digest of the exact sum."""
     with tempfile.TemporaryDirectory() as root:
         overrides = [small_sites(sites), f"rounds={rounds}", "network.width=0.25", "data.size=8", "evaluation.every=1000000"]
         inline, over_ray = (load("digits", [*overrides, f"run.root={root}/{engine}"]) for engine in ("inline", "ray"))
@@ -73,7 +73,7 @@ def bench(sites: int = 1000, rounds: int = 50) -> tuple[Table, list[dict[str, An
 
 
 def run(config: Config, grid: Grid) -> dict[str, Any]:
-    """Run all rounds on a grid."""
+    """Run all rounds on a grid; return seconds, failures and digest."""
     begin = time.monotonic()
     loop = begun(config, grid, Silent())
     failed = {(record["round"], site) for record in all_rounds(loop) for site in record["dropped"]}

@@ -42,7 +42,7 @@ def table(title: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, An
 
 
 def cell(text: str, row: Mapping[str, Any]) -> str:
-    """Return a format string filled from a row, "-" for a value that is None."""
+    """Return a format string filled from a row; "-" if its value is None."""
     try:
         return text.format_map(row)
     except TypeError:  # a format such as .2f, and None

@@ -18,7 +18,7 @@ COLUMNS = {"sites": "{sites}", "a site's state, MiB": "{state_mb:.1f}", "RSS bef
 
 
 def bench(counts: tuple[int, ...] = (10, 200)) -> tuple[Table, list[dict[str, Any]]]:
-    """Measure each number of sites in a fresh process: real rounds and files, the inline engine."""
+    """Measure each number of sites in a fresh process, with real rounds and files, on the inline engine."""
     rows = [fresh("memory:measure", sites) for sites in counts]
     return table("Server memory", COLUMNS, rows, "sum aggregation, inline engine, window 8, no training"), rows
 

@@ -24,7 +24,7 @@ DRIVERS = ("fedloom.sims.benchmarks.engine_run", "flwr-simulation")
 
 
 class Processes:
-    """All processes that this one starts from now on, sampled now and then.
+    """The processes that this one starts from now on, and samples of their memory.
 
     They inherit a mark in their environment, so those that detach are recognised, such as Flower's local SuperLink. Ray's
     workers overwrite their environment; they are recognised by their parent.
@@ -56,7 +56,7 @@ class Processes:
         return process in self._ours or process.ppid() in ours or process.environ().get(MARK) == self._mark
 
     def sample(self) -> dict[str, int]:
-        """Look once; return the bytes of the driver, of all workers, of the largest worker, and of Ray's object store.
+        """Measure now; return the bytes of the driver, of all workers, of the largest worker, and of Ray's object store.
 
         Shared memory counts in the object store and in the driver's `rss` only. `private` is the driver's USS.
         """
@@ -75,22 +75,22 @@ class Processes:
         return sample
 
     def peaks(self) -> dict[str, int]:
-        """Return the largest bytes of all samples."""
+        """Return the maximum of each size over all samples, in bytes."""
         return {what: max(sample[what] for sample in self._samples) for what in self._samples[0]} if self._samples else {}
 
     def growth(self) -> dict[str, float] | None:
-        """Return the growth of each of WHAT from early to late, or None after too few samples."""
+        """Return each of WHAT's growth, as a share, from round EARLY to the end; None after too few samples."""
         if len(self._samples) < 2 * EARLY:
             return None
         before, after = (_medians(some) for some in (self._samples[EARLY - SPAN : EARLY], self._samples[-SPAN:]))
         return {what: (after[what] - before[what]) / max(LEAST_BYTES, before[what]) for what in WHAT}
 
     def mib(self) -> dict[str, float]:
-        """Return the MiB of each of WHAT at the end."""
+        """Return each of WHAT's memory at the end, in MiB."""
         return {what: size / MIB for what, size in _medians(self._samples[-SPAN:]).items()}
 
     def left(self) -> list[str]:
-        """Return the command lines of processes that still run some seconds after everything was closed."""
+        """Wait some seconds for all processes to end; return the command lines of those that still run."""
         deadline = time.monotonic() + END_SECONDS
         while (left := self.running()) and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -42,7 +42,7 @@ WAYS = {"each site's": [], "sums by worker": ["federation.partial_sums=true"],
 
 
 class TimedApp(ClientApp):
-    """Answers at once. Counts its own seconds, and remembers the size of the largest order."""
+    """A ClientApp that answers at once. It counts its own seconds, and notes the size of the largest order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def bench() -> tuple[list[Table], list[dict[str, Any]]]:
 
 
 def server(sites: int, asked: int, launched: float) -> dict[str, Any]:
-    """Measure rounds of the inline engine in this process, which was launched at `launched` (time.time)."""
+    """Run rounds on the inline engine in this process, launched at `launched` (time.time); return times and sizes."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, client = Path(temporary), TimedApp()
         config = load(str(written(sites, asked, ROUNDS, folder)))
@@ -99,7 +99,7 @@ def server(sites: int, asked: int, launched: float) -> dict[str, Any]:
 
 
 def nodes(sites: int, asked: int, way: str) -> dict[str, Any]:
-    """Measure the last of a few rounds over two Ray nodes: seconds, and megabytes of arrays that the server received."""
+    """Run a few rounds over two Ray nodes; return the last one's seconds, and the MB of arrays that the server received."""
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -147,7 +147,7 @@ def written(sites: int, asked: int, rounds: int, folder: Path) -> Path:
 
 
 def constants() -> dict[str, float]:
-    """Measure processor seconds of one core for each step that a network of WEIGHTS weights goes through."""
+    """Return the processor seconds of one core for each step that a network of WEIGHTS weights goes through."""
     torch.set_num_threads(1)
     state = {"weights": torch.randn(WEIGHTS, generator=torch.Generator().manual_seed(0))}
     integers, total = quantise(state, 32), ExactSum()

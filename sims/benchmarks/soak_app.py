@@ -27,7 +27,7 @@ app.query()(untrained.identify)
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Return the shifted initial network, with the faults of the plan."""
+    """Return the shifted initial network, or fail, or change the reply, as the plan says."""
     order = read_order(message.content)
     config = parsed(configuration(order.config, message.content, None))
     plan = plan_of(len(config.roster), config.rounds)
@@ -46,7 +46,7 @@ def _fault(kind: str, again: bool) -> Fault:
 
 
 class Replay(ClientApp):
-    """Answers with the shifted initial network; raises for the sites in `dropped`, their indices by round."""
+    """A ClientApp that sends the shifted initial network, but raises for the sites in `dropped` (their indices by round)."""
 
     def __init__(self, dropped: Mapping[int, Container[int]]) -> None:
         super().__init__()

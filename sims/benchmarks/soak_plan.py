@@ -37,7 +37,7 @@ class Plan:
 
     @functools.cached_property
     def events(self) -> dict[int, str]:
-        """The event of each round that has one. No event happens while a node is missing."""
+        """The event of each round that has one, such as "kill". No event happens while a node is missing."""
         events = {}
         for first in range(2, self.rounds + 1, BLOCK):
             draw, length = generator(0, "soak", str(first)), min(BLOCK, self.rounds + 1 - first)
@@ -54,12 +54,12 @@ class Plan:
         return event if hit else ""
 
     def odd(self, site: int, round: int) -> str:
-        """Return the fault of a site's reply in a round: one of ODD, or ""."""
+        """Return the planned fault of a site's reply in a round: one of ODD, or ""."""
         index = int(_drawn("odd", round, site) / ODD_SHARE * len(ODD))
         return ODD[index] if index < len(ODD) else ""
 
     def kind(self, site: int, round: int) -> str:
-        """Return the fault of a site in a round; being slow is not one."""
+        """Return the planned fault of a site or of its reply in a round, or "". Slowness is not a fault."""
         event = self.event(site, round)
         return event if event in AT_A_SITE else self.odd(site, round)
 

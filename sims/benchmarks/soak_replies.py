@@ -18,7 +18,7 @@ LAYER, BIAS = "extractor.0.weight", "head.bias"
 
 
 def changed(record: str, change: Callable[[State], State]) -> Fault:
-    """Return a fault that changes one array record of the reply."""
+    """Return a fault that applies `change` to one array record of the reply."""
 
     def fault(reply: Message) -> Message:
         state = dict(reply.content.array_records[record].to_torch_state_dict())
@@ -29,7 +29,7 @@ def changed(record: str, change: Callable[[State], State]) -> Fault:
 
 
 def edited(edit: Callable[[RecordDict], Any]) -> Fault:
-    """Return a fault that edits the reply's content in place."""
+    """Return a fault that calls `edit` on the reply's content."""
 
     def fault(reply: Message) -> Message:
         edit(reply.content)
@@ -69,7 +69,7 @@ def metrics(**values: float | int | list[float]) -> Fault:
 
 
 def unreadable(content: bytes) -> Fault:
-    """Return a fault that sends bytes that are not an array."""
+    """Return a fault that sends `content` in place of an array: bytes that are not one."""
     return edited(
         lambda reply: reply.__setitem__(ROUND, ArrayRecord({BIAS: Array("float32", (10,), "numpy.ndarray", content)}))
     )

@@ -38,7 +38,7 @@ Dropped = dict[int, dict[int, str]]  # by round and site's index: why the reply 
 
 @dataclass(frozen=True)
 class Left:
-    """What a run leaves: the sum's digest after each round, the aggregate's digest, checks, problems of the ledger.
+    """What a run leaves: the sum's digest after each round, the network's digest, checks, and problems of the ledger.
 
     `staging`: files of a finished round remain.
     """
@@ -52,7 +52,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Soaked:
-    """A run over Ray. `held`: the number of messages and sums that the grid and its pool held at the end."""
+    """A run over Ray with faults. `held`: messages and sums that the grid and its pool held at the end."""
 
     seconds: float
     dropped: Dropped
@@ -114,7 +114,7 @@ class Machines(Listener):
 
 
 def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = False) -> Soaked:
-    """Run all rounds over Ray with the plan's faults."""
+    """Run all rounds over Ray with the plan's faults, and return what happened."""
     processes, machines = Processes(), Machines(plan)
     try:
         config = configured(plan, root, machines.address, partial_sums, root / "kept" if node_store else None)
@@ -137,7 +137,7 @@ def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = Fals
 
 
 def replay(plan: Plan, root: Path, dropped: Mapping[int, Mapping[int, str]]) -> Left:
-    """Run the same rounds on the inline engine, where exactly the `dropped` sites fail."""
+    """Run the same rounds inline, where exactly the `dropped` sites fail; return what remains."""
     config = configured(plan, root, "", False)
     loop = begun(config, InlineGrid(plan.sites, store_folder(config), Replay(dropped)), Silent())
     list(all_rounds(loop))
@@ -166,7 +166,7 @@ def begun(config: Config, grid: Grid, listener: Listener) -> RoundLoop:
 
 
 def every_round(loop: RoundLoop, repeated: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the records of all rounds. A round without timely replies is noted and repeated, as after `fedloom resume`."""
+    """Yield the records of all rounds. A round without timely replies is noted in `repeated`, and repeated as on resume."""
     for round in range(1, loop.last + 1):
         while True:
             try:

@@ -22,7 +22,7 @@ COLUMNS = {"case": "{case}", "state, MiB": "{state_mb:.2f}", "subtract": "{subtr
 
 
 def bench() -> tuple[Table, list[dict[str, Any]]]:
-    """Measure each case; medians over a few sites that are removed one after the other."""
+    """Measure each case: medians over a few sites that are removed one after the other."""
     rows = []
     for name, (sites, width) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
-    """Return the median seconds of subtraction, of commit, and of both, and the size of a state in MiB."""
+    """Remove a few sites; return median seconds of subtraction, commit and both, and the size of a state in MiB."""
     config = load(
         "digits", [small_sites(sites), f"network.width={width}", "objective.initialisation=own", f"run.root={folder}"]
     )

@@ -20,13 +20,13 @@ app = ClientApp()
 
 @app.query()
 def identify(message: Message, context: Context) -> Message:
-    """Answer like the real ClientApp."""
+    """Answer a query as the real ClientApp does."""
     return real(message, context)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Return the shifted initial network."""
+    """Return the shifted initial network: a contribution without training."""
     return Message(contribution(read_order(message.content), message.content), reply_to=message)
 
 

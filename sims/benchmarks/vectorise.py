@@ -48,7 +48,7 @@ def bench(cohorts: tuple[int, ...] = COHORTS) -> tuple[Table, list[dict[str, Any
 
 
 def measure(device: str, network: str, sites: int) -> dict[str, Any]:
-    """Train sites of 60 images both ways, in turn, so that other load meets both."""
+    """Train sites of 60 images one by one and stacked, in turn so that load meets both; return the seconds for a site."""
     with tempfile.TemporaryDirectory() as folder:
         entry = f"sites=[{{domain: digits, count: {sites}, samples: {IMAGES}, partition: {{min_samples: 1}}}}]"
         config = load("digits", [entry, "objective.mode=fedavg", f"engine.device={device}", *NETWORKS[network]])

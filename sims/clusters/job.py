@@ -36,7 +36,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run and its nodes. `arguments`: of `fedloom run`."""
+    """A run on a cluster and its nodes. `arguments`: those of `fedloom run`."""
 
     nodes: Nodes
     arguments: tuple[str, ...]
@@ -57,18 +57,18 @@ class ClusterJob:
 
     @property
     def room(self) -> int:
-        """The number of workers that the cores and GPUs of all nodes allow."""
+        """The largest number of workers that fit on the cores and GPUs of all nodes."""
         engine = self.config.engine
         parts = [(self.nodes.cpus, engine.num_cpus), (self.nodes.gpus, engine.num_gpus)]
         return self.nodes.nodes * min((int(size / need) for size, need in parts if need), default=self.nodes.cpus)
 
     @property
     def workers(self) -> int:
-        """The number of workers: from the configuration, or as many as the nodes allow."""
+        """The number of workers: the configuration's, or as many as the nodes allow."""
         return self.config.engine.workers or self.room
 
     def command(self, address: str, *more: str) -> list[str]:
-        """Return the command that starts the run on a node of the cluster at `address`.
+        """Return the words of the command that starts the run on a node of the Ray cluster at `address`.
 
         It names the number of workers: workers wait for their node, and the others start.
         """
@@ -81,7 +81,7 @@ class ClusterJob:
 
 
 def job(experiment: str, overrides: Sequence[str], nodes: dict) -> ClusterJob:
-    """Read and check the run's configuration, and return its job. Raises UserError."""
+    """Read and check a run's configuration; return its job. Raises UserError if it is not valid, or nodes are too few."""
     shape = build(Nodes, nodes)
     for word in (experiment, *overrides):
         checked("the run's words", word, (LINE[0], "texts in one line"))
@@ -104,7 +104,7 @@ def job(experiment: str, overrides: Sequence[str], nodes: dict) -> ClusterJob:
 
 
 def checked(name: str, text: str, takes: tuple[re.Pattern[str], str]) -> str:
-    """Return the text. Raises UserError if it does not match, or has characters that cannot be printed."""
+    """Return `text`. Raises UserError if it does not match `takes`, or has characters that cannot be printed."""
     if not (text.isprintable() and takes[0].fullmatch(text)):
         raise UserError(f"{name}: got '{plain(text)[:100]}', takes {takes[1]}")
     return text

@@ -52,7 +52,7 @@ WORKERS = """\
 
 @dataclass(frozen=True)
 class Pods:
-    """The options of Kubernetes."""
+    """The options of a RayJob for Kubernetes."""
 
     claim: str = option("", "persistent volume claim: the run's folder is in its runs/, data in its data/")
     memory: str = option("16Gi", "of each node")
@@ -60,7 +60,7 @@ class Pods:
 
 
 def ray_job(job: ClusterJob, options: dict) -> str:
-    """Return the YAML for `kubectl apply`. The run's files remain in the claim's volume."""
+    """Return the YAML of the job, for `kubectl apply`. The run's files remain in the claim's volume."""
     pods, nodes = build(Pods, options), job.nodes
     if not (nodes.image and pods.claim):
         raise UserError("--image, --claim: name an image with fedloom, and the volume for the run's folder")

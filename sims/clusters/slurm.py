@@ -44,7 +44,7 @@ class Queue:
 
 
 def batch_file(job: ClusterJob, options: dict) -> str:
-    """Return the file for `sbatch`. A lost node does not end the job (--no-kill): the others train its sites."""
+    """Return the text of the file for `sbatch`. A lost node does not end the job (--no-kill): the others train its sites."""
     queue, nodes = build(Queue, options), job.nodes
     for name in ("partition", "account"):
         checked(f"--{name}", getattr(queue, name), NAME)

@@ -63,7 +63,7 @@ def cluster_file(job: ClusterJob, options: dict, path: str = "") -> str:
 
 
 def commands(job: ClusterJob, path: str) -> list[str]:
-    """Return the commands that start the cluster, the run, and end both."""
+    """Return the shell commands that start the cluster, start the run, and end both."""
     file = shlex.quote(path or f"{job.name}.yaml")
     line = " && ".join(filter(None, [job.path(), shlex.join(job.command(f"127.0.0.1:{job.nodes.port}"))]))
     return [f"ray up --yes {file}", f"ray exec {file} {shlex.quote(line)}", f"ray down --yes {file}"]

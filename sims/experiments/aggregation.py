@@ -83,7 +83,7 @@ JOINT_NOTE = (
 
 
 def summaries(study: Study, method: str) -> list[Any]:
-    """Return the summaries of a method's runs, one for each seed."""
+    """Run a method (a key of METHODS or STARTED) with every seed, and return the runs' summaries."""
     overrides = {**METHODS, **STARTED}[method]
     return study.runs([load(EXPERIMENT, [
         f"preset={study.preset}", f"seed={seed}", *overrides, f"run.root={study.folder}", f"run.name={slug(method)}-{seed}",
@@ -92,14 +92,14 @@ def summaries(study: Study, method: str) -> list[Any]:
 
 
 def jointly(study: Study, sites: int, **options: Any) -> list[Accuracies]:
-    """Return, for each seed, the accuracies of networks trained as Eq. 5 says, or (strength=0) apart."""
+    """Train on `sites` data sets by Eq. 5, or (strength=0) apart; return each seed's accuracies. `options` of Setting."""
     tasks, network, plan = SIZES[study.preset]
     options = {"network": network, **plan, **options}
     return study.each_seed(lambda seed: measured(study, Setting(tasks[:sites], seed=seed, **options)))
 
 
 def papers_table(study: Study, number: str, title: str, rows: Sequence[Row]) -> list[Part]:
-    """Return Table 1 or 2, measured in a federation, with the paper's cells."""
+    """Return Table `number` (1 or 2), measured in a federation, next to the paper's cells."""
     results, paper = {name: summaries(study, name) for name in METHODS}, cells("sum_aggregation", number)
     columns = [*domains(results["exact"][0]), "union"]
     lines = [
@@ -113,7 +113,7 @@ def papers_table(study: Study, number: str, title: str, rows: Sequence[Row]) -> 
 
 
 def starts(study: Study) -> list[Part]:
-    """Return what the sum knows after training apart and regularised, from own starts and from one."""
+    """Return a table of the sum's accuracy by training (apart, Eq. 5, federated) and start (own or common)."""
 
     def row(title: str, results: Sequence[Mapping[str, Any]], *path: str) -> list[str]:
         return [title, *means(results, *((*path, column) for column in DOMAINS))]
@@ -136,7 +136,7 @@ def starts(study: Study) -> list[Part]:
 
 
 def joint(study: Study) -> list[Part]:
-    """Return the results of Eq. 5 with two data sets (Tables 1 and 2) and with four."""
+    """Return the accuracies of networks trained by Eq. 5 in one process, on two and on four data sets."""
     parts: list[Part] = []
     for sites in (2, 4):
         results = jointly(study, sites)
@@ -148,7 +148,7 @@ def joint(study: Study) -> list[Part]:
 
 
 def epochs(study: Study) -> list[Part]:
-    """Return Figure 3: the accuracy after trainings of several lengths."""
+    """Return Figure 3: the accuracy of N* and of the sum after trainings of several lengths."""
     most = SIZES[study.preset][2]["steps"]
     rows = [[f"{most // share:,}", *means(jointly(study, 2, steps=most // share), ("N*", "union"), ("sum", "union"))]
             for share in (8, 4, 2, 1)]  # fmt: skip

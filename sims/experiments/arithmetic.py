@@ -38,7 +38,7 @@ Results = Sequence[Mapping[str, Any]]  # of each seed: by run its summary, and i
 
 @dataclass(frozen=True)
 class Size:
-    """A preset: training images of each task by amount of data (0: all), and evaluated images of each cell by split."""
+    """A preset: `samples` to train on by amount of data (0: all), and `images` of each grid cell by split."""
 
     samples: Mapping[str, int]
     images: Mapping[str, int]
@@ -70,7 +70,7 @@ reproduce = Reproduction(
 
 
 def configurations(study: Study, seed: int) -> dict[str, Config]:
-    """Return the runs of a seed by name."""
+    """Return the configurations of a seed's runs by name: "demo", "cnn-AMOUNT" and "residual"."""
     preset, size = study.preset, SIZES[study.preset]
     common = [f"seed={seed}", f"run.root={study.folder}", "strategy.search.by=none"]
     configs = {"demo": load("arithmetic", [*common, *study.overrides, f"run.name=demo-{seed}"])}
@@ -136,9 +136,9 @@ def _demo_table(results: Results) -> Table:
 
 
 def chosen(grids: Mapping[str, Any], own: Mapping[str, float]) -> tuple[int, int]:
-    """Return the grid indices of the two coefficients that are best for the worse task.
+    """Return the grid indices of the pair (alpha, beta) that is best for the worse of two tasks.
 
-    Measured by validation accuracy relative to `own`, the tasks' accuracies alone.
+    Best: by validation accuracy, divided by `own`, the task's accuracy with its gradient alone.
     """
     indices = [(a, b) for a in range(len(runs.STEPS)) for b in range(len(runs.STEPS))]
     cells = grids["validation"]
@@ -217,7 +217,7 @@ def _ratio_table(network: str, results: Results) -> Table:
 
 
 def paper_grid(how: str, task: str) -> dict[tuple[float, float], float]:
-    """Return the paper's accuracy in % by (alpha, beta), of the coarse and the fine grid; empty for other tasks."""
+    """Return the paper's accuracies in % by (alpha, beta), combined by `how`, of coarse and fine grid; {} if it has none."""
     cells = {}
     for table in PAPER_GRIDS.get((how, task), ()):
         theirs = papers.cells("arithmetic", table)

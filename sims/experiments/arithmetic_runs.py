@@ -23,7 +23,7 @@ Grid = list[list[float]]  # accuracy by alpha (row) and beta
 
 @dataclass(frozen=True)
 class Networks:
-    """theta_0, the networks that two sites trained from it, and their evaluator. `domains` are the two sites'."""
+    """The start network theta_0, the two sites' networks trained from it (`ends`), their domains, and an evaluator."""
 
     evaluator: Evaluator
     start: State
@@ -32,7 +32,7 @@ class Networks:
 
     @classmethod
     def of(cls, config: Config) -> "Networks":
-        """Read the networks of a finished run."""
+        """Read the networks of a finished run from its folder."""
         folder = RunFolder(Path(config.run.root) / config.run.name)
         with Ledger.open(folder.path, server=False) as ledger:
             aggregation = TrainingRun(config, folder, ledger, evaluator := Evaluator(config)).state
@@ -42,7 +42,10 @@ class Networks:
         return cls(evaluator, start, ends, [label(site.spec) for site in config.roster])
 
     def measured(self, how: str, pairs: Sequence[Sequence[float]], split: str, most: int) -> list[list[float]]:
-        """Return, for each pair of coefficients, the accuracy on both domains; `most` images of each (0: all)."""
+        """Return accuracies [pair][domain] of the networks combined with each pair of coefficients.
+
+        `how`: GRADIENTS or WEIGHTS. `most`: images of each domain's `split` (0: all).
+        """
         composer, results = Composer(self.evaluator.network, self.start, self.ends, how), []
         for pair in pairs:
             composer(pair)
@@ -52,17 +55,17 @@ class Networks:
 
 
 def scales(networks: Networks) -> list[list[float]]:
-    """Return the test accuracy on both domains of weighted fusion with alpha = beta in SCALES."""
+    """Return test accuracies [scale][domain] of weighted fusion with alpha = beta, for each of SCALES."""
     return networks.measured(WEIGHTS, [(scale, scale) for scale in SCALES], "test", 0)
 
 
 def pairs(networks: Networks, most: int) -> dict[str, list[list[float]]]:
-    """Return, by way of combining, the test accuracy on both domains for each of PAIRS."""
+    """Return test accuracies [pair][domain] for PAIRS of (alpha, beta), by what is combined: gradients or weights."""
     return {how: networks.measured(how, PAIRS, "test", most) for how in (GRADIENTS, WEIGHTS)}
 
 
 def all_grids(networks: Networks, images: Mapping[str, int]) -> dict[str, dict[str, dict[str, Grid]]]:
-    """Return grids of accuracy by way of combining, split and domain; `images` of each domain by split."""
+    """Return accuracy grids by what is combined (gradients, weights), split and domain. `images`: their number by split."""
     return {
         how: {split: _grids(networks, how, split, most) for split, most in images.items()} for how in (GRADIENTS, WEIGHTS)
     }

@@ -57,7 +57,7 @@ MEDIUM = (100, Recipe(epochs=40, rate=0.01, batch=32))
 
 @dataclass(frozen=True)
 class Plan:
-    """A preset. `scales` has, for each amount of data, the images of a class (0: all) and the recipe for theta_A."""
+    """A preset. `scales` has, for each amount of data, the images of each class (0: all) and the recipe to train theta_A."""
 
     scales: Mapping[str, tuple[int, Recipe]]
     domain: str = "cifar10"
@@ -67,6 +67,7 @@ class Plan:
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
+        """Return theta_A's task at a scale."""
         return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
 
     @property
@@ -87,7 +88,7 @@ NOTE = (
 
 
 def tables(study: Study) -> list[Table]:
-    """Return the four tables."""
+    """Return Tables 1 to 4 of the paper, measured again."""
     plan = PLANS[study.preset]
     folder, key = study.folder / "networks", [plan, [*ALPHAS.items()]]
     results = study.saved_each("assigned", key, lambda seed: measured(plan, seed, folder))
@@ -98,7 +99,7 @@ def tables(study: Study) -> list[Table]:
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the accuracy of theta_A by column (`alone`), and by target and way, [alpha][network] of each column."""
+    """Return accuracies: of theta_A, `alone`[column]; of theta_A added to others, "TARGET HOW"[column][alpha][network]."""
     network = plan.network.build().eval()
     few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
     looks = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
@@ -141,7 +142,7 @@ def _others(plan: Plan, folder: Path, seed: int) -> list[State]:
 
 @dataclass(frozen=True)
 class Ten(Task):
-    """Ten classes of a domain: all of them, or the classes `labels` of CIFAR-100."""
+    """A task of ten classes: of CIFAR-100, the classes `labels`; of any other domain, all classes."""
 
     labels: tuple[int, ...] = ()
 

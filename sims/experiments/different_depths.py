@@ -72,7 +72,7 @@ NOTE_ROUNDS = "Test accuracy in % after eight rounds of five epochs at four site
 
 
 def parts(study: Study) -> list[Part]:
-    """Return both tables: fused once, and fused in rounds."""
+    """Return two tables of accuracies: networks fused once, and in every round of a federation."""
     key = [DOMAIN, SIZE, PROBE, NETWORKS, RECIPE, WAYS]
     once = study.saved_each("once", key, lambda seed: measured(seed, study.folder / "networks"))
     rounds = study.each_seed(lambda seed: federated(study, seed))
@@ -85,7 +85,7 @@ reproduce = Reproduction(
 
 
 def measured(seed: int, folder: Path) -> dict[str, list[float | None]]:
-    """Return accuracies by row, of networks in the shapes of A and B; None if a row has no network of that shape."""
+    """Return test accuracies by row, [in A's shape, in B's shape]; None if a row has no network of that shape."""
     tasks = [Share(DOMAIN, SIZE, True, 1000, seed=seed, parts=2, part=part, partition="dirichlet") for part in (0, 1)]
     networks = trained_apart(folder, NETWORKS, tasks, RECIPE, seed)
     probe = to_float(images(tasks[0], "validation").x[:PROBE])
@@ -104,7 +104,7 @@ def measured(seed: int, folder: Path) -> dict[str, list[float | None]]:
 
 
 def federated(study: Study, seed: int) -> dict[str, list[float | None]]:
-    """Return by row the accuracies of the deep and the shallow network after all rounds."""
+    """Run the federations, and return by row the final accuracies of the deep and the shallow network."""
     configs = [load(EXPERIMENT, [
         f"run.root={study.folder}", f"run.name={slug(name)}-{seed}", f"seed={seed}",
         f"baselines=[{'' if index else ','.join(BASELINES)}]", *options, *study.overrides,

@@ -40,13 +40,13 @@ class Method:
 
     @property
     def facts(self) -> Any:
-        """The settings that a saved result depends on."""
+        """The complete settings of `fuse`, as a saved result depends on them; False for other methods."""
         return self.options is not None and replace(FusionSettings(), **self.options)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The selected pairs and methods, and the images for the accuracy: the first `most` (0: all) of `part`."""
+    """What to measure: pairs of parents, methods, and the images for the accuracy, the first `most` (0: all) of `part`."""
 
     pairs: tuple[str, ...]
     methods: tuple[str, ...]
@@ -127,7 +127,7 @@ def _result(study: Study, request: Request, pair: str, seed: int, name: str) -> 
 
 
 def measured(folder: Path, request: Request, pair: str, seed: int, name: str) -> dict[str, Any]:
-    """Return the accuracy as a fraction, and the seconds of making the network; both None if refused, with the reason."""
+    """Fuse a pair by method `name`; return the accuracy (a fraction) and the seconds, or both None and why it refused."""
     networks, images = parents(folder, pair, seed), probe(pair, seed)
     begin = time.perf_counter()
     try:

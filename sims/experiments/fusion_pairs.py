@@ -34,7 +34,7 @@ class Parents:
     probe: int = OTHER
 
     def tasks(self, seed: int) -> list[Task]:
-        """Return each network's task."""
+        """Return the task that each network is trained on."""
         if not self.split:
             return [self.task] * len(self.networks)
         assert isinstance(self.task, Share)
@@ -76,13 +76,13 @@ PAIRS = {
 
 
 def parents(folder: Path, pair: str, seed: int) -> list[nn.Module]:
-    """Return the trained networks in evaluation mode."""
+    """Return the trained networks of a pair in evaluation mode."""
     chosen = PAIRS[pair]
     return trained_apart(folder / "networks", chosen.networks, chosen.tasks(seed), chosen.recipe, seed)
 
 
 def probe(pair: str, seed: int, samples: int = 0) -> Tensor:
-    """Return images that no parent saw, float32 [samples, c, size, size] in [-1, 1].
+    """Return unlabelled images that no parent saw, float32 [samples, c, size, size] in [-1, 1].
 
     None of them is a validation image, and a smaller number is a subset of a larger one. `samples` 0 takes the pair's
     number. Raises UserError if there are too few.
@@ -99,7 +99,7 @@ def watched(pair: str, seed: int, part: str) -> Images:
 
 
 def accuracy_of(network: nn.Module, pair: str, seed: int, part: str, most: int = 0) -> float:
-    """Return the fraction of right answers on the first `most` (0: all) images of a part."""
+    """Return the fraction of right answers on the first `most` (0: all) images of a pair's "validation" or "test"."""
     looked_at = watched(pair, seed, part)
     looked_at = Images(looked_at.x[:most], looked_at.y[:most]) if most else looked_at
     return count_right(network.eval(), looked_at, EVALUATION_BATCH, torch.device("cpu")) / len(looked_at)

@@ -29,7 +29,7 @@ Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test i
 
 @dataclass(frozen=True)
 class Setting:
-    """A training. `strength` is the weight of L_agg in Eq. 5 (1 in the paper).
+    """A training on Eq. 5. `strength` is the weight of its term L_agg (1 in the paper).
 
     With `strength` 0, the networks are trained apart, each with its own head (the paper's baseline), without an N*.
     `start` is OWN or COMMON. SGD has momentum 0.9 and a cosine, on `batch` images of each data set in a step.
@@ -46,7 +46,7 @@ class Setting:
 
 
 class Joint(nn.Module):
-    """N_1 ... N_n and N*, with one classifier for all of them."""
+    """The networks N_1 ... N_n, one for each data set, and N* for all data, with one classifier."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Joint(nn.Module):
         return torch.stack(squares).sum()
 
     def summed(self, numbers: Sequence[int], norms: nn.Module | None = None) -> Network:
-        """Return the network whose convolutions are the sum over these N_i, with the norms of `norms` (None: N*)."""
+        """Return a network whose convolutions are the sum of these N_i, with the norm layers of `norms` (None: N*)."""
         parts = [convolutions(self.own[number]) for number in numbers]
         weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
         return _network(self.star if norms is None else norms, weights, self.head)
@@ -91,7 +91,7 @@ class Apart(nn.Module):
         return torch.stack([F.cross_entropy(network(x), y) for network, x, y in pairs]).sum()
 
     def summed(self) -> Network:
-        """Return the sum of the convolutions, with the mean of norms and heads. The paper does not specify these."""
+        """Return a network of summed convolutions, and averaged norms and heads. The paper does not specify the averages."""
         states = [network.state_dict() for network in self.networks]
         mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
         combined = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}
@@ -101,12 +101,12 @@ class Apart(nn.Module):
 
 
 def measured(study: Study, setting: Setting) -> Accuracies:
-    """Train, and return the test accuracies of N_1 ..., N*, their sum, and the sum without each."""
+    """Train by the setting, and return the test accuracies of N_1 ..., N*, their sum, and the sum without each."""
     return study.once(f"joint-{setting.seed}-{fingerprint(setting)}", setting, lambda: _measured(setting))
 
 
 def trained(setting: Setting) -> Joint | Apart:
-    """Return all networks after the last step."""
+    """Train all networks of a setting, and return them after the last step."""
     together = Joint(setting) if setting.strength else Apart(setting)
     parts, size = [images(task, "train") for task in setting.tasks], setting.batch
     steps, training = _steps(setting, parts), TrainingConfig(rate=setting.rate, clip=5.0)
@@ -117,7 +117,7 @@ def trained(setting: Setting) -> Joint | Apart:
 
 
 def convolutions(extractor: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Return the weights that are aggregated, by name."""
+    """Return an extractor's convolution weights by name: the ones that are summed."""
     return {name: weight for name, weight in extractor.named_parameters() if weight.ndim == 4}
 
 

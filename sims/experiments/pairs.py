@@ -64,12 +64,12 @@ class Recipe:
 
 
 def plain_loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy."""
+    """Return the cross-entropy of a network on labelled images."""
     return F.cross_entropy(network(images), labels)
 
 
 def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: Loss = plain_loss) -> None:
-    """Train in place, on batches drawn by (task.seed, purpose)."""
+    """Train a network in place, on batches seeded by (task.seed, purpose)."""
     training = TrainingConfig(
         epochs=recipe.epochs, batch=recipe.batch, rate=recipe.rate, momentum=recipe.momentum,
         weight_decay=recipe.weight_decay, clip=recipe.clip,
@@ -83,7 +83,7 @@ def train(network: nn.Module, task: Task, recipe: Recipe, *purpose: str, loss: L
 
 
 def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: int) -> nn.Module:
-    """Return a network of that name, trained from the start that `seed` draws. It is read from the folder if it is there."""
+    """Return a network of that name, trained from the start that `seed` draws, or read from the folder if saved there."""
     path = folder / f"{name.name.replace(':', '-')}-{fingerprint([task, recipe, seed, name], 16)}.safetensors"
     if path.is_file():
         return load_network(path)[0]
@@ -95,7 +95,7 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
 
 
 def trained_apart(folder: Path, names: Sequence[str], tasks: Sequence[Task], recipe: Recipe, seed: int) -> list[nn.Module]:
-    """Return a trained network for each name and task, each from its own start."""
+    """Return a trained network for each name and task, each from its own start, saved in the folder."""
     return [trained(folder, parse_name(name, task.channels, task.size, 10), task, recipe, 1000 * index + seed)
             for index, (name, task) in enumerate(zip(names, tasks, strict=True))]  # fmt: skip
 

@@ -88,7 +88,7 @@ reproduce = Reproduction("Skill transfer", "runs/skill_transfer", SIZES, {"": pa
 
 
 def measured(size: Size, seed: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return accuracies by part and row: for each weight (WAYS), or one (ALONE)."""
+    """Return accuracies by part and row: a list over WEIGHTS for each of WAYS to fuse, one value for each of ALONE."""
     tasks = [Skill(size.domain, 28, True, seed=seed, rest=rest) for rest in (False, True)]
     networks = trained_apart(folder, NETWORKS, tasks, size.recipe, seed)
     every = Task(size.domain, 28, True, seed=seed)
@@ -110,6 +110,7 @@ def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings
 
 
 def table(study: Study, results: Results) -> Table:
+    """Return Table 13 from all seeds' results."""
     paper = cells("cla_ot", "13")
     rows = [[name, *["-"] * len(WEIGHTS), *means(results, ("test", name, 0)), "-"] for name in ALONE]
     for name in WAYS:
@@ -127,6 +128,7 @@ def table(study: Study, results: Results) -> Table:
 
 
 def drawn(results: Results, path: Path) -> Path:
+    """Draw the accuracies by B's weight, and return the file."""
     series = {name: {weight: [result["test"][name][k] for result in results] for k, weight in enumerate(WEIGHTS)}
               for name in WAYS}  # fmt: skip
     alone = {name: sum(result["test"][name][0] for result in results) / len(results) for name in ALONE}

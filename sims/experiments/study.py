@@ -58,7 +58,7 @@ class Study:
         return saved["value"]
 
     def each_seed(self, measure: Callable[[int], Any]) -> list[Any]:
-        """Return the results of seeds 0, 1, ..."""
+        """Return what `measure` returns for seeds 0, 1, ..."""
         return [measure(seed) for seed in range(self.seeds)]
 
     def saved_each(self, name: str, key: Any, make: Callable[[int], Any]) -> list[Any]:
@@ -66,7 +66,7 @@ class Study:
         return [self.once(f"{name}-{seed}", key, partial(make, seed)) for seed in range(self.seeds)]
 
     def runs(self, configs: Sequence[Config]) -> list[Mapping[str, Any]]:
-        """Return the summaries of federated runs. Finished runs are not repeated, and interrupted ones continue.
+        """Run federations, and return their summaries. Finished runs are not repeated, and interrupted ones continue.
 
         Raises UserError for a configuration that cannot work, and FailedError if a run fails.
         """
@@ -154,16 +154,16 @@ def chosen(key: str, overrides: Sequence[str], known: Collection[str]) -> tuple[
 
 
 def any_override(overrides: Sequence[str]) -> None:
-    """Accept every override: the runs check them."""
+    """Accept every override without a check: the runs check them."""
 
 
 def means(results: Sequence[Any], *paths: Sequence[Any]) -> list[str]:
-    """Return, for each path of keys into a result, the mean and standard deviation over results, in %."""
+    """Return, for each path of keys into a result, the mean and standard deviation over results, in %, as text."""
     return [mean_and_spread([at(result, path) for result in results]) for path in paths]
 
 
 def at(result: Any, path: Iterable[Any]) -> Any:
-    """Return the value at a path of keys."""
+    """Return the value at a path of keys and indices in a nested result."""
     for key in path:
         result = result[key]
     return result

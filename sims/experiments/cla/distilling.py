@@ -39,7 +39,7 @@ NOTE = (
 
 
 def taught(teacher: nn.Module, temperature: float, weight: float) -> Loss:
-    """Return the loss of a student. The teacher does not change."""
+    """Return a student's loss: `weight` x the fixed teacher's term at `temperature`, plus (1 - weight) x cross-entropy."""
 
     def loss(student: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
@@ -50,7 +50,7 @@ def taught(teacher: nn.Module, temperature: float, weight: float) -> Loss:
 
 
 def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, Any]]:
-    """Return by student (the paper's name) and settings {"test": [accuracy], "validation": [accuracy]}."""
+    """Distil A into every student; return {student: {settings: {"test": [accuracy], "validation": [accuracy]}}}."""
     size, chosen = size_of(study), size_of(study).pairs[pair]
 
     def make(method: str, temperature: float, weight: float) -> dict[str, list[float]]:
@@ -69,7 +69,7 @@ def distilled(study: Study, pair: str, seed: int) -> Mapping[str, Mapping[str, A
 
 
 def table(study: Study) -> list[Table]:
-    """Return Table 5."""
+    """Return Table 5: the students' accuracy, best and average over settings."""
     results, size = study.each_seed(lambda seed: distilled(study, "vgg", seed)), size_of(study)
     groups = [[SETTINGS.format(heat, weight) for weight in size.weights] for heat in size.temperatures]
     paper, rows = cells("cla_ot", "5"), []
@@ -87,7 +87,7 @@ def _best(results: Mapping[str, Mapping[str, list[float]]], names: list[str]) ->
 
 
 def epochs_table(study: Study) -> list[Table]:
-    """Return Table 21."""
+    """Return Table 21: parameters, and seconds of an epoch of tuning and of distilling."""
     paper, rows = cells("cla_ot", "21"), []
     for pair in ("vgg", "resnet-half"):
         chosen = size_of(study).pairs[pair]

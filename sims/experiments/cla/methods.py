@@ -25,7 +25,7 @@ REFIT = FusionSettings()  # ours: channels selected from all networks, layers fi
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Trained networks, A (the deeper) and B in turn; unlabelled training images [k, ...]; a seed for random draws."""
+    """What a method receives: trained networks (A, the deeper, and B in turn), unlabelled images [k, ...], and a seed."""
 
     networks: list[nn.Module]
     probe: Tensor
@@ -46,16 +46,16 @@ Method = Callable[[Inputs], nn.Module]  # raises UserError if it cannot make suc
 
 
 def fused(inputs: Inputs, settings: FusionSettings, depth: int = 0) -> nn.Module:
-    """Return two networks fused: B's widths, and the layers of A (`depth` 0) or B (1).
+    """Return the networks fused into one. Of two, it has B's widths, and the layers of A (`depth` 0) or B (1).
 
-    More than two are fused in the basis of the deepest one, A (CLA+OT, Sec. 3.3).
+    More than two are aligned to the deepest one, A (CLA+OT, Sec. 3.3).
     """
     into = 1 if len(inputs.networks) == 2 else 0
     return fuse(inputs.networks, into=into, depth=depth, probe=inputs.probe, settings=settings).network
 
 
 def fresh(network: nn.Module, seed: int) -> nn.Module:
-    """Return the same network with newly drawn weights."""
+    """Return a copy of the network with newly drawn weights."""
     drawn = copy.deepcopy(network)
     initialise(drawn, torch_generator(seed, "another start"))
     return drawn
@@ -75,7 +75,7 @@ def _deepened(inputs: Inputs, index: int = 1) -> nn.Module:
 
 
 def otfusion(inputs: Inputs, settings: FusionSettings = REFERENCE) -> nn.Module:
-    """Return networks of one depth fused. Raises UserError for networks of different depth."""
+    """Return networks of equal depth fused into one. Raises UserError if the depths differ."""
     depths = [len(wire(network, inputs.probe[:1]).units) for network in inputs.networks]
     if len(set(depths)) > 1:
         raise UserError(f"OTFusion: networks of {depths} hidden layers or blocks; takes networks of one depth")
@@ -118,18 +118,18 @@ def _by_map(inputs: Inputs, chosen: Callable[[Inputs], tuple[int, ...]]) -> nn.M
 
 
 def first_two(inputs: Inputs, first: int, second: int) -> tuple[int, ...]:
-    """Return a map for VGGs: a(1) and a(2) as arguments (from 1), the other layers of B to the last ones of A."""
+    """Return a map from B's layers to A's (VGGs): the first two to `first` and `second` (from 1), the others to A's last."""
     many, few = (len(wire(network, inputs.probe[:1]).units) for network in (inputs.deep, inputs.shallow))
     return first - 1, second - 1, *range(many - few + 2, many)
 
 
 def same_index(inputs: Inputs) -> tuple[int, ...]:
-    """Return the map of the k-th block of each stage of B to the k-th of A."""
+    """Return a map from B's blocks to A's: the k-th block of each stage to the k-th of the same stage."""
     return tuple(index for ours, theirs in _stages(inputs) for index in ours[: len(theirs)])
 
 
 def drawn(inputs: Inputs, number: int) -> tuple[int, ...]:
-    """Return a random map: the first block of each stage to the first, the others in increasing order."""
+    """Return random map `number` from B's blocks to A's: in each stage first to first, the others in increasing order."""
     generator, chosen = torch_generator(inputs.seed, "map", str(number)), []
     for ours, theirs in _stages(inputs):
         rest = torch.randperm(len(ours) - 1, generator=generator)[: len(theirs) - 1].sort().values

@@ -25,18 +25,19 @@ WAYS = {"layers added": (0, "sum"), "merged, sum": (1, "sum"), "merged, majority
 
 
 def tables(study: Study) -> list[Table]:
+    """Return Tables 9 and 10, and a comparison of starts."""
     results = study.each_seed(lambda seed: measured(study, seed))
     return [nine(study, results), ten(study, results), *starts.tables(study, starts.TEN)]
 
 
 def measured(study: Study, seed: int) -> dict[str, Any]:
-    """Return {"maps": map by comparison and constraint, "ways": by map the test accuracies in the order of WAYS}."""
+    """Return the result of `ablation` for a seed, saved or new."""
     pair, probe = size_of(study).pairs[PAIR], size_of(study).probe
     return study.once(f"maps-{seed}", [pair, probe], lambda: ablation(inputs_of(study, PAIR, seed), pair.task))
 
 
 def ablation(inputs: Inputs, task: Task) -> dict[str, Any]:
-    """Return the maps for every comparison of layers, and the accuracies for every map."""
+    """Return {"maps": best map by comparison and constraint, "ways": by map, test accuracies in the order of WAYS}."""
     maps: dict[str, dict[str, str]] = {}
     for name in COMPARISONS:
         kind = {"representation": name} if name == "neurons" else {"dissimilarity": name}
@@ -62,7 +63,7 @@ def _text(chosen: Sequence[int]) -> str:
 
 
 def nine(study: Study, results: Sequence[Mapping[str, Any]]) -> Table:
-    """Return Table 9 from the results of all seeds."""
+    """Return Table 9, the maps, from the results of all seeds."""
     paper, rows = cells("cla_ot", "9"), []
     for name in COMPARISONS:
         ours = [", ".join(sorted({result["maps"][name][pins] for result in results})) for pins in PINS]
@@ -73,7 +74,7 @@ def nine(study: Study, results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def ten(study: Study, results: Sequence[Mapping[str, Any]]) -> Table:
-    """Return Table 10 from the results of all seeds."""
+    """Return Table 10, the accuracy by map, from the results of all seeds."""
     paper, theirs, rows = cells("cla_ot", "10"), [way for way in WAYS if way != "merged, majority"], []
     for name in results[0]["ways"]:
         ours = means(results, *(("ways", name, index) for index in range(len(WAYS))))

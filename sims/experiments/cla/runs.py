@@ -24,21 +24,21 @@ Reached = Mapping[str, Any]  # {"test": [one-shot, after fine-tuning], "validati
 
 
 def size_of(study: Study) -> Size:
-    """Return the networks and budgets of the preset."""
+    """Return the study's preset: its networks and training budgets."""
     return SIZES[study.preset]
 
 
 def inputs_of(study: Study, pair: str, seed: int, count: int = 2) -> Inputs:
-    """Return the inputs of a method: `count` networks from different starts, A and B in turn, and unlabelled images."""
+    """Return what a method receives: `count` networks from different starts, A and B in turn, and unlabelled images."""
     size = size_of(study)
     networks = [copy.deepcopy(_trained(study.folder, size.pairs[pair], index, seed)) for index in range(count)]
     return Inputs(networks, probe_set(size.pairs[pair].task, size.probe), seed)
 
 
 def reached(study: Study, pair: str, seed: int, method: str, count: int = 2, tune: bool = True) -> Reached:
-    """Return the accuracies of the network that a method makes of `count` parents, before and after fine-tuning.
+    """Make a network of `count` parents by a method, fine-tune it, and return its accuracies, parameters and seconds.
 
-    They are fractions. For a method that cannot make such a network, return the reason as `refused`.
+    Accuracies are fractions, before and after fine-tuning. If the method cannot make the network: {"refused": reason}.
     """
     chosen, name = size_of(study).pairs[pair], f"{pair}-{seed}-{method}" + f"-of-{count}" * (count > 2)
 
@@ -59,12 +59,12 @@ def reached(study: Study, pair: str, seed: int, method: str, count: int = 2, tun
 
 
 def budget(pair: Pair, method: str) -> Recipe:
-    """Return how a method's network is trained further: random networks with the full rate, all others with a lower one."""
+    """Return the recipe to fine-tune a method's network: random networks with the full rate, all others with a lower one."""
     return replace(pair.fine, rate=pair.recipe.rate) if method in FRESH else pair.fine
 
 
 def tuned(network: nn.Module, task: Task, recipe: Recipe, seed: int, loss: Loss = plain_loss) -> None:
-    """Fine-tune in place, with the same batches for every network of a seed."""
+    """Fine-tune a network in place, with the same batches for every network of a seed."""
     train(network, task, recipe, "fine-tuning", str(seed), loss=loss)
 
 

@@ -47,14 +47,14 @@ class Pair:
     paper: str = ""
 
     def names(self) -> tuple[NetworkName, NetworkName]:
-        """Return both networks' full names."""
+        """Return the full architecture names of A and B."""
         sizes = self.task.channels, self.task.size, find(self.task.domain).classes
         return parse_name(self.deep, *sizes), parse_name(self.shallow, *sizes)
 
 
 @dataclass(frozen=True)
 class Size:
-    """A preset, with the temperatures and weights for distillation, and the random maps of each seed (`draws`)."""
+    """A preset: pairs, settings of distillation, random maps for each seed (`draws`), and images to align on (`probe`)."""
 
     pairs: Mapping[str, Pair]
     temperatures: tuple[float, ...]

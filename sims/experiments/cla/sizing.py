@@ -22,7 +22,7 @@ NOTE = "Seconds for all test images on this machine, median of three. (paper): R
 
 
 def table(study: Study) -> list[Table]:
-    """Return Table 20: a row for each number of networks."""
+    """Return Table 20: parameters and inference time, a row for each number of networks."""
     results = study.once("sizes", size_of(study).pairs[PAIR], lambda: _measured(study))
     paper, rows = cells("cla_ot", "20"), []
     for count in COUNTS:

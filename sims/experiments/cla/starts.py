@@ -21,7 +21,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Row:
-    """A start: its method, the number of parents, and the paper's columns before and after fine-tuning.
+    """A start of fine-tuning: its method, its number of parents, and the paper's columns before and after it.
 
     With `draws`, it is the mean of several methods "NAME k".
     """
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Starts:
-    """A table of the paper. `before` and `after` are its row names, with {} for Pair.paper and {row} for the start."""
+    """A table that compares starts. `before` and `after`: the paper's row names; {} is Pair.paper, {row} the start."""
 
     number: str
     title: str
@@ -96,7 +96,7 @@ NAMES = {"CLAFusion, add": "CLA"}  # Table 12's name
 
 
 def maker(starts: Starts, *more: Starts) -> Callable[[Study], list[Part]]:
-    """Return the function that makes tables of starts, and a picture of the first one."""
+    """Return a function that makes the tables of `starts` and of `more`, and a picture of `starts`."""
 
     def make(study: Study) -> list[Part]:
         parts: list[Part] = [table for each in (starts, *more) for table in tables(study, each)]
@@ -110,7 +110,7 @@ def maker(starts: Starts, *more: Starts) -> Callable[[Study], list[Part]]:
 
 
 def measured(study: Study, starts: Starts, pair: str) -> list[dict[str, list[Reached]]]:
-    """Return for each seed the results by row, one for each draw."""
+    """Return for each seed the results of `runs.reached` by row, a list with one for each random draw."""
     draws = range(size_of(study).draws)
     names = {row: [f"{row.method} {draw}" for draw in draws] if row.draws else [row.method] for row in starts.rows}
     return study.each_seed(lambda seed: {
@@ -119,7 +119,7 @@ def measured(study: Study, starts: Starts, pair: str) -> list[dict[str, list[Rea
 
 
 def tables(study: Study, starts: Starts) -> list[Table]:
-    """Return a table for each pair of the preset."""
+    """Return a table of starts for each pair of networks in the preset."""
     return [_table(study, starts, pair) for pair in starts.pairs if pair in size_of(study).pairs]
 
 
@@ -136,7 +136,7 @@ def _table(study: Study, starts: Starts, pair: str) -> Table:
 
 
 def theirs(starts: Starts, row: Row, paper: str) -> list[str]:
-    """Return the paper's cells of a row, before and after fine-tuning."""
+    """Return the paper's cells of a row, before and after fine-tuning. `paper` is Pair.paper."""
     table, name = cells("cla_ot", starts.number.split()[-1]), NAMES.get(row.method, row.method)
     return [table.shown(text.format(paper, row=name), column)
             for text, column in ((starts.before, row.before), (starts.after, row.after))]  # fmt: skip

@@ -32,7 +32,7 @@ KEPT = 0.9  # RegMean: factor of the Gram matrices' off-diagonals
 
 @torch.no_grad()
 def regmean(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """Merge by RegMean (Jin et al. 2023, Eq. 2) in the aligned basis: W = (sum G_i)^-1 sum G_i W_i.
+    """Merge aligned networks by RegMean (Jin et al. 2023, Eq. 2): W = (sum G_i)^-1 sum G_i W_i.
 
     G_i = X_i'X_i of the inputs' patches, with off-diagonals times 0.9. All other parameters are averaged, and
     statistics are repaired (REPAIR).

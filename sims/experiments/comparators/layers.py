@@ -24,9 +24,9 @@ RIDGE, FLOOR = 1e-2, 1e-3  # relative to the diagonal, and to its mean
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Networks that `fuse` has brought to one depth, each in its own basis.
+    """Networks that `fuse` has brought to one depth, each with its channels in its own order.
 
-    `plans`: by network and axis, [n, m], columns sum to 1, into the basis of `into`, as in `fuse`; empty for `into`.
+    `plans`: by network and axis, [n, m] from its channels to those of `into`, columns sum to 1; empty for `into`.
     `shares`: each network's share in the mean of a layer, by the layer's name; 0 where the layer was added.
     """
 
@@ -40,20 +40,20 @@ class Frame:
 
     @property
     def structure(self) -> Wiring:
-        """The wiring whose layers and axes all the networks have."""
+        """The layers and axes (channels of several layers that move as one) that all the networks have."""
         return self.wirings[self.depth]
 
     def size(self, axis: int) -> int:
-        """Return the number of channels of the result on an axis."""
+        """Return the number of channels on an axis of the result."""
         return self.wirings[self.into].axes[axis].size
 
     def averaged(self, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
-        """Return the mean of the moved networks by their shares in each layer, without repair."""
+        """Return the mean of the networks after their `moves`, weighted by `shares` in each layer, without repair."""
         states = [self.moved(index, move) for index, move in enumerate(moves)]
         return with_state(self.bodies[self.into], {name: _mean(name, states, shares) for name in states[self.into]})
 
     def repaired(self, network: nn.Module, moves: Sequence[Moves], shares: Mapping[str, list[float]]) -> nn.Module:
-        """Repair a network's statistics in place (REPAIR) to the mixture of the moved bodies; return the network."""
+        """Set a network's statistics in place to the mixture of the moved networks' (REPAIR); return the network."""
         seen, own = [], []
         for wiring, move in zip(self.wirings, moves, strict=True):
             nodes = watched(wiring)
@@ -67,17 +67,17 @@ class Frame:
         return network
 
     def by_layer(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Moves:
-        """Return moves by layer from matrices [n, m] by axis."""
+        """Return matrices [n, m] by axis, for outgoing and incoming channels, as Moves by layer."""
         layers = self.structure.layers
         return Moves({layer.name: outgoing[layer.outputs] for layer in layers if layer.outputs in outgoing},
                      {layer.name: incoming[layer.inputs] for layer in layers if layer.inputs in incoming}, {})  # fmt: skip
 
     def by_plans(self) -> list[Moves]:
-        """Return the moves of each network by its plans."""
+        """Return the moves of each network's channels to those of `into`, by its plans."""
         return [self.by_layer(plans, {axis: spread(plan) for axis, plan in plans.items()}) for plans in self.plans]
 
     def moved(self, index: int, move: Moves) -> State:
-        """Return the moved state of one network: weights on both sides, vectors with the outputs."""
+        """Return the state of network `index` after a move of channels: weights on both sides, vectors with the outputs."""
         return moved(self.bodies[index].state_dict(), self.structure.layers, move)
 
     def fold(self) -> None:
@@ -98,7 +98,7 @@ def _fold(module: Any, norm: Any) -> None:
 
 
 def written(module: Any, norm: Any | None, solution: Tensor) -> None:
-    """Write weights into a layer; a last row of `solution` [d (+ 1), m] has the biases, if present.
+    """Write `solution` [d (+ 1), m] into a layer in place: d rows of weights, and a last row of biases if present.
 
     The BatchNorm after the layer, if any, takes the bias and becomes neutral otherwise. A layer without bias gets one
     if needed.
@@ -127,7 +127,7 @@ def _mean(name: str, states: Sequence[State], shares: Mapping[str, list[float]])
 
 
 def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> Frame:
-    """Return networks in the structure of `depth` (an index in `networks`). Raise UserError as `fuse` and `weighted`."""
+    """Return the networks brought to the depth of `networks[depth]`. Raise UserError as `fuse` and `weighted`."""
     weighted(wire(networks[depth], probe[:1]))
     fused = fuse(networks, into=into, depth=depth, probe=probe, settings=FusionSettings(repair=False, refit="none"))
     bodies = tuple(copy.deepcopy(body).eval() for body in fused.balanced)
@@ -147,7 +147,7 @@ def prepared(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor
 
 
 def refuse_unequal_widths(frame: Frame, name: str) -> None:
-    """Raise UserError, with the method and a layer, for networks with other widths than `into`."""
+    """Raise UserError if widths differ between the networks. The message has the method's `name` and a layer."""
     for axis in frame.structure.axes:
         sizes = [wiring.axes[axis.index].size for wiring in frame.wirings]
         if len(set(sizes)) > 1:
@@ -155,12 +155,12 @@ def refuse_unequal_widths(frame: Frame, name: str) -> None:
 
 
 def spread(plan: Tensor) -> Tensor:
-    """Return the incoming side [n, m] of a plan: channels that are merged share the weight of what is read."""
+    """Return a plan [n, m] for weights that read the channels: rows sum to 1, so copies of a channel share its weight."""
     return plan / plan.sum(dim=1, keepdim=True).clamp(min=torch.finfo(plan.dtype).tiny)
 
 
 def weighted(wiring: Wiring) -> list[Layer]:
-    """Return convolutions and linear layers, each at its first call. Raise UserError for another kind of layer."""
+    """Return a network's convolutions and linear layers, once each. Raise UserError if any layer is neither, nor a norm."""
     first: dict[str, Layer] = {}
     for layer in wiring.layers:
         if layer.kind not in ("conv", "linear", "norm"):
@@ -209,7 +209,7 @@ def walk(wiring: Wiring, probe: Tensor) -> Iterator[tuple[fx.Node, dict[fx.Node,
 
 
 def in_channels(rows: Tensor, matrix: Tensor | None) -> Tensor:
-    """Map rows [r, n * q] of n channels with q entries each to [r, m * q] by matrix [n, m]; None: unchanged."""
+    """Map rows [r, n * q], n channels with q entries each, to [r, m * q] by matrix [n, m]; None: unchanged."""
     if matrix is None:
         return rows
     return torch.einsum("rnq,nm->rmq", rows.view(len(rows), len(matrix), -1), matrix.to(rows)).flatten(1)
@@ -222,7 +222,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def ridge(gram: Tensor, cross: Tensor, start: Tensor | None = None) -> Tensor:
-    """Return W [d, m] with gram [d, d] W = cross [d, m], with a ridge of RIDGE x diagonal toward `start` (None: 0)."""
+    """Solve gram [d, d] W = cross [d, m]; return W [d, m]. A ridge of RIDGE x diagonal pulls it to `start` (None: 0)."""
     diagonal = gram.diagonal()
     damped = gram + torch.diag(RIDGE * (diagonal + FLOOR * diagonal.mean().clamp(min=1e-12)))
     rest = cross if start is None else cross - gram @ start

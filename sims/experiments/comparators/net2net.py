@@ -7,7 +7,7 @@ from fedloom.fusion.cla_ot.matching import match_evenly, wired
 
 
 def deepened(network: nn.Module, deeper: nn.Module, probe: Tensor) -> nn.Module:
-    """Return the network in the structure of `deeper`, with its own widths.
+    """Return the network with as many layers as `deeper`, the same function and its own widths.
 
     Added layers are identities after a ReLU. Added residual blocks are zero, as in CLA+OT (Sec. 3.2), so no gradient
     reaches them: such a network trains like the shallower one. Layers are spread evenly; the first and the last stay

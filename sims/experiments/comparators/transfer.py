@@ -41,7 +41,7 @@ def transferred(source: nn.Module, target: nn.Module, probe: Tensor, by: str = "
 
 
 def by_chain(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
-    """Return the longest common sequence of the two chains, with layers of equal type and shape.
+    """Return pairs (target's layer, source's layer): a longest common sequence of the two chains, by type and shape.
 
     Of several, it is the one that comes first in the target.
     """
@@ -52,7 +52,7 @@ def by_chain(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
 
 
 def by_alignment(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
-    """Return the layers of the units that correspond (CLA+OT, Algorithm 1), and those outside of units."""
+    """Return pairs (target's layer, source's) in units that correspond (CLA+OT, Algorithm 1), and outside of units."""
     ours, theirs = wired([target, source], probe)
     matches = match_units(ours, theirs, layer_costs(target, source, probe))
     groups = [(ours.units[i].layers, theirs.units[j].layers) for i, j in sorted(matches.items())]
@@ -64,7 +64,7 @@ PAIRINGS: dict[str, Callable[[nn.Module, nn.Module, Tensor], Names]] = {"chain":
 
 
 def chain(wiring: Wiring) -> list[str]:
-    """Return the names of the layers, with norms, on the path with the most convolutions and linear layers."""
+    """Return the names of the layers, including norms, on the path with the most convolutions and linear layers."""
     layers = {layer.node: layer for layer in wiring.layers}
     best: dict[str, tuple[int, list[str]]] = {}
     for node in wiring.graph.graph.nodes:

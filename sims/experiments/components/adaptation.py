@@ -39,7 +39,7 @@ NOTE = (
 
 
 def table1(study: Study) -> list[Part]:
-    """Return Table 1, on domains of digits."""
+    """Return Table 1: adaptation without labels, on domains of digits."""
     paper, key = cells("components", "table1"), [SIZE, SAMPLES, NETWORK, TRAIN, [*ADAPT.values()]]
     results = {pair: study.saved_each(f"adaptation-{pair}", [domains, *key], partial(_of_domains, domains))
                for pair, domains in PAIRS.items()}  # fmt: skip
@@ -53,7 +53,7 @@ def _of_domains(domains: tuple[str, str], seed: int) -> dict[str, float]:
 
 
 def data(domain: str) -> dict[str, Images]:
-    """Return a domain's images by part."""
+    """Return a domain's images by part: "train" and "test"."""
     task = Task(domain, SIZE, False, samples=0 if domain == "usps" else SAMPLES)
     return {part: images(task, part) for part in ("train", "test")}
 
@@ -65,7 +65,7 @@ def measured(
     train: Plan = TRAIN,
     plans: Sequence[Plan] = tuple(ADAPT.values()),
 ) -> dict[str, float]:
-    """Return by row the accuracy on the target's test images."""
+    """Return the accuracy on the target's test images by row."""
     network, rotating = _with_rotations(source["train"], seed, train)
     results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):

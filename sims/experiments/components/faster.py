@@ -27,7 +27,7 @@ NOTE = (
 
 
 def figure4(study: Study) -> list[Part]:
-    """Return Figure 4: accuracy over the steps of fine-tuning."""
+    """Return Figure 4: accuracy over the steps of fine-tuning an extractor with another network's head."""
     parts: list[Part] = []
     for target in TARGETS:
         key = [ROTATIONS, SOURCE, target, STEPS, NETWORK, TRAIN, TUNE]
@@ -50,7 +50,7 @@ def _of_target(target: str, seed: int) -> dict[str, list[float]]:
 def measured(
     rotations: dict[str, Images], source: dict[str, Images], target: dict[str, Images], seed: int, train: Plan = TRAIN
 ) -> dict[str, list[float]]:
-    """Return the accuracy by row, after each of STEPS."""
+    """Return the target's test accuracy after each of STEPS of fine-tuning, by row (how networks were trained)."""
     extractor = built(NETWORK, SIZE, 10, seed, "rotations").extractor
     rotating = _head(4, seed, "turns")
     fit([extractor, rotating], turns(extractor, rotating, seed), rotations["train"], train, seed, "rotations")

@@ -40,7 +40,7 @@ RESIDUAL = {"name": "split", "of": {"name": "resnet20", "width": 0.5}, "at": "st
 
 @dataclass(frozen=True)
 class Pair:
-    """The images of two sites, the images for pre-training by rotations, and the architecture."""
+    """Two sites' tasks, the task for pre-training by rotations (`before`), and the architecture."""
 
     title: str
     tasks: tuple[Task, Task]
@@ -51,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Setting:
-    """How two networks are trained. `auxiliary` has DCC and RP; `same` is IIW, identical start weights.
+    """How two networks are trained. `auxiliary`: heads of common classes (DCC), rotations (RP). `same`: equal starts (IIW).
 
     Adam, with a rate that falls to a tenth after each quarter of the steps. Each network makes `steps` steps. `permuted`:
     the second network's outputs are in another order. `start`: extractors are drawn, or pre-trained by rotations.
@@ -69,7 +69,7 @@ class Setting:
 
 @dataclass
 class Trained:
-    """Both networks and the auxiliary heads. `order` [classes] has the index of each class in the second network."""
+    """Both networks and the auxiliary heads. `order` [classes]: the output of each class in the second network."""
 
     networks: list[Network]
     heads: dict[str, nn.Module]
@@ -77,7 +77,7 @@ class Trained:
 
 
 def train(pair: Pair, setting: Setting, seed: int) -> Trained:
-    """Return both networks, trained in turn on batches of their own images.
+    """Train both networks in turn on batches of their own images; return them with the auxiliary heads.
 
     Without auxiliary heads, this is the same as training each by itself.
     """
@@ -154,7 +154,7 @@ def _batches(every: Images, setting: Setting, seed: int, who: int | str) -> Iter
 
 
 def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
-    """Return the test accuracy with own and with exchanged heads, with batch statistics: the mean over both sites."""
+    """Train both networks; return test accuracies with `own` and `exchanged` heads (batch statistics), mean over sites."""
     made, shares = train(pair, setting, seed), dict[str, float]()
     with torch.no_grad():
         for key, swap in (("own", 0), ("exchanged", 1)):
@@ -209,7 +209,7 @@ NOTE = (
 
 
 def joint(study: Study) -> list[Part]:
-    """Return Figure 2 with the paper's optimiser and one head for all, on each selected task."""
+    """Return Figure 2 with the paper's optimiser and one auxiliary head for both networks, on each selected pair."""
     if study.preset != "cpu":
         return ["Figure 2, trained jointly, is only available with --preset cpu."]
     paper, parts = cells("components", "figure2"), list[Part]()

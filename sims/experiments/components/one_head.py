@@ -44,7 +44,7 @@ NOTE = (
 
 
 def figure3(study: Study) -> list[Part]:
-    """Return Figures 3 and 11: the updated head on every extractor."""
+    """Return Figures 3 and 11: a head's accuracy on every extractor, before and after it learns new classes on one."""
     paper, parts = cells("components", "figure11"), list[Part]()
     for domain, samples in DOMAINS.items():
         rows, task = [], Task(domain, SIZE, False, samples=samples)
@@ -67,7 +67,7 @@ def _of_task(task: Task, match: float, seed: int) -> dict[str, dict[str, float]]
 def measured(
     data: dict[str, Images], seed: int, match: float, joint: Plan = JOINT, update: Plan = UPDATE
 ) -> dict[str, dict[str, float]]:
-    """Return the accuracy by column and extractor."""
+    """Return accuracies by column (what was trained) and extractor. `match`: weight of the distance between features."""
     some = data["train"].y < FIRST
     few = Images(data["train"].x[some], data["train"].y[some])
     extractors, head, rotating = _together(few, FIRST, seed, match, joint)

@@ -34,9 +34,9 @@ UPPER = "upper bound (own, with a rotation head of its own)"
 class Measurements:
     """The measurements of a run: `accuracy` [extractor's site, head's site], and the `bytes` that a site sends in a round.
 
-    `own` and `exchanged` are its means on and off the diagonal. `correlation` is of the channels of two extractors,
-    `permuted` in the best order. `missing` and `missing_exchanged` are accuracies on classes that sites lack, with their own
-    and with other sites' heads; None if no site lacks a class.
+    `correlation` is that of each channel of two extractors, `permuted` the mean in the best order. `missing` and
+    `missing_exchanged` are accuracies on classes that sites lack, with their own and with other sites' heads; None if no
+    site lacks a class.
     """
 
     accuracy: Sequence[Sequence[float]]
@@ -60,28 +60,28 @@ class Measurements:
 
 
 def size_of(study: Study) -> Size:
-    """Return the tasks and budgets of the preset."""
+    """Return the study's preset: its tasks and settings."""
     return SIZES[study.preset]
 
 
 def tasks_of(study: Study) -> Mapping[str, Task]:
-    """Return the selected tasks."""
+    """Return the tasks that the study selects, by name."""
     return {name: task for name, task in size_of(study).tasks.items() if not study.only or name in study.only}
 
 
 def first_task(study: Study) -> tuple[str, Task]:
-    """Return the name and the task that the tables on details use."""
+    """Return the name and the task of the tables on details: the first one that the study selects."""
     return next(iter(tasks_of(study).items()))
 
 
 def network_of(study: Study, task: str) -> dict[str, Any]:
-    """Return the section `network` of a task's runs."""
+    """Return the section `network` in the configuration of a task's runs."""
     size = size_of(study)
     return dict(load(EXPERIMENT, _lines({**size.settings, **size.tasks[task].all})).network)
 
 
 def measured(study: Study, task: str, settings: Settings, seed: int) -> Measurements:
-    """Return the measurements of a run of a task with these settings, which replace the task's."""
+    """Run a task with `settings`, which replace the task's, and return the measurements. Saved ones are read instead."""
     size = size_of(study)
     keys = {**size.settings, **size.tasks[task].all, **_turned(settings, size.tasks[task].turns)}
     lines = [*_lines(keys), *study.overrides, f"seed={seed}"]
@@ -99,12 +99,12 @@ def measured(study: Study, task: str, settings: Settings, seed: int) -> Measurem
 
 
 def each(study: Study, task: str, settings: Settings) -> list[Measurements]:
-    """Return the measurements of every seed."""
+    """Return the measurements of a task with these settings, for every seed."""
     return study.each_seed(lambda seed: measured(study, task, settings, seed))
 
 
 def upper_bound(study: Study, task: str) -> list[float]:
-    """Return the own-task accuracy of sites that train alone, each with its own rotation head."""
+    """Return, for each seed, the mean accuracy of sites that train alone, each with its own rotation head."""
     settings = {"objective.auxiliary": ["rp"], "objective.pull": 0.0}
     sites = [{key: value for key, value in site.items() if key != "count"} for site in size_of(study).tasks[task].sites]
     runs = [each(study, task, {**settings, "sites": [site]}) for site in sites]
@@ -130,13 +130,13 @@ def _watched_last(config: Config) -> Config:
 
 
 def shown(results: Sequence[Measurements], *fields: str) -> list[str]:
-    """Return the mean and standard deviation over seeds of some fields, in %; "-" for None."""
+    """Return the mean and standard deviation over seeds of each field, in %, as text; "-" for None."""
     values = [[getattr(result, field) for result in results] for field in fields]
     return ["-" if None in accuracies else mean_and_spread(accuracies) for accuracies in values]
 
 
 def way(results: Sequence[Measurements], upper: Sequence[float], classes: int) -> str:
-    """Return how much of the way from chance to the upper bound exchanged heads reach, in %."""
+    """Return the accuracy with exchanged heads as text: in % of the way from chance to the upper bound."""
     chance = 1.0 / classes
     shares = [(result.exchanged - chance) / (top - chance) if top > chance else math.nan
               for result, top in zip(results, upper, strict=True)]  # fmt: skip
@@ -148,7 +148,7 @@ MOST_PLACES = 50_000  # of images and their pixels, of these
 
 
 def looks(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the other fields of Measurements; placeholders for a run of one site."""
+    """Return the fields of Measurements on correlation and missing classes; placeholders for a run of one site."""
     sites = config.roster
     networks = {site.name: _network(config, site, folder) for site in sites}
     if len(sites) < 2:
@@ -164,7 +164,7 @@ def looks(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def correlations(first: Tensor, second: Tensor) -> Tensor:
-    """Return Pearson's correlations, float64 [c, c], of channels of two features [n, c]; 0 for a constant channel."""
+    """Return Pearson's correlations, float64 [c, c], of the channels of two features [n, c]; 0 for a constant channel."""
     first, second = (features.double() - features.double().mean(0) for features in (first, second))
     norms = first.norm(dim=0)[:, None] * second.norm(dim=0)[None, :]
     return torch.where(norms > 0, first.T @ second / norms.clamp(min=1e-30), 0.0)

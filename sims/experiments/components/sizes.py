@@ -9,10 +9,10 @@ Settings = Mapping[str, Any]  # values of a configuration, by dotted key
 
 @dataclass(frozen=True)
 class Task:
-    """Two sites, and other settings. `classes`: of the outputs, for chance. `points`: cuts of the network `whole` (Figure
-    8).
+    """Two sites, and settings of the configuration.
 
-    `turns` of each image for rotation heads: "one", or "all" as in the paper.
+    `classes`: number of outputs, for the level of chance. `points`: where Figure 8 cuts the network `whole`. `turns` of each
+    image for rotation heads: "one", or "all" as in the paper.
     """
 
     title: str
@@ -33,8 +33,8 @@ class Task:
 class Size:
     """A preset: its tasks (the tables on details use the first), and settings of all tasks.
 
-    `plans`: steps of a round and rounds; all other tables use the first. `most`: common classes in Figure 9. `several`:
-    numbers of sites.
+    `plans`: (steps of a round, rounds); only the table of local steps uses more than the first. `most`: common classes in
+    Figure 9. `several`: numbers of sites.
     """
 
     tasks: Mapping[str, Task]
@@ -114,18 +114,18 @@ INDEPENDENT, IIW = "independent", "IIW"
 
 @dataclass(frozen=True)
 class Way:
-    """The settings of a way. `pulls`: it has a head of the common classes, to which objective.pull applies."""
+    """Settings that make heads exchangeable. `pulls`: objective.pull applies, because there is a head of common classes."""
 
     settings: Mapping[str, Any]
     pulls: bool = False
 
     def pulled(self, pull: float) -> dict[str, Any]:
-        """Return the settings, with this objective.pull if it applies."""
+        """Return the settings, with `pull` as objective.pull if it applies."""
         return {**self.settings, **({"objective.pull": pull} if self.pulls else {})}
 
     @property
     def columns(self) -> dict[str, float]:
-        """The entries of PULLS that make a difference."""
+        """The entries of PULLS (columns) that give different results."""
         return PULLS if self.pulls else dict(list(PULLS.items())[:1])
 
 
@@ -133,6 +133,7 @@ def _heads(*tasks: str, same: bool = False) -> Way:
     return Way({"objective.auxiliary": list(tasks), "objective.same_start": same, "objective.pull": 0.0}, "dcc" in tasks)
 
 
+# RP: predict rotations. DCC: classify the common classes. IIW: start from identical weights.
 WAYS = {
     INDEPENDENT: Way({"objective.mode": "alone"}),
     IIW: Way({"objective.auxiliary": [], "objective.same_start": True}),

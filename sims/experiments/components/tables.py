@@ -33,7 +33,7 @@ NOTE = (
 
 
 def figure2(study: Study) -> list[Part]:
-    """Return Figure 2: every combination of auxiliary heads, on every task."""
+    """Return Figure 2: accuracy with exchanged heads, for every combination of auxiliary heads, on every task."""
     return [part for task in tasks_of(study) for part in _combinations(study, task)]
 
 
@@ -59,7 +59,7 @@ def _combinations(study: Study, name: str) -> list[Part]:
 
 
 def schemes(study: Study) -> list[Part]:
-    """Return joint and incremental training. As in the paper, incremental training is done in both orders of the sites."""
+    """Return the accuracies of joint and incremental training, the latter in both orders of the sites as in the paper."""
     paper, tables = cells("components", "schemes"), list[Part]()
     for name, task in tasks_of(study).items():
         rows = []
@@ -82,7 +82,7 @@ def schemes(study: Study) -> list[Part]:
 
 
 def steps(study: Study) -> list[Part]:
-    """Return DCC for several numbers of local steps between two averages, and of sites."""
+    """Return the accuracy with a head of common classes (DCC), by number of local steps in a round, and of sites."""
     (name, task), plans, rows = first_task(study), size_of(study).plans, []
     for sites in size_of(study).several:
         for column, pull in PULLS.items():
@@ -134,7 +134,7 @@ EXCHANGED = "exchanged: test accuracy"  # the vertical axis
 
 
 def figure5(study: Study) -> list[Part]:
-    """Return Figure 5: norms and features of unit length, for IIW+DCC as in the paper, and for DCC."""
+    """Return Figure 5: accuracy by norm, and with features of unit length, for IIW+DCC as in the paper, and for DCC."""
     (task, of), paper, rows = first_task(study), cells("components", "figure5"), []
     for heads, name in [*((BOTH, name) for name in NORMS), *((DCC, name) for name in STORED)]:
         settings = normed(study, task, NORMS[name])
@@ -151,7 +151,7 @@ def figure5(study: Study) -> list[Part]:
 
 
 def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return settings for a norm of all parts of the network, or for features of unit length; other settings unchanged."""
+    """Return settings of a network with the norm, or features of unit length, in `chosen`; without either, `chosen`."""
     if not {"norm", "unit"} & chosen.keys():
         return chosen
     network = network_of(study, task)
@@ -162,7 +162,7 @@ def normed(study: Study, task: str, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def figure6(study: Study) -> list[Part]:
-    """Return Figure 6: the correlation of features, and compatibility."""
+    """Return Figure 6: how much two extractors' features correlate, and the accuracy with exchanged heads."""
     (task, of), paper, rows, drawn = first_task(study), cells("components", "figure6"), [], {}
     for name in CORRELATED:
         for column, pull in WAYS[name].columns.items():
@@ -182,7 +182,7 @@ def figure6(study: Study) -> list[Part]:
 
 
 def figure8(study: Study) -> list[Part]:
-    """Return Figure 8: the point of the cut, for IIW+RP as in the paper, and for DCC. The head is the rest."""
+    """Return Figure 8: accuracy by where the network is cut into extractor and head, for IIW+RP as in the paper, and DCC."""
     name, task = first_task(study)
     ways = {f"{heads}, {column}": WAYS[heads].pulled(pull) for heads in (TURNS, DCC)
             for column, pull in WAYS[heads].columns.items()}  # fmt: skip
@@ -204,7 +204,7 @@ def figure8(study: Study) -> list[Part]:
 
 
 def figure9(study: Study) -> list[Part]:
-    """Return Figure 9: the number of common classes of the shared head, for IIW+DCC, and IIW+RP without such a head."""
+    """Return Figure 9: accuracy by the number of common classes of the shared head (IIW+DCC), and without it (IIW+RP)."""
     (task, of), paper, rows = first_task(study), cells("components", "figure9"), []
     columns = {f"IIW+DCC, {column}": pull for column, pull in PULLS.items()}
     drawn = {name: dict[str, list[float]]() for name in columns}
@@ -232,7 +232,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def rivals(study: Study) -> list[Part]:
-    """Return the methods on the first task, and on the same task where each site lacks classes."""
+    """Return shared heads and other methods side by side: on the first task, and where each site lacks classes."""
     (name, task), complete, some = first_task(study), [], []
     drawn = [dict[str, list[float]]() for _ in range(study.seeds)]
     lacking = {"sites": [_without(site, lacked) for site, lacked in zip(task.sites, LACKED, strict=True)]}

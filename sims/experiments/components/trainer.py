@@ -25,7 +25,7 @@ TURNS = Rotations()
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps of SGD with momentum 0.9, at a rate that falls to 0 along a cosine or stays."""
+    """A training: `steps` of SGD with momentum 0.9, at a `rate` that falls to 0 along a cosine or stays."""
 
     steps: int
     rate: float
@@ -33,14 +33,14 @@ class Plan:
 
 
 def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | int) -> Network:
-    """Return a network for colour images, with weights drawn for this purpose."""
+    """Return a new network for colour images from a section `network`; `purpose` seeds its weights."""
     network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
     initialise(network, torch_generator(0, *map(str, purpose)))
     return network
 
 
 def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *purpose: Any) -> None:
-    """Train these modules on batches drawn for this purpose. Other modules do not change."""
+    """Train the modules `parts` in place; `purpose` seeds the batches. Other modules do not change."""
     weights = [parameter for part in parts for parameter in part.train().parameters()]
     descend(weights, loss, _steps(images, plan, *purpose), recipe_of(TrainingConfig(batch=BATCH, rate=plan.rate)))
 
@@ -54,12 +54,12 @@ def _steps(images: Images, plan: Plan, *purpose: Any) -> Iterator[tuple[float, T
 
 
 def answers(extractor: nn.Module, head: nn.Module) -> Loss:
-    """Return the cross-entropy of the classes, as a loss."""
+    """Return a loss: the cross-entropy of the head's answers on the extractor's features."""
     return lambda images, labels: F.cross_entropy(head(extractor(images)), labels)
 
 
 def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
-    """Return the loss of rotation prediction (Eq. 2), with one rotation of each image."""
+    """Return the loss of rotation prediction (Eq. 2): one rotation of each image, drawn by `purpose`."""
     generator = torch_generator(0, *map(str, purpose), "turns")
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -70,11 +70,12 @@ def turns(extractor: nn.Module, head: nn.Module, *purpose: Any) -> Loss:
 
 
 def both(first: Loss, second: Loss) -> Loss:
+    """Return the sum of two losses."""
     return lambda images, labels: first(images, labels) + second(images, labels)
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """Return a copy whose weights have no gradient."""
+    """Return a copy of the module whose weights do not train."""
     return copy.deepcopy(module).requires_grad_(False)
 
 

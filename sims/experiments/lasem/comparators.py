@@ -52,7 +52,7 @@ class Column(nn.Module):
         return out if self._extra is None else out + self._extra
 
     def steps(self, images: Tensor) -> list[Tensor]:
-        """Return the input of every part, and the output of the last one."""
+        """Return the input of every part of the network, and the output of the last part."""
         with torch.no_grad():
             others = [column.steps(images) for column in self._earlier]
         inputs, sides = [images], list(zip(self.scales, self.reduced, self.lateral, strict=True))
@@ -67,7 +67,7 @@ class Column(nn.Module):
 
 
 class Progressive(Learner):
-    """A column for each task. Earlier columns are frozen."""
+    """Progressive networks: a new `Column` for each task. Earlier columns are frozen."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Progressive(Learner):
 
 
 class Made(nn.Module):
-    """A network whose weights `make` computes from parameters at each use, by the network's names."""
+    """A network whose weights, by name, `make` computes at each use from its own and shared parameters."""
 
     def __init__(
         self, network: Network, parameters: Mapping[str, Tensor], make: Make, shared: Mapping[str, nn.Parameter]
@@ -96,7 +96,7 @@ class Made(nn.Module):
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights computed from own and shared parameters, by name."""
+        """Return the network's computed weights by name."""
         return self.make({**{name.replace("/", "."): parameter for name, parameter in self.own.items()}, **self._shared})
 
     def forward(self, images: Tensor) -> Tensor:

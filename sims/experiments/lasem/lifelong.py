@@ -61,10 +61,10 @@ class Learner(ABC):
 
     @abstractmethod
     def start(self, task: int, validation: Images) -> Training:
-        """Begin a task."""
+        """Begin task number `task`, and return its training."""
 
     def finish(self, task: int, training: Training) -> None:
-        """Save what a task taught."""
+        """End a task: save its network."""
         self.met.append(training.network())
 
     def network(self, task: int) -> nn.Module:
@@ -72,7 +72,7 @@ class Learner(ABC):
         return self.met[task]
 
     def facts(self, task: int) -> dict[str, Any]:
-        """Return further facts about a task, as JSON."""
+        """Return further facts about a task, as JSON values; none by default."""
         return {}
 
 
@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def kept_of_end(self) -> float:
-        """The ratio final / end, mean over tasks."""
+        """The ratio of test accuracies final / end, mean over tasks."""
         return _ratio(self.final, self.end)
 
 
@@ -114,7 +114,7 @@ def _ratio(final: Sequence[float], before: Sequence[float]) -> float:
 
 
 def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outcome:
-    """Train on the tasks in turn.
+    """Train a learner on the tasks in turn, and return its accuracies and time.
 
     As in the authors' code, the network with the best validation accuracy is measured, and that of the last step is saved.
     """
@@ -141,7 +141,7 @@ def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outco
 
 
 def accuracy(network: nn.Module, images: Images) -> float:
-    """Return the fraction of right answers."""
+    """Return the fraction of images that a network classifies correctly."""
     network.eval()
     with torch.inference_mode():
         pairs = zip(images.x.split(TEST_BATCH), images.y.split(TEST_BATCH), strict=True)

@@ -28,7 +28,7 @@ MOST = 1e6
 
 @dataclass(frozen=True)
 class TaskSequence:
-    """Tasks and how they are trained. `title` is for tables; `paper` names the paper's sequence to compare with."""
+    """A sequence of tasks (`tasks`: a key of SEQUENCES) and how each is trained. `paper` is the paper's name for it."""
 
     title: str
     tasks: str
@@ -45,7 +45,7 @@ RMSPROP = {"name": "rmsprop", "alpha": 0.9, "eps": 1e-10}
 
 
 def as_published(epochs: int, decay: float) -> Plan:
-    """Return the plan of the authors' code: RMSProp without clipping. `decay` is that of the rate, for each epoch."""
+    """Return the plan of the authors' code: RMSProp without clipping. `decay` of the rate: see `Plan`."""
     return Plan(epochs, 1e-4, clip=0.0, optimizer=RMSPROP, decay=decay)
 
 
@@ -70,19 +70,19 @@ SIZES: dict[str, dict[str, TaskSequence]] = {
 
 
 def sequences_of(study: Study) -> dict[str, TaskSequence]:
-    """Return the selected sequences, without those of deep networks."""
+    """Return the task sequences that the study selects, by name, without those of ResNets."""
     return {name: sequence for name, sequence in SIZES[study.preset].items()
             if "resnet" not in name and (not study.only or name in study.only)}  # fmt: skip
 
 
 def named(study: Study, name: str) -> TaskSequence:
-    """Return a sequence, with its plan as overridden."""
+    """Return the task sequence `name`, its plan changed by the study's overrides."""
     sequence = SIZES[study.preset][name]
     return dataclasses.replace(sequence, plan=dataclasses.replace(sequence.plan, **plan_of(study.overrides)))
 
 
 def plan_of(overrides: Sequence[str]) -> dict[str, float]:
-    """Return the changes of every plan by overrides epochs= and rate=. Raises UserError for other overrides."""
+    """Return the fields of Plan that the overrides epochs= and rate= change. Raises UserError for others and bad values."""
     plan: dict[str, float] = {}
     for word in overrides:
         key, _, value = word.partition("=")
@@ -99,7 +99,7 @@ def plan_of(overrides: Sequence[str]) -> dict[str, float]:
 
 
 def each(study: Study, name: str, what: Options | str) -> list[Outcome]:
-    """Return the outcomes of every seed.
+    """Train on the task sequence `name` with every seed, and return the outcomes.
 
     `what` has options of the objective (LASEM or a fixed configuration), or the name of another method (COMPARED).
     """
@@ -121,5 +121,5 @@ def _found(study: Study, name: str, what: Options | str, seed: int) -> Outcome:
 
 
 def of(learner: str, mode: str = "learned", **more: Any) -> dict[str, Any]:
-    """Return options of the objective: a base learner (a key of LEARNERS) with a fixed configuration, or LASEM."""
+    """Return objective options: a base learner (a key of LEARNERS), and a fixed configuration or "learned" (LASEM)."""
     return {"mode": mode, "learner": {"name": LEARNERS[learner]}, **more}

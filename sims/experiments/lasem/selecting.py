@@ -31,7 +31,7 @@ def configured(network: Mapping[str, Any], size: int, classes: int, tasks: int, 
 
 
 class Selecting(Learner):
-    """LASEM, or a fixed configuration. Shared layers continue from the task before; unselected ones do not change."""
+    """LASEM, or a fixed configuration. Shared layers continue from the task before; those not selected do not change."""
 
     def __init__(self, options: Mapping[str, Any], config: Config) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Selecting(Learner):
         return self.put_together(task, self.stores[task], self.shared)[0]
 
     def facts(self, task: int) -> dict[str, Any]:
-        """Return the chosen configuration, and the probability of sharing of each group, over tenths of the training."""
+        """Return the chosen configuration, and each group's probability of sharing in every tenth of the training."""
         parts = [part.mean(0).tolist() for part in self.seen[task].tensor_split(10) if len(part)]
         return {"configuration": shown(self.put_together(task, self.stores[task], {})[1]), "shared": parts}
 
     def task(self, number: int, stored: State | None, shared: State) -> Task:
-        """Return a site's input for a session."""
+        """Return the session input of site `number`, with its stored state and the shared parameters."""
         site, seed = self.sites[number], self.config.seed
         network = architecture_of(self.config, site).build().train()
         draw = torch_generator(seed, "selection", site.name)
@@ -72,7 +72,7 @@ class Selecting(Learner):
         )
 
     def put_together(self, number: int, stored: State, shared: State) -> tuple[Network, tuple[int, ...]]:
-        """Return a task's network and configuration, with these shared parameters (empty: those at its end)."""
+        """Return a task's network and configuration, with these shared parameters (empty: those at the task's end)."""
         task = self.task(number, stored, shared)
         composition = composed(self.objective, task, shared)
         assert composition is not None  # it is stored

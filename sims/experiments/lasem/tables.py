@@ -47,7 +47,7 @@ FEDERATED_NOTE = (
 
 
 def figure1(study: Study) -> list[Part]:
-    """Return Figure 1: fixed configurations, and no sharing."""
+    """Return Figure 1: the accuracy of fixed configurations of shared layers, and without sharing."""
     parts: list[Part] = []
     for name, sequence in sequences_of(study).items():
         results = {learner: _static(study, name, learner) for learner in LEARNERS}
@@ -57,7 +57,7 @@ def figure1(study: Study) -> list[Part]:
 
 
 def figure4(study: Study) -> list[Part]:
-    """Return Figure 4: LASEM, the range of fixed configurations, and forgetting."""
+    """Return Figure 4: LASEM compared with the range of fixed configurations, and how much both forget."""
     parts: list[Part] = []
     for name, sequence in sequences_of(study).items():
         rows, series = [], {}
@@ -96,7 +96,7 @@ def figure5(study: Study) -> list[Part]:
 
 
 def figure6(study: Study) -> list[Part]:
-    """Return Figure 6: a fixed posterior of the best configuration."""
+    """Return Figure 6: accuracy with a fixed posterior of the best configuration, by its value."""
     name = next(iter(sequences_of(study)))
     fixed = {certainty: each(study, name, of("DF-CNN", "top-2", certainty=certainty, search={"name": "exact"}))
              for certainty in CERTAINTIES}  # fmt: skip
@@ -120,7 +120,7 @@ def table1(study: Study) -> list[Part]:
 
 
 def table2(study: Study) -> list[Part]:
-    """Return Table 2: groups of layers of a ResNet-18."""
+    """Return Table 2: LASEM on a ResNet-18, by number of groups of layers."""
     parts: list[Part] = []
     ways = {"all": of("HPS", "all", groups=GROUPS[4]),
             **{f"{number} groups": of("HPS", groups=sizes) for number, sizes in GROUPS.items()}}  # fmt: skip
@@ -173,7 +173,7 @@ def table3(study: Study) -> list[Part]:
 
 
 def searches(study: Study) -> list[Part]:
-    """Return the ways to search for a step, on the same tasks and seeds."""
+    """Return accuracy and time by the search for a training step (SEARCHES), on the same tasks and seeds."""
     (name, sequence), rows = next(iter(sequences_of(study).items())), []
     for learner in LEARNERS:
         runs = {search: each(study, name, of(learner, search={"name": search})) for search in SEARCHES}
@@ -187,7 +187,7 @@ def searches(study: Study) -> list[Part]:
 
 
 def federated(study: Study) -> list[Part]:
-    """Return the experiment `layer_selection`, with other methods on its sites."""
+    """Return LASEM and other methods on the sites of the experiment `layer_selection`, in a federation."""
     config = load(EXPERIMENT, [])
     key = [RUNS, FIXED, [str(site) for site in config.sites], config.network, config.objective, config.rounds]
     results = study.saved_each("federated", key, lambda seed: _measured(study.folder / "runs", seed))

@@ -28,7 +28,7 @@ class Task:
 
 
 def cifar100(size: int, number: int, seed: int) -> list[Task]:
-    """Return tasks of 10 disjoint classes, with 17 training and 3 validation images of each class.
+    """Return `number` tasks of 10 disjoint classes, with 17 training and 3 validation images of each class.
 
     From the 11th task on, the classes are drawn again. The paper does not say how it draws its 40 tasks.
     """
@@ -42,7 +42,7 @@ def cifar100(size: int, number: int, seed: int) -> list[Task]:
 
 
 def digits(size: int, number: int, seed: int) -> list[Task]:
-    """Return tasks after the recipe for STL-10: three classes of one domain of digits.
+    """Return `number` tasks by the paper's recipe for STL-10: three classes of one domain of digits.
 
     Each class has 106 training and 19 validation images. All images have Gaussian noise with the task's mean and deviation,
     and the task's order of colours.

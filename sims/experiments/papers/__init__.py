@@ -89,7 +89,7 @@ def classes_of(paper: str, task: str) -> dict[str, int]:
 
 
 def source_of(paper: str) -> str:
-    """Return the title and the authors."""
+    """Return a paper's title and authors."""
     return str(_read(paper)["source"])
 
 

@@ -90,6 +90,6 @@ def averaged(states: Sequence[tuple[State, int]]) -> State:
 
 
 def calibrated(start: State, end: State, lengths: dict[str, float]) -> State:
-    """Return `start` moved in the direction of `end` by `lengths`, tensor by tensor."""
+    """Return `start` moved in the direction of `end`, each tensor by its distance in `lengths`."""
     steps = {name: end[name] - start[name] for name in end}
     return {name: start[name] + step * (lengths[name] / max(float(step.norm()), 1e-12)) for name, step in steps.items()}

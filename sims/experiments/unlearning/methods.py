@@ -30,7 +30,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way to remove a site, from a run trained with `subsets` (for leave-one-out sums) or without."""
+    """A way to remove a site from a run, trained with `subsets` (for leave-one-out sums) or without."""
 
     subsets: bool
     repair: int = 0
@@ -47,6 +47,7 @@ WAYS = {
 
 
 def tables(study: Study) -> list[Table]:
+    """Return the table of ways to remove a site."""
     results, rows = study.each_seed(lambda seed: measured(study, seed)), []
     for way in results[0]:
         others = [spread([result[way][key] for result in results]).text(digits)
@@ -57,7 +58,7 @@ def tables(study: Study) -> list[Table]:
 
 
 def measured(study: Study, seed: int) -> dict[str, dict[str, float]]:
-    """Return by way the accuracy on the forgotten and the retained domains, the AUCs, and the seconds."""
+    """Remove a site in every way; return by way its accuracy on forgotten and retained domains, AUCs and seconds."""
     results: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         base = load("rotated_digits", [

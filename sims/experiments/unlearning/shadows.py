@@ -49,12 +49,12 @@ SETTING: dict[str, Any] = {
 
 
 def pool() -> dict[str, Any]:
-    """Return the images from which the leaving site draws, and the test images of all sites."""
+    """Return by part ("train", "test") the images from which the leaving site draws, and all sites' test images."""
     return _part(0, POOL)
 
 
 def kept() -> dict[str, Any]:
-    """Return the images of every other site, before rotation."""
+    """Return by part the images of every site except the leaving one, before rotation."""
     return _part(POOL, POOL + KEPT)
 
 
@@ -68,7 +68,7 @@ def _part(first: int, last: int) -> dict[str, Any]:
 def configured(
     method: str, seed: int, folder: Path, prefix: str = "kept", changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return the configuration of a federation.
+    """Return the configuration of a federation. `method`: a key of METHODS.
 
     `prefix` starts the names of the remaining sites, which determine their batches. `changes` are changes of SETTING.
     """
@@ -104,12 +104,12 @@ class Shadow:
         return self
 
     def model(self, without: Sequence[str] = ()) -> Model:
-        """Return the aggregate, without the contributions of some sites."""
+        """Return the aggregated network, without the contributions of some sites."""
         view = self.method.state.view()
         return self.method.state.aggregate(view.without(without) if without else view)
 
     def recalibrated(self) -> Model:
-        """Return the aggregate with a head in closed form, from sums of its sites (server.rounds.recalibration)."""
+        """Return the aggregate after a round that fits its head in closed form (server.rounds.recalibration)."""
         assert self.method.loop is not None
         begin = time.perf_counter()
         recalibration_round(self.method.loop, self.method.loop.last + 1)
@@ -137,7 +137,7 @@ class Looker:
         return confidence(self.outputs(model, images), images.y)
 
     def outputs(self, model: Model, images: Images) -> torch.Tensor:
-        """Return the logits, [n, classes]."""
+        """Return a network's logits for the images, [n, classes]."""
         with torch.inference_mode():
             return self.evaluator.loaded(model)(to_float(images.x.to(self.evaluator.device))).cpu()
 
@@ -152,7 +152,7 @@ class Looker:
 
 
 def everything(config: Config) -> Images:
-    """Return the whole pool, as the leaving site sees it."""
+    """Return all images of the pool, as the leaving site sees them."""
     site = config.roster[-1]
     config_of_pool = load_text(
         yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool"
@@ -161,6 +161,6 @@ def everything(config: Config) -> Images:
 
 
 def membership(config: Config) -> Mask:
-    """Return which images of the pool the leaving site has drawn, [POOL]."""
+    """Return a mask [POOL] of the pool's images that the leaving site has drawn."""
     drawn = {image.numpy().tobytes() for image in site_images(config, config.roster[-1]).x}
     return np.array([image.numpy().tobytes() in drawn for image in everything(config).x])

@@ -54,14 +54,14 @@ WAYS = {
 
 
 def tables(study: Study) -> list[Table]:
-    """Return a table for each method, from at least SHADOWS federations."""
+    """Return a table of the traces for each method, from at least SHADOWS federations."""
     many = replace(study, seeds=max(study.seeds, SHADOWS))
     return [table(method, many.saved_each(method, [SETTING, options, POOL, DRAWN], partial(shadow, method)))
             for method, options in METHODS.items()]  # fmt: skip
 
 
 def shadow(method: str, seed: int) -> dict[str, Any]:
-    """Train a federation, remove the site in every way, and train without it twice from the same start."""
+    """Train a federation, remove a site in every way, retrain twice from the same start; return the measurements by way."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
@@ -136,6 +136,7 @@ def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
 
 
 def table(method: str, results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of a method's traces."""
     rows = [_row(name, results) for name in WAYS if name in results[0]["ways"]]
     head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1 %", "AUC", "image drawn: TPR at 1 %", "AUC",
             "distance of weights", "of outputs", "steps to relearn", "seconds"]  # fmt: skip
@@ -169,6 +170,7 @@ LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
 
 
 def sequence(study: Study) -> list[Table]:
+    """Return the table of sites that leave in sequence."""
     rows = []
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
@@ -179,7 +181,7 @@ def sequence(study: Study) -> list[Table]:
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
-    """Return after each request the accuracy on both sides, of the subtracted and of the retrained network."""
+    """Remove sites in turn; return at the start and after each the `sides` of the subtracted and the retrained network."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
@@ -196,7 +198,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
 
 
 def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
-    """Return the mean accuracy on the test images of the sites that left, and of the other sites."""
+    """Return the mean accuracy on test images of the sites that left (`left`), and of the other sites (`stay`)."""
     shares = looker.evaluator.accuracy(model, "test")
     of = {site.name: shares[label(site.spec)] for site in looker.config.roster}
     left, stay = [of[name] for name in gone], [share for name, share in of.items() if name not in gone]
