@@ -74,7 +74,7 @@ class Trained:
 
     @staticmethod
     def read(heard: "Heard", name: str, record: State) -> "Trained":
-        """Return a site's digests and signatures from its record. Raises ReplyError unless both are signed."""
+        """Return a site's digests and signatures from its record. Raises ReplyError unless both signatures are valid."""
         digest, history = (read_bytes(record, part, DIGEST) for part in ("digest", "history"))
         signatures = [read_bytes(record, part, SIGNATURE) for part in ("signature", "history_signature")]
         texts = trained_words(heard.id, digest.hex()), history_words(heard.id, history)

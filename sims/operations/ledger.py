@@ -19,7 +19,7 @@ MOST_NAMED, DIGITS = 5, 16  # entries of a list, digits of a key's digest
 
 
 def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
-    """Check a run's ledger; return {"ok", "digest", "problems", "notes"}. Notes include the waiting requests."""
+    """Check a run's chain, blobs and sums; return {"ok", "digest", "problems", "notes"}. Notes include waiting requests."""
     if not path.is_dir():
         raise UserError(f"{path}: the folder does not exist; name the folder of a run, such as runs/digits")
     with listener or Watcher():

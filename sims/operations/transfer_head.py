@@ -88,7 +88,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
 
 
 def recombined(extractor: State, head: State, architecture: Architecture, misfit: str) -> State:
-    """Return the state of a network with this extractor and head. Raises UserError, starting with `misfit`, on a misfit."""
+    """Return the state of a network of these parts. Raises UserError, which starts with `misfit`, for wrong shapes."""
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:
