@@ -183,7 +183,7 @@ class Blobs:
         return content
 
     def path(self, digest: str) -> Path:
-        """Return the path of the blob with this digest, whether it exists or not."""
+        """Return the path of a digest's blob, whether it exists or not."""
         return self.folder / f"{digest}.safetensors"
 
     def names(self) -> set[str]:
@@ -199,7 +199,7 @@ class Blobs:
         return {name for name in self._files() if not _BLOB.fullmatch(name)}
 
     def remove_all(self, digests: Iterable[str]) -> None:
-        """Remove the blobs with these digests, here and on nodes; skip missing ones."""
+        """Remove blobs by digest, here and on nodes; skip missing ones."""
         digests = list(digests)
         with ThreadPoolExecutor(SYNCS) as threads:
             list(threads.map(self.remove, digests))
