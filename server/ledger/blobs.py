@@ -73,7 +73,7 @@ class RemoteBlobStore(Protocol):
         ...
 
     def end(self) -> None:
-        """Remove all contributions."""
+        """Remove all contributions from the nodes."""
         ...
 
 
@@ -89,7 +89,7 @@ def ledger_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Blobs:
-    """The states in `folder`, each in a file <sha256>.safetensors, which is written completely or not at all.
+    """The states (blobs) in `folder`, each in a file <sha256>.safetensors, which is written completely or not at all.
 
     `settle` makes contents and names survive a loss of power, for all files of a round at once. A file that was never
     settled may be torn after a loss of power. Nothing refers to it, and the next `put` of the same state writes it again.
@@ -99,7 +99,7 @@ class Blobs:
     elsewhere: RemoteBlobStore | None = None
 
     def has(self, digest: str) -> bool:
-        """Return whether the blob is here, or on a node."""
+        """Return whether the blob with this digest is in the folder, or on a node."""
         return self.path(digest).is_file() or bool(self.holder(digest))
 
     def holder(self, digest: str) -> str:
@@ -161,7 +161,7 @@ class Blobs:
                 sync(self.folder)
 
     def get(self, digest: str) -> State:
-        """Return a state whose bytes match its name. Raises LedgerError naming a file that is missing or damaged."""
+        """Return the state with this digest. Raises LedgerError naming a file that is missing or damaged."""
         try:
             return dict(sorted(load(self._content(digest)).items()))  # safetensors has no order
         except SafetensorError as error:
@@ -183,7 +183,7 @@ class Blobs:
         return content
 
     def path(self, digest: str) -> Path:
-        """Return the path of a blob, whether it exists or not."""
+        """Return the path of a digest's blob, whether it exists or not."""
         return self.folder / f"{digest}.safetensors"
 
     def names(self) -> set[str]:
@@ -191,7 +191,7 @@ class Blobs:
         return {match[1] for name in self._files() if (match := _BLOB.fullmatch(name))}
 
     def sound(self) -> set[str]:
-        """Return the digests of the undamaged blobs; all files are read."""
+        """Read all files, and return the digests of the undamaged ones."""
         return {digest for digest in self.names() if self._whole(digest)}
 
     def strangers(self) -> set[str]:
@@ -199,7 +199,7 @@ class Blobs:
         return {name for name in self._files() if not _BLOB.fullmatch(name)}
 
     def remove_all(self, digests: Iterable[str]) -> None:
-        """Remove blobs, here and on nodes; missing ones are skipped."""
+        """Remove blobs by digest, here and on nodes; skip missing ones."""
         digests = list(digests)
         with ThreadPoolExecutor(SYNCS) as threads:
             list(threads.map(self.remove, digests))
@@ -207,7 +207,7 @@ class Blobs:
             self.elsewhere.remove(digests)
 
     def remove(self, digest: str) -> None:
-        """Remove a blob, if it exists."""
+        """Remove the blob with this digest, if it exists."""
         with ledger_errors(self.path(digest)):
             self.path(digest).unlink(missing_ok=True)
 
@@ -224,7 +224,7 @@ class Blobs:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file."""
+    """Return the sha256 of a file's bytes, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -43,7 +43,7 @@ class Connection(sqlite3.Connection):
             self.execute(f"PRAGMA {pragma}")
 
     def file_digest(self) -> str:
-        """Return the sha256 of the file's bytes."""
+        """Return the sha256 of the file's bytes, as hex."""
         if not hasattr(os, "pread"):  # Windows, where closing a file does not free other locks
             with self._path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()

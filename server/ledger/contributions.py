@@ -23,13 +23,13 @@ from fedloom.server.run_folder.layout import STAGING
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:
-    """Return, by slot, the prefix of its tensors' names in a contribution: empty if there is only one slot."""
+    """Return, by slot, what stands before its tensors' names in a contribution: nothing if there is only one slot."""
     return {slot: "" if len(slots) == 1 else f"{slot}/" for slot in slots}
 
 
 @dataclass
 class Contributions:
-    """The contributions of one run. `latest`: the last committed contribution of each site that is not forgotten."""
+    """Reads and stages a run's contributions. `latest`: the last committed one of each site that is not forgotten."""
 
     ledger: Ledger
     bits: int
@@ -66,18 +66,18 @@ class Contributions:
         return exact(self._part(self._whole(site), slot), self.bits)
 
     def floats(self, site: str, slot: str) -> State:
-        """Return what the site put into the slot, as floats."""
+        """Return what the site put into the slot, as floats. Raises KeyError if it has put nothing."""
         part = self._part(self._whole(site), slot)
         integers = dequantise({name: tensor for name, tensor in part.items() if tensor.dtype == torch.int64}, self.bits)
         return {name: integers.get(name, tensor) for name, tensor in part.items()}
 
     def file(self, site: str) -> Path | None:
-        """Return the file of the site's contribution; None if it has none."""
+        """Return the path of the site's contribution, even if a node stores it; None if it has none."""
         contribution = self.here(site)
         return self.ledger.blobs.path(contribution.blob) if contribution else None
 
     def stage(self, site: str, round: int, parts: Mapping[str, State], samples: int) -> None:
-        """Write what a site puts into slots; it counts once the round is committed. Its other slots are unchanged."""
+        """Write what a site puts into slots (`parts`); it counts once the round is committed. Other slots are unchanged."""
         before = self._whole(site) if len(self.slots) > len(parts) and self.here(site) else {}
         self._staged[site] = Contribution(self.ledger.blobs.put(self._merged(before, parts)), samples, round, self.bits)
 
@@ -92,11 +92,11 @@ class Contributions:
             self._staged |= dict.fromkeys(names, new)
 
     def blob_of(self, parts: Mapping[str, State]) -> str:
-        """Write a contribution that has only these slots, and return its digest."""
+        """Write a contribution with these states by slot, without staging it, and return its digest."""
         return self.ledger.blobs.put(self._merged({}, parts))
 
     def check_written(self, sites: Iterable[str], round: int) -> None:
-        """Check that workers have written the contributions of these sites. Raises UserError naming a missing file."""
+        """Raise UserError, naming the file, unless workers have written these sites' contributions."""
         for path in (round_file(self.staging, site, round) for site in sites):
             if not path.is_file():
                 raise UserError(
@@ -116,7 +116,7 @@ class Contributions:
         self._staged[site] = Contribution(blob, samples, round, self.bits)
 
     def commit(self, round: int, states: Mapping[str, State], digest: Mapping[str, str], record: dict[str, Any]) -> None:
-        """Commit the staged contributions and the server's states, in one transaction."""
+        """Commit the staged contributions and the server's states, by name, in one transaction."""
         blobs = {name: self.ledger.blobs.put(state) for name, state in states.items()}
         self.ledger.commit_round(round, self._staged, blobs, digest, record, self.history)
         self.latest.update(self._staged)

@@ -29,7 +29,7 @@ _HINTS = {
 
 
 class BusyError(LedgerError):
-    """Another server is working on the run."""
+    """Another server process is working on the run."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _unlock(lock: int) -> None:
 
 
 def reading(path: Path) -> Connection:
-    """Open a connection that changes neither the file nor its log.
+    """Return a connection to an SQLite file that changes neither the file nor its log.
 
     If there is a write-ahead log (a server runs, or one crashed), the log is read as well. Without a log, the file is final
     and opened as immutable. Otherwise SQLite would create a log, and fail where it cannot.
@@ -101,7 +101,7 @@ def _log(path: Path) -> Path:
 
 @dataclass
 class Database:
-    """One connection: the server's, which holds the lock, or a reader's, which sees what a server writes."""
+    """A connection to a ledger's file: the server's, which holds the lock, or a reader's, which sees what it writes."""
 
     path: Path
     server: bool
@@ -119,7 +119,7 @@ class Database:
             raise
 
     def query(self, sql: str, *values: Any) -> list[tuple]:
-        """Return all rows of a query. Raises LedgerError if they cannot be read."""
+        """Return all rows of an SQL query. Raises LedgerError if they cannot be read."""
         with sqlite_errors(self.path):
             if self._final:
                 self._db.close()
@@ -219,7 +219,7 @@ def _seal(db: Connection, path: Path) -> None:
 
 
 def begun(path: Path) -> bool:
-    """Return whether a ledger exists; false if a crash came before its tables were committed."""
+    """Return whether the file is a ledger; false if a crash came before its tables were committed."""
     if not path.is_file():
         return False
     with sqlite_errors(path), closing(reading(path)) as db:

@@ -9,13 +9,13 @@ from fedloom.server.ledger.contributions import prefixes
 
 
 def everything(state: State) -> State:
-    """Return the whole state."""
+    """Return the state unchanged: the default `part` of a `Sum`."""
     return state
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A slot for the exact sum of what sites put last.
+    """A slot for what each site put last, and for the exact sum of that over all sites.
 
     Args:
         part: returns the part of a contribution that is summed; the rest is only stored.
@@ -45,7 +45,7 @@ Slot = Sum | PerClientSlot
 
 
 def declared_sums(slots: Mapping[str, Slot]) -> dict[str, dict[str, Any]]:
-    """Return the sums of a method, as its ledger's first event stores them."""
+    """Return the description of a method's sums, by slot, that its ledger's first event stores."""
     start = prefixes(list(slots))
     sums = {name: declared for name, declared in slots.items() if isinstance(declared, Sum)}
     return {name: {"prefix": start[name], "weighted": declared.weighted, **({"masked": True} if declared.masked else {})}

@@ -106,7 +106,7 @@ class Ledger(Records):
         return self._database.in_place()
 
     def refuse_moved(self) -> None:
-        """Raise LedgerError unless the folder is in its place."""
+        """Raise LedgerError unless the folder is in its place (`in_place`)."""
         self._database.refuse_moved()
 
     # Rounds
@@ -224,7 +224,7 @@ class Ledger(Records):
     # Requests
 
     def receive(self, id: str, kind: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
-        """Queue a request and return it; a known id returns the request as it stands. Works while a server runs.
+        """Queue a request and return it; for a known id, return the existing request. Works while a server runs.
 
         Raises LedgerError if a site is unknown.
         """
@@ -247,9 +247,9 @@ class Ledger(Records):
     # Nodes
 
     def bind(self, nodes: Mapping[str, int], by: str = "joined", keys: Mapping[str, str] | None = None) -> None:
-        """Bind each site's contributions to a node from now on, and to the digest of its public key if it has one.
+        """From now on, bind each site's contributions to its node, and to the digest of its public key if it has one.
 
-        Works while a server runs.
+        `by`: the cause. Works while a server runs.
         """
         with self._database.queueing() as db:
             check_sites(db, nodes)

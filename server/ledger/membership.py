@@ -27,7 +27,7 @@ def check_members(members: Sequence[Site], names: Sequence[str]) -> None:
 
 
 def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
-    """Return over how many rounds these sites may have left traces, until they were forgotten.
+    """Return over how many rounds forgotten sites may have left traces until they were forgotten.
 
     The count starts with the first round that has a contribution by one of them. Without names, it is the number of rounds.
     """
@@ -71,7 +71,7 @@ class Membership:
             self.ledger.check_roll_back(before)
 
     def forget(self, names: Sequence[str], body: dict, request: str | None = None) -> None:
-        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError."""
+        """Subtract sites and commit. `body`: facts for the ledger's event, which answers `request`. Raises UserError."""
         self.check_forgetting(names)
         self.slots.stage({slot: self.slots.sum_without(slot, names) for slot in self.slots.totals})
         self._leave(names, body, request)

@@ -21,7 +21,7 @@ _TRIES = 5  # to read several rows of one state while a server writes
 
 
 class Records:
-    """A ledger's rows, events and blobs."""
+    """Reads a ledger's rows, events and blobs."""
 
     def __init__(self, folder: Path, server: bool) -> None:
         self.folder = Path(folder)
@@ -34,7 +34,7 @@ class Records:
         return self._database.server
 
     def steady(self, read: Callable[[], T]) -> T:
-        """Call `read` until its result is of one state: again, if a server has committed another state meanwhile.
+        """Return the result of `read`, called again if a server has committed a round meanwhile.
 
         A row may name a blob that the server has replaced since. Raises UserError if the server commits during every try.
         """
@@ -62,7 +62,7 @@ class Records:
         return {site: Contribution(*row) for site, *row in self._query(LATEST)}
 
     def referred(self) -> set[str]:
-        """Return the digests of all stored contributions."""
+        """Return the digests of all contributions that the ledger refers to."""
         return {blob for (blob,) in self._query("SELECT DISTINCT blob FROM contributions")}
 
     def history(self, site: str) -> list[Contribution]:
@@ -83,18 +83,18 @@ class Records:
         return {name: bool(forgotten) for name, forgotten in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
 
     def sums(self) -> list[SumRow]:
-        """Return the stored sums of the method."""
+        """Return the descriptions of the method's sums that the last round stores."""
         last = self.last_round()
         return sum_rows(next(self.events("created")).body, last.states if last else {})
 
     def run(self) -> RunRow:
-        """Return the run of this ledger."""
+        """Return the ledger's row about the run: configuration, unit, format and more."""
         return RunRow(*self._query("SELECT run, config, bits, created, format FROM runs")[0])
 
     # Requests, nodes and events
 
     def request(self, id: str) -> Request | None:
-        """Return the request with this id, if there is one."""
+        """Return the request with this id; None for an unknown id."""
         rows = self._query(f"{REQUESTS} WHERE id = ?", id)
         return Request.of(rows[0]) if rows else None
 
@@ -129,7 +129,7 @@ class Records:
             after = rows[-1][0]
 
     def newest(self, kind: str = "") -> Event | None:
-        """Return the last event, or the last of `kind` if it is set."""
+        """Return the last event, or the last of `kind` if it is set; None without one."""
         which, values = (" WHERE kind = ?", [kind]) if kind else ("", [])
         rows = self._query(f"{EVENTS}{which} ORDER BY id DESC LIMIT 1", *values)
         return to_event(rows[0]) if rows else None

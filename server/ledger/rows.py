@@ -9,7 +9,7 @@ MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a site contributed in a round.
+    """The record of what a site contributed in a round.
 
     `blob`: the digest of its tensors, which are summed in units of 2**-bits. `samples`: how many it trained on.
     """
@@ -22,7 +22,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A committed round. `states`: digests of blobs by name, empty once a later commit has replaced them."""
+    """A committed round. `states`: blobs of sums and server's states by name, empty once a later commit replaced them."""
 
     round: int
     time: str
@@ -32,14 +32,14 @@ class RoundRow:
 
     @classmethod
     def of(cls, row: tuple) -> "RoundRow":
-        """Build it from a row of the table."""
+        """Return the round in a row of the table."""
         round, time, record, states, digest = row
         return cls(round, time, None if record is None else json.loads(record), json.loads(states), json.loads(digest))
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """The run that a ledger belongs to."""
+    """The run of a ledger. `config`: the text of config.yaml. `bits`: sums count in units of 2**-bits."""
 
     run: str
     config: str
@@ -50,7 +50,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the server, in one of the states of MOVES."""
+    """A request to the server, such as to forget sites. `state`: one of those in MOVES."""
 
     id: str
     kind: str
@@ -62,7 +62,7 @@ class Request:
 
     @classmethod
     def of(cls, row: tuple) -> "Request":
-        """Build it from a row of the table."""
+        """Return the request in a row of the table."""
         id, kind, sites, reason, options, state, result = row
         answer = None if result is None else json.loads(result)
         return cls(id, kind, tuple(json.loads(sites)), reason, json.loads(options), state, answer)

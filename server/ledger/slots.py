@@ -21,7 +21,7 @@ from fedloom.server.ledger.ledger import Ledger
 class SlotUpdate:
     """What a site puts into a slot.
 
-    `state`: float tensors, or int64 tensors in units of 2**-bits. `integers`: the int64 tensors, if they are known already.
+    `state`: float tensors, or int64 in units of 2**-bits. `integers`: the latter, if known. `samples`: of its training.
     """
 
     slot: str
@@ -39,7 +39,7 @@ class Slots:
         self.reload()
 
     def reload(self) -> None:
-        """Load the slots from the last committed round."""
+        """Load the slots of the last committed round, without staged changes."""
         self.contributions = Contributions(self.ledger, self.bits, self.history, list(self.declared))
         forgotten = self.ledger.sites()
         self.members = [site for site in self.sites if not forgotten[site.name]]
@@ -61,11 +61,11 @@ class Slots:
     # Reading: what is committed and what is staged
 
     def total(self, slot: str) -> ExactSum:
-        """Return the sum of a slot; do not change it."""
+        """Return the sum of a slot, with staged changes; the caller must not change it."""
         return self._totals.get(slot) or self.totals[slot]
 
     def keeps(self) -> dict[str, State]:
-        """Return the server's states, by name."""
+        """Return the server's states by name, with staged changes."""
         return {**self.kept, **self._kept}
 
     def has(self, slot: str, site: str) -> bool:
@@ -96,11 +96,11 @@ class Slots:
         return isinstance(declared, Sum) and declared.weighted
 
     def times(self, slot: str, samples: int) -> int:
-        """Return how often a contribution of so many samples counts."""
+        """Return how often a contribution of `samples` samples counts in the slot's sum."""
         return max(1, samples) if self.weighted(slot) else 1
 
     def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
-        """Read these sites' contributions again and add them up in this order."""
+        """Return the sum of these sites' contributions to a slot, read again and added in this order."""
         total = ExactSum(self.bits, modular=True)  # in any order, no partial sum overflows
         for name in names:
             if self.has(slot, name):
@@ -122,7 +122,7 @@ class Slots:
         return contribution.round if contribution else 0
 
     def digest(self) -> dict[str, str]:
-        """Return digests of the exact sums or, for a method without sums, of the server's states."""
+        """Return digests of the exact sums by slot or, for a method without sums, of the server's states by name."""
         if self.totals:
             return {name: digest(self.total(name).totals) for name in self.totals}
         return {name: digest(exact(state, self.bits)) for name, state in self.keeps().items()}
@@ -130,7 +130,7 @@ class Slots:
     # Staging a round
 
     def put(self, puts: Sequence[SlotUpdate], round: int) -> None:
-        """Replace what sites put before. If a sum overflows, raise ExactSumError and change nothing.
+        """Stage updates, in place of what sites put before. If a sum overflows, raise ExactSumError and change nothing.
 
         If a site puts twice into a slot, the later state counts.
         """
@@ -152,7 +152,7 @@ class Slots:
             self.contributions.stage(site, round, parts, samples[site])
 
     def put_all(self, slot: str, state: State, round: int) -> None:
-        """Put the same state for every site, before any site has put anything."""
+        """Stage the same state for every site. Raises UserError if a site has already put something into the slot."""
         names = [site.name for site in self.members]
         if any(self.has(slot, name) for name in names):
             raise UserError(f"slot '{slot}': a site has already put something; call put_all once, before that")
@@ -163,7 +163,7 @@ class Slots:
     def merge(
         self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
     ) -> None:
-        """Add a change of a sum over several sites. Workers wrote their contributions, or a node stores them (`blobs`).
+        """Stage a change of a sum by several sites, whose contributions workers wrote, or a node stores (`blobs`).
 
         Raises ExactSumError if the sum overflows; UserError if a worker's file is missing.
         """
@@ -181,7 +181,7 @@ class Slots:
                 self.contributions.stage_written(site, round, number)
 
     def keep(self, name: str, state: State) -> None:
-        """Store a state of the server under a name, in place of the previous one."""
+        """Stage a state of the server under a name, in place of the previous one. ValueError: the name of a slot."""
         if name in self.declared:
             raise ValueError(f"'{name}' is a slot; store the server's state under another name")
         self._kept[name] = state
@@ -194,15 +194,15 @@ class Slots:
     # Changes by a removal (server.ledger.membership)
 
     def stage(self, totals: Mapping[str, ExactSum]) -> None:
-        """Stage these sums for the next commit."""
+        """Stage these sums, by slot, for the next commit."""
         self._totals = {**self._totals, **totals}
 
     def write(self) -> dict[str, str]:
-        """Write all staged states as blobs, and return their digests by name."""
+        """Write all sums and server's states, with staged changes, as blobs; return their digests by name."""
         return {name: self.ledger.blobs.put(state) for name, state in self._states().items()}
 
     def accept(self) -> None:
-        """Take over what was staged, after it was committed."""
+        """Make staged changes the current state, after they were committed."""
         self.totals |= self._totals
         self.kept |= self._kept
         self._totals, self._kept = {}, {}
@@ -232,7 +232,7 @@ class Slots:
         return number
 
     def changing(self, slot: str) -> ExactSum:
-        """Return the sum that this round changes: a copy of the committed one, made once."""
+        """Return the slot's sum that this round may change: a copy of the committed one, made once."""
         if slot not in self._totals:
             self._totals[slot] = self.totals[slot].copy()
         return self._totals[slot]
@@ -261,7 +261,7 @@ class Slots:
 
 
 def stored(state: State, bits: int) -> State:
-    """Return a state as a contribution is stored: floats unchanged, counters in units of 2**-bits.
+    """Return a state in the stored form of contributions: floats unchanged, counters in units of 2**-bits.
 
     A counter is an integer tensor next to floats, in units of 1.
     """

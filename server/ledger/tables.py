@@ -110,12 +110,12 @@ def canonical(value: Any) -> str:
 
 
 def link(previous: str, id: int, time: str, kind: str, body: str) -> str:
-    """Return the digest of an event with this canonical body."""
+    """Return the sha256 of an event with this canonical body, chained to the `previous` event's digest."""
     return hashlib.sha256(f"{previous}[{id},{canonical(time)},{canonical(kind)},{body}]".encode()).hexdigest()
 
 
 def append(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> Event:
-    """Write the next event, and apply it to the tables."""
+    """Write the next event, apply it to the tables, and return it."""
     text = canonical(body)
     last, previous = db.execute("SELECT id, digest FROM events ORDER BY id DESC LIMIT 1").fetchone() or (0, START)
     time = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -127,7 +127,7 @@ def append(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> Event:
 
 
 def to_event(row: tuple) -> Event:
-    """Return the event in a row of EVENTS."""
+    """Return the event in a row of the query EVENTS."""
     id, time, kind, body, previous, digest = row
     return Event(id, time, kind, json.loads(body), previous, digest)
 
@@ -147,7 +147,7 @@ def referenced(db: sqlite3.Connection) -> set[str]:
 
 
 def watch(db: sqlite3.Connection) -> None:
-    """From here on, note the blobs that rows no longer refer to."""
+    """From here on, record the blobs to which rows drop a reference (see `unreferenced`)."""
     for statement in _WATCH:
         db.execute(statement)
     db.execute("DELETE FROM dropped")

@@ -57,12 +57,12 @@ class ClientChannel:
 
     @property
     def simulated(self) -> bool:
-        """Whether its nodes are the user's own simulated ones, which need no identification."""
+        """Whether the nodes are the user's own simulated ones, which need no identification."""
         return bool(getattr(self.grid, "simulated", False))
 
     @property
     def nodes(self) -> dict[str, int]:
-        """The node of each site that is connected, by name."""
+        """The node id of each connected site, by site name."""
         return self.enrolment.nodes
 
     @property
@@ -71,22 +71,22 @@ class ClientChannel:
         return getattr(self.grid, "received", None)
 
     def parts(self, run: str) -> Any:
-        """Return the contributions on a cluster's nodes (server.ledger.blobs.RemoteBlobStore), or None."""
+        """Return the store of the run's contributions on a cluster's nodes (RemoteBlobStore); None without a cluster."""
         return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
 
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
-        """Wait until every site is connected (server.rounds.enrolment.Enrolment.join)."""
+        """Wait until every site is connected; arguments and errors as in server.rounds.enrolment.Enrolment.join."""
         self.enrolment.join(timeout, fewest, unneeded)
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
-        """Update the connected nodes. An engine whose nodes are an unchanged range is not asked again."""
+        """Update which node each site has. Do nothing if a simulation's nodes are the same range of ids as before."""
         nodes = self.grid.get_node_ids() if self.simulated else None
         if not isinstance(nodes, range) or nodes != self._range or len(self.nodes) < len(self.sites):
             self.enrolment.refresh(timeout)
         self._range = nodes if isinstance(nodes, range) else None
 
     def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[RawReply]:
-        """Send each site its order. Yield replies as they arrive, and a failure for each site that does not answer.
+        """Send each site its order. Yield replies as they arrive, and a RawReply with the reason for each missing one.
 
         Orders without an answer after `timeout` seconds are cancelled: they no longer run, and no late reply counts.
         """
@@ -161,5 +161,5 @@ class ClientChannel:
 
 
 def room(content: RecordDict) -> int:
-    """Return how many messages like this one may be out at once, so that their arrays stay within WINDOW_BYTES."""
+    """Return how many messages of this size may wait for a reply at once: their arrays fit into WINDOW_BYTES."""
     return max(LEAST_UNDER_WAY, min(MOST_UNDER_WAY, WINDOW_BYTES // max(1, array_bytes(content))))

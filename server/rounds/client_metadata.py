@@ -17,7 +17,7 @@ MOST_TIMES = 10  # times the median of the other sites: a site's number is a wei
 
 @dataclass
 class ClientMetadata:
-    """The sites that have enrolled. A site with an invalid report has not enrolled, and may report again."""
+    """What the enrolled sites report. A site with an invalid report has not enrolled, and may report again."""
 
     _sizes: dict[str, int] = field(default_factory=dict)
     _counted: dict[str, int] = field(default_factory=dict)  # how many of these images count
@@ -30,7 +30,7 @@ class ClientMetadata:
         return site in self._sizes
 
     def take(self, reply: RawReply) -> None:
-        """Enrol a site from its answer, or store why it cannot enrol."""
+        """Enrol the site that sent this reply, or store why it cannot enrol."""
         try:
             images, names, things = _read(reply)
         except ReplyError as error:
@@ -46,22 +46,22 @@ class ClientMetadata:
         return self._sizes[site]
 
     def counted(self, site: str) -> int:
-        """Return how many of a site's images count (`capped`). Raises ReplyError if it has not enrolled."""
+        """Return how many of a site's training images count as its weight (`capped`). Raises ReplyError if not enrolled."""
         self.images(site)
         if self._counted.keys() != self._sizes.keys():
             self._counted = capped(self._sizes)
         return self._counted[site]
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Return, by site, what its classes mean, for the sites that reported it."""
+        """Return, by enrolled site, what its classes stand for, even if their names are numbers; empty if unknown."""
         return dict(self._things)
 
     def class_names(self) -> dict[str, tuple[str, ...]]:
-        """Return, by site, the names of its classes; empty if they are numbers."""
+        """Return, by enrolled site, the names of its classes; empty if they are numbers."""
         return dict(self._names.values())
 
     def unlike(self) -> dict[str, str]:
-        """Return the sites whose class names differ from the most common ones (on a tie, the first site's), and why."""
+        """Return, by site, how its class names differ from the most common ones (on a tie, the first site's), if they do."""
         named = [(site, names) for _, (site, names) in sorted(self._names.items()) if names]
         if not named:
             return {}
@@ -84,7 +84,7 @@ def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
 
 
 def capped(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return, by site, how many of its images count: at most MOST_TIMES the median of the other sites."""
+    """Return, by site, how many of its images count: at most MOST_TIMES the median number of the other sites."""
     ordered = sorted(sizes.values())
     return {site: min(size, int(MOST_TIMES * _median_without(ordered, size))) if len(ordered) > 1 else size
             for site, size in sizes.items()}  # fmt: skip

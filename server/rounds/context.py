@@ -35,19 +35,19 @@ class Gathering(Protocol):
     """A question whose replies are added up without being read (server.rounds.secure_aggregation)."""
 
     def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
-        """Ask the sites, and return the means over the replies, by record name."""
+        """Send the sites the question `kind` with `content`; return the means over the replies, by record name."""
         ...
 
 
 class Adding(Protocol):
-    """Takes in the partial sums that workers send instead of replies (server.rounds.partial_sums)."""
+    """Adds up the partial sums that workers send instead of single replies (server.rounds.partial_sums)."""
 
     def add(self, partial: PartialSum, reply: ClientUpdate) -> None:
         """Add the partial sum that contains a site's reply, unless it is added already. Raises ReplyError."""
         ...
 
     def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
-        """Yield the replies whose sums nodes store, each with the reason why it does not count, or an empty one."""
+        """Fetch and add the sums that nodes store; yield each reply in them, with the reason why it is dropped, or ''."""
         ...
 
 
@@ -65,27 +65,27 @@ class Transport(Protocol):
         ...
 
     def masked(self, context: "RoundContext", expected: Mapping[str, RecordSpec]) -> Gathering:
-        """Return a question whose replies are added up without being read."""
+        """Return a question for secure aggregation, whose replies are added up without being read."""
         ...
 
     def partials(self, context: "RoundContext", means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
-        """Return what takes in the partial sums that workers send instead of replies."""
+        """Return the object that adds workers' partial sums to `means` and to the slots."""
         ...
 
     def bounds(self, site: Site) -> Bounds:
-        """Return the limits for what the site sends."""
+        """Return the limits that are enforced on what the site sends."""
         ...
 
     def images(self, site: Site) -> int:
-        """Return how many training images the site has; 0 if unknown."""
+        """Return how many of the site's training images count; 0 if unknown."""
         ...
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """Return, by enrolled site, the names of its classes 0, 1, ...; empty if they are numbers."""
+        """Return, by enrolled site, what its classes 0, 1, ... stand for; empty if unknown."""
         ...
 
     def replied(self, site: Site, reason: str) -> None:
-        """Report a site's reply; `reason`: why it was dropped."""
+        """Report a site's reply; `reason`: why it is dropped; empty if it counts."""
         ...
 
     def message(self, text: str) -> None:
@@ -93,12 +93,12 @@ class Transport(Protocol):
         ...
 
     def enough(self, kind: str, context: "RoundContext", replies: int) -> None:
-        """Raise TooFewRepliesError if a question has too few good replies."""
+        """Raise TooFewRepliesError if `replies` good replies are too few for a question of this kind."""
         ...
 
 
 class RoundContext(View):
-    """One round of a method. It reads what is committed, and what this round has put and stored."""
+    """One round of a strategy: it asks sites, and reads and changes slots. Reading includes this round's changes."""
 
     def __init__(self, setup: Setup, slots: Slots, participation: Participation, number: int, transport: Transport) -> None:
         super().__init__(setup, slots)
@@ -120,20 +120,20 @@ class RoundContext(View):
         self._left: list[tuple[str, int]] = []  # questions that the method left early, and the replies until then
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Return NumPy's generator for this round and purpose. It is the same whenever the round is repeated."""
+        """Return a NumPy generator for this round and purpose. It is the same whenever the round is repeated."""
         return generator(self.config.seed, purpose, str(self.number))
 
     @property
     def length(self) -> int:
-        """How many rounds the run has for the sites, whose learning rate depends on it."""
+        """How many rounds the sites' learning-rate schedule assumes."""
         return self._transport.length
 
     def images(self, site: Site) -> int:
-        """Return how many training images a site has, from the configuration or the site's report; 0 if unknown."""
+        """Return how many of a site's training images count, from the configuration or its report; 0 if unknown."""
         return self._transport.images(site)
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """Return, by site, the names of its classes 0, 1, ... as the site reports them; empty if they are numbers."""
+        """Return, by site, what its classes 0, 1, ... stand for, by the configuration or its report; empty if unknown."""
         return self._transport.class_names(sites)
 
     def ask(
@@ -198,7 +198,7 @@ class RoundContext(View):
     def gather(
         self, kind: str, content: Content, expected: Mapping[str, RecordSpec], sites: Sequence[Site] | None = None
     ) -> dict[str, State]:
-        """Ask sites, put every expected record where it belongs, and return the means over the replies, by record name.
+        """Ask sites, put records into their slots (`RecordSpec.slot`), and return the means over replies, by record name.
 
         With federation.partial_sums, workers add up the records. With federation.secure_aggregation, the server reads only
         the sums.
@@ -241,9 +241,9 @@ class RoundContext(View):
         return {record: total.mean() for record, total in means.items() if total.addends}
 
     def put(self, slot: str, site: Site, state: State, samples: int = 0) -> None:
-        """Replace what the site put into the slot before. `state`: float tensors, or int64 tensors in units of 2**-bits.
+        """Put the site's contribution, trained on `samples` images, into a slot, in place of its previous one.
 
-        Outside of a reply, raises ExactSumError if the exact sum overflows.
+        `state`: float tensors, or int64 in units of 2**-bits. Outside of a reply, raises ExactSumError on overflow.
         """
         if slot not in self.slots.declared:
             raise unknown("slot", slot, self.slots.declared)
@@ -256,11 +256,11 @@ class RoundContext(View):
             self._puts.append(update)
 
     def put_all(self, slot: str, state: State) -> None:
-        """Put the same state for every site, before any site has put anything."""
+        """Put the same state into a slot for every site. Raises UserError if a site has already put something into it."""
         self.slots.put_all(slot, state, self.number)
 
     def save_server_state(self, name: str, state: State) -> None:
-        """Store a state that belongs to no site, and replace the previous one of this name."""
+        """Store a state of the server, which belongs to no site, in place of the previous one of this name."""
         if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
             raise UserError(f"save_server_state('{name}', ...): needs a dictionary of tensors, got {type(state).__name__}")
         self.slots.keep(name, own(dict(state)))
@@ -325,14 +325,14 @@ class RoundContext(View):
         return self.ledger.keys()
 
     def countersigned(self, site: str, content: RecordDict) -> None:
-        """Store the site's signature of what it sent, if it signs."""
+        """Store the site's signature of its reply for the round's record, if it is valid and by the site's key."""
         payload = update_payload(self._transport.run, site, self.site_round, content)
         signed = verified_signature(content, *payload)
         if signed and fingerprint(signed["key"]) == self._keys.get(site):
             self.signed[site] = {"sha256": str(payload[-1]), **signed}
 
     def count_training(self, site: str, numbers: Mapping[str, float]) -> None:
-        """Count a site's training, with its loss and privacy cost if it reports them."""
+        """Count a site as trained in this round, with its loss and privacy cost if `numbers` has them."""
         if "loss" in numbers:
             self.losses.append(numbers["loss"])
         self.replies += 1

@@ -49,7 +49,7 @@ class _Asked:
 
 @dataclass
 class Enrolment:
-    """The nodes of the sites.
+    """Finds out which connected node is which site.
 
     `bindings`: which node and key each site's contributions belong to. `warnings`: for the user; the caller shows and
     removes them.
@@ -110,7 +110,7 @@ class Enrolment:
                 time.sleep(self._pause())
 
     def refresh(self, timeout: float = REFRESH_SECONDS) -> None:
-        """Update the connected nodes. Wait for answers only while a site has no node."""
+        """Update which nodes are connected. Wait for answers, at most `timeout` seconds, only while a site has no node."""
         begin = time.monotonic()
         while True:
             heard = self.poll()
@@ -121,7 +121,7 @@ class Enrolment:
                 time.sleep(self._pause())
 
     def poll(self) -> bool:
-        """Ask nodes that have not identified themselves, and process answers. Return whether there were any."""
+        """Ask unidentified nodes which site they are, and process the answers so far. Return whether any arrived."""
         self._look()
         now = time.monotonic()
         for asked in self._asked.values():
@@ -145,11 +145,11 @@ class Enrolment:
         return heard
 
     def claims(self, site: str) -> list[int]:
-        """Return the connected nodes that claim to be the site."""
+        """Return the ids of the connected nodes that claim to be the site, oldest claim first."""
         return self._claims.get(site, [])
 
     def owns(self, site: str) -> bool:
-        """Return whether the site's node is the one that its contributions belong to."""
+        """Return whether the site's current node is the one that its stored contributions belong to."""
         return self.nodes.get(site) == self.bindings.bound().get(site)
 
     def _look(self) -> None:
@@ -243,7 +243,7 @@ def _row(names: Sequence[str]) -> str:
 
 
 def reason_of(reply: Message) -> str:
-    """Return the text of an error in one line, or its code. The exception's type comes first, unless it is a UserError."""
+    """Return an error reply's text in one line, or its code. The exception's type comes first, unless it is a UserError."""
     lines = [line for line in plain(reply.error.reason or "", lines=True).splitlines() if line.strip()]
     shown = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
     text = " ".join(" ".join(shown).split()).removeprefix("fedloom.conf.errors.UserError: ")

@@ -23,10 +23,10 @@ class Listener(Protocol):
         """A round was committed. `record`: its line of metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """A line on the progress."""
+        """Show a line about the progress."""
 
     def message(self, text: str) -> None:
-        """A line that the user should always see, such as a warning."""
+        """Show a line that the user should always see, such as a warning."""
 
     def finished(self, summary: dict[str, Any]) -> None:
         """The run is complete. `summary`: the content of summary.json."""

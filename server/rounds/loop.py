@@ -39,8 +39,8 @@ class RoundLoop:
     >>> with loop.round(1) as context:  # doctest: +SKIP
     ...     strategy.round(context)
 
-    `run`: the run's id in the sites' stores. `on_masks_removed`: called once the masks shared with leaving sites are
-    removed. `written`: records a committed round. `last`: the number of the last round.
+    `run`: the run's id in the sites' stores. `on_masks_removed`: called when the masks shared with leaving sites are
+    removed. `written`: called with each committed round's record. `last`: the number of the last round.
     """
 
     config: Config
@@ -183,7 +183,7 @@ class RoundLoop:
 
     @held()
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the record of the last committed round, with its validation accuracy if it is due."""
+        """Return the round's record, with the current validation accuracy if due (evaluation.every, or the last round)."""
         number = record["round"]
         if number % self.config.evaluation.every and number != self.last:
             return record
@@ -202,7 +202,7 @@ class RoundLoop:
         return {name: models[name] for name in names[: None if apart else 1]}
 
     def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
-        """Return each model's accuracy by domain, measured where the configuration says. None: the sites' own networks."""
+        """Return each model's accuracy by domain, measured at evaluation.where. A model of None: the sites' own networks."""
         if self.config.evaluation.where == "server" and None not in models:
             return [self.evaluator.accuracy(model, split) for model in models if model is not None]
         return self.sites.accuracies(models, split)

@@ -74,7 +74,7 @@ class Trained:
 
     @staticmethod
     def read(heard: "Heard", name: str, record: State) -> "Trained":
-        """Read it from a site's record. Raises ReplyError unless both signatures are valid."""
+        """Return a site's digests and signatures from its record. Raises ReplyError unless both signatures are valid."""
         digest, history = (read_bytes(record, part, DIGEST) for part in ("digest", "history"))
         signatures = [read_bytes(record, part, SIGNATURE) for part in ("signature", "history_signature")]
         texts = trained_words(heard.id, digest.hex()), history_words(heard.id, history)
@@ -103,13 +103,13 @@ class Heard:
     blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, the sites that report its shares as wrong
 
     def kind(self, name: str) -> str:
-        """Return which secret of a site is rebuilt: of its own mask if it counts, else of its shared masks."""
+        """Return which secret of a site the server rebuilds: of its 'own' mask if it counts, else of its 'pair' masks."""
         return "own" if name in self.vectors else "pair"
 
 
 @dataclass
 class MaskedExchange:
-    """The five exchanges of an attempt.
+    """The five exchanges of one attempt at a masked sum.
 
     `lifts`: returns what a site receives in addition to the method's records. `check`: raises FailedError if the
     contributions are not enough; then no secret is revealed.
@@ -135,7 +135,7 @@ class MaskedExchange:
 
     @property
     def threshold(self) -> int:
-        """How many sites must answer."""
+        """How many sites must answer each exchange."""
         return max(FEWEST_MASKED, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
@@ -298,7 +298,7 @@ class MaskedExchange:
                 self.drop(received.site, str(error))
 
     def drop(self, site: Site, reason: str) -> None:
-        """Drop a site's answer, and report why."""
+        """Report a site's answer as dropped, with the reason."""
         self._failed = self._failed or f" (first failure: {site.name}: {plain(reason)[:MOST_REASON]})"
         self.transport.replied(site, reason)
 
@@ -310,7 +310,7 @@ class MaskedExchange:
 
 
 def those(asked: Sequence[Site], names: Mapping[str, object]) -> list[Site]:
-    """Return the asked sites that have these names."""
+    """Return the asked sites whose names are in `names`, in the same order."""
     return [site for site in asked if site.name in names]
 
 

@@ -18,14 +18,14 @@ MOST_SEALED = 256  # bytes of an encrypted share
 
 
 def content_of(received: "RawReply") -> RecordDict:
-    """Return a site's answer. Raises ReplyError if the site has not answered."""
+    """Return the content of a site's answer. Raises ReplyError if the site has not answered."""
     if received.content is None:
         raise ReplyError(received.reason)
     return received.content
 
 
 def read(received: "RawReply") -> dict[str, State]:
-    """Return the states of a site's answer. Raises ReplyError if they cannot be read."""
+    """Return the states in a site's answer, by record name. Raises ReplyError if they cannot be read."""
     content = content_of(received)
     try:
         return to_states(content)
@@ -34,7 +34,7 @@ def read(received: "RawReply") -> dict[str, State]:
 
 
 def read_bytes(state: State, name: str, size: int = 0) -> bytes:
-    """Return the bytes under a name. Raises ReplyError if they are missing or have another size."""
+    """Return a uint8 tensor of a record as bytes. Raises ReplyError unless it has `size` bytes (0: under MOST_SEALED)."""
     tensor = state.get(name)
     good = (
         tensor is not None
@@ -53,7 +53,7 @@ def to_tensor(content: bytes) -> Tensor:
 
 
 def read_vector(state: State | None, record: str, like: Mapping[str, Tensor]) -> Tensor:
-    """Return a masked record: int64, as long as the tensors of `like` together. Raises ReplyError for anything else."""
+    """Return a copy of a masked record: int64, as long as the tensors of `like` together. Raises ReplyError otherwise."""
     size = sum(tensor.numel() for tensor in like.values())
     vector = (state or {}).get(MASKED)
     if vector is None or len(state or {}) != 1 or vector.dtype != torch.int64 or vector.shape != (size,):

@@ -15,13 +15,13 @@ def _without(rounds: Sequence[_Masked], removed: Sequence[str]) -> list[_Masked]
 
 
 def partners(together: Mapping[frozenset[str], object], leaving: Sequence[str]) -> list[str]:
-    """Return the remaining sites that share masks with leaving ones."""
+    """Return the remaining sites that share masks with leaving ones. `together`: as from `rounds_together`."""
     others = {name for pair in together if pair & set(leaving) for name in pair}
     return sorted(others - set(leaving))
 
 
 def rounds_together(ledger: Ledger) -> dict[frozenset[str], list[int]]:
-    """Return, for each pair of sites, the rounds (as the sites number them) whose common mask is in their contributions.
+    """Return, by pair of sites, the rounds (as sites number them) whose shared masks are in their stored contributions.
 
     Forgotten sites are in no pair.
     """

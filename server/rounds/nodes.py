@@ -45,21 +45,21 @@ class Bindings(Protocol):
     """Which node and key each site's contributions belong to, stored durably by the ledger."""
 
     def bound(self) -> dict[str, int]:
-        """Return node ids by site."""
+        """Return, by site, the id of the node that its contributions belong to."""
         ...
 
     def keys(self) -> dict[str, str]:
-        """Return digests of public keys by site, for sites that joined with one."""
+        """Return, by site, the digest of the public key that it joined with, if any."""
         ...
 
     def bind(self, nodes: Mapping[str, int], by: str = "joined", keys: Mapping[str, str] | None = None) -> None:
-        """Bind each site to this node, and to this key or none, from now on."""
+        """From now on, bind each site to its node, and to its key or none. `by`: the cause, to be stored."""
         ...
 
 
 @dataclass
 class InMemoryBindings:
-    """Bindings that last as long as this object."""
+    """Bindings in memory, which last as long as this object."""
 
     nodes: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)

@@ -56,7 +56,7 @@ class Partials:
             raise ReplyError(reason)
 
     def fetched(self) -> Iterator[tuple[ClientUpdate, str]]:
-        """Ask each node for one sum; yield its replies, each with the reason why it does not count, or ""."""
+        """Fetch and add one sum from each node; yield the replies in it, each with the reason why it is dropped, or ""."""
         parts = self.context.ledger.blobs.elsewhere
         if parts is None or not self._there:
             return

@@ -28,11 +28,11 @@ class Participants:
 
     @property
     def server_has_data(self) -> bool:
-        """Whether the configuration says what the sites have."""
+        """Whether the server knows the sites' data from the configuration, so that no site must report it."""
         return self.simulated or has_data(self.config)
 
     def bounds(self, site: Site) -> Bounds:
-        """Return the limits for what the site sends. Raises ReplyError if the site did not enrol."""
+        """Return the limits that are enforced on what the site sends. Raises ReplyError if the site did not enrol."""
         if self.server_has_data:
             return Bounds.of(self.config.federation, self.samples(site))
         return replace(Bounds.of(self.config.federation, self._enrolled.images(site.name)), counted=self.samples(site))
@@ -54,14 +54,14 @@ class Participants:
         return counted
 
     def images(self, site: Site) -> int:
-        """Return how many training images of the site count; 0 if it did not enrol."""
+        """Return how many training images of the site count (`samples`); 0 if it did not enrol."""
         try:
             return self.samples(site)
         except ReplyError:
             return 0
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        """Return, by enrolled site, the names of its classes 0, 1, ...; empty if they are numbers."""
+        """Return, by enrolled site, what its classes 0, 1, ... stand for; empty if unknown."""
         if self.server_has_data:
             return {site.name: class_things(site.spec) for site in sites}
         self._hear(sites)
@@ -69,12 +69,12 @@ class Participants:
         return {site: names for site, names in self._enrolled.names().items() if site in asked}
 
     def enrolled_names(self, sites: Sequence[Site]) -> list[tuple[str, ...]]:
-        """Return the class names of the fitting sites that have enrolled, without asking any site."""
+        """Return the class names of each enrolled, fitting site, without asking any site."""
         names, unlike = self._enrolled.class_names(), self._unlike()
         return [names[site.name] for site in sites if site.name in names and site.name not in unlike]
 
     def enrol(self, sites: Sequence[Site]) -> list[Site]:
-        """Ask sites that have not enrolled for their data, unless the server has it; return the sites that fit."""
+        """Ask new sites to report their data, unless the server knows it; return the sites that fit together (`fitting`)."""
         self._hear(sites)
         return self.fitting(sites)
 

@@ -26,7 +26,7 @@ def check_hidden(config: Config) -> None:
 
 
 def masked(config: Config, slots: Mapping[str, Slot]) -> dict[str, Slot]:
-    """Return the slots as secure aggregation stores them. Raises UserError for a slot that must be read to be summed."""
+    """Return the slots, marked as masked for secure aggregation. Raises UserError unless all are unweighted sums."""
     if unfit := next((name for name, slot in slots.items() if not isinstance(slot, Sum) or slot.weighted), ""):
         kind = "counts by samples" if isinstance(slots[unfit], Sum) else "is not summed"
         raise UserError(f"federation.secure_aggregation: slot '{unfit}' of strategy '{config.strategy.get('name')}' {kind}; "
@@ -35,7 +35,7 @@ def masked(config: Config, slots: Mapping[str, Slot]) -> dict[str, Slot]:
 
 
 def refuse_hidden(config: Config) -> None:
-    """Raise UserError if sites hide their contributions, for a strategy that reads every site's reply."""
+    """Raise UserError if the configuration hides contributions, because this strategy reads every site's reply."""
     for section, key in (("federation", "secure_aggregation"), ("privacy", "noise")):
         if getattr(getattr(config, section), key):
             raise UserError(f"{section}.{key}: strategy '{config.strategy['name']}' reads every site's reply; choose "
@@ -43,7 +43,7 @@ def refuse_hidden(config: Config) -> None:
 
 
 def hidden(config: Config) -> dict[str, Any]:
-    """Return how contributions are hidden, for the summary; empty if they are not."""
+    """Return the settings that hide contributions, by name, for the summary; empty if they are not hidden."""
     masks = {"secure_aggregation": True} if config.federation.secure_aggregation else {}
     noise = {key: getattr(config.privacy, key) for key in ("clip", "noise", "delta")} if config.privacy.noise else {}
     return {**masks, **noise}

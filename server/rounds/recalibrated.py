@@ -25,7 +25,7 @@ def aggregates(view: View, models: Models) -> list[str]:
 
 
 def recalibrated(view: View, models: Models) -> Models:
-    """Return the models with their recalibrated parts, if the view includes all sites."""
+    """Return the models with the tensors of the last recalibration; unchanged unless the view includes all sites."""
     stored = {name[len(KEPT) :]: parts for name, parts in view.slots.keeps().items() if name.startswith(KEPT) and parts}
     if not stored or not view.whole:
         return models
@@ -33,7 +33,7 @@ def recalibrated(view: View, models: Models) -> Models:
 
 
 def end(context: RoundContext) -> None:
-    """Remove the results of the last recalibration."""
+    """Discard the stored result of the last recalibration, because the networks change."""
     for name, parts in context.slots.keeps().items():
         if name.startswith(KEPT) and parts:
             context.save_server_state(name, {})

@@ -55,7 +55,7 @@ class Statistics:
 
 
 def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) -> Statistics:
-    """Ask the participants about every aggregate, and store the result. Raises as `ask`."""
+    """Compute every aggregate's new BatchNorm statistics and head with `ask`, and store them. Raises as `ask`."""
     answers = ask(context, models, heads_share_basis)
     for name, parts in answers.parts.items():
         context.save_server_state(KEPT + name, {key: tensor.float() for key, tensor in parts.items()})
@@ -63,7 +63,7 @@ def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) 
 
 
 def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Statistics:
-    """Ask the participants about every aggregate, and return the new parts.
+    """Ask the participants for statistics; return every aggregate's new BatchNorm statistics and head.
 
     `heads_share_basis`: whether inputs of heads of the same shape correspond; `never`: as in `discriminant`. Raises
     UserError for networks that cannot be recalibrated, FailedError if no site answers.
@@ -86,7 +86,7 @@ def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: f
 
 
 def check(view: View, models: Models) -> None:
-    """Raise UserError, naming the network, unless sites can recalibrate an aggregate."""
+    """Raise UserError unless sites can recalibrate the aggregates, naming the network that prevents it."""
     names = aggregates(view, models)
     if not names:
         raise UserError("recalibration: the method has no aggregate; leave --recalibrate out")
@@ -104,7 +104,7 @@ def check(view: View, models: Models) -> None:
 
 
 def check_head(name: str, architecture: Architecture) -> None:
-    """Raise UserError, naming the network, if a discriminant cannot replace its head."""
+    """Raise UserError, naming the network, unless its head is one linear layer with a bias."""
     if linear_head(architecture.build()) is None:
         raise UserError(f"the head of '{name}' is not one linear layer with a bias")
 

@@ -34,7 +34,7 @@ class RecordSpec:
     first: Callable[[str], State] | None = None
 
     def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
-        """Return what the site's record is compared with, as floats: `like`, what it put last, or what it starts from."""
+        """Return the tensors to compare the site's record with: `like`, its last contribution (floats), or `first`."""
         if self.like is not None:
             return self.like
         if self.first is not None and not slots.has(self.slot, site):
@@ -44,7 +44,7 @@ class RecordSpec:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """A checked reply: states by record name, numbers by name."""
+    """A site's checked reply: `records` has states by record name, `metrics` numbers by name."""
 
     site: Site
     records: Mapping[str, State]

@@ -14,7 +14,7 @@ FEWEST_MASKED = 2  # sites among which masks cancel
 
 @dataclass(frozen=True)
 class Participation:
-    """The sites that a round asks, and the number that the round has for them (their learning rate depends on it)."""
+    """The sites that a round asks, and the round's number for them, on which their learning rate depends."""
 
     sites: list[Site]
     round: int
@@ -28,12 +28,12 @@ class Schedule(ABC):
         return rounds
 
     def site_round(self, round: int) -> int:
-        """Return the number that a round of the run (from 1) has for its participants."""
+        """Return the number that a round of the run has for the sites that it asks (both from 1)."""
         return round
 
     @abstractmethod
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
-        """Return the members that participate in a round (from 1)."""
+        """Return which of the members participate in a round (from 1)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sampling(Schedule):
     config: Config
 
     def participation(self, round: int, members: Sequence[Site]) -> Participation:
-        """Return the sample of this round, drawn by (seed, round)."""
+        """Return the members sampled for this round, drawn by (seed, round)."""
         number = sample_size(self.config, len(members))
         if number >= len(members):
             return Participation(list(members), round)
@@ -55,7 +55,7 @@ class Sampling(Schedule):
 
 @dataclass(frozen=True)
 class OneByOne(Schedule):
-    """All rounds of the first site, then all of the next, in this order."""
+    """`each` rounds of the first site of `order`, then of the next, and so on."""
 
     order: Sequence[Site]
     each: int
@@ -71,7 +71,7 @@ class OneByOne(Schedule):
 
 
 def sample_size(config: Config, members: int) -> int:
-    """Return how many of so many members a round asks: federation.fraction, at least one; with secure aggregation, two."""
+    """Return how many of `members` sites a round asks: federation.fraction, at least 1 (secure aggregation: 2)."""
     fewest = min(members, FEWEST_MASKED) if config.federation.secure_aggregation else 1
     return max(fewest, 1, round_half_up(config.federation.fraction * members))
 
@@ -90,7 +90,7 @@ def check_asked(config: Config) -> None:
 
 
 def looked_at(config: Config, names: Sequence[str]) -> list[str]:
-    """Return the sites that are evaluated one by one, in their order: evaluation.sites of them, drawn by the seed."""
+    """Return the names of the sites to evaluate one by one: evaluation.sites of `names`, drawn by the seed, in order."""
     most = config.evaluation.sites
     if not 0 <= most < len(names):
         return list(names)

@@ -60,7 +60,7 @@ class SecureAggregation:
         self.heard = Heard("")
 
     def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
-        """Ask the sites, put every sum where it belongs, and return the means over the replies, by record name.
+        """Ask the sites, put the masked contributions into slots, and return the means over the replies, by record name.
 
         The round begins again without sites whose shares are wrong or missing. It begins again with other batches if sites
         refuse to have the same training summed over other sites. If sites leave, the last resort is a round without

@@ -87,7 +87,7 @@ class ServerState:
                             f"({', '.join(declared) or 'none'}); resume with the code that made it")  # fmt: skip
 
     def members(self) -> list[Site]:
-        """Return the sites that participate: all except the forgotten ones."""
+        """Return the sites of the run that are not forgotten."""
         return self.slots.members
 
     def view(self) -> View:
@@ -97,7 +97,7 @@ class ServerState:
     def round_context(
         self, number: int = 0, participation: Participation | None = None, transport: Transport | None = None
     ) -> RoundContext:
-        """Return the context of a round; by default one in which no site can be asked."""
+        """Return the context of a round. By default, of one in which no site can be asked."""
         participation = participation or Participation([], number)
         return RoundContext(self.setup, self.slots, participation, number, transport or NullTransport())
 
@@ -127,7 +127,7 @@ class ServerState:
     # Models
 
     def models(self, view: View | None = None) -> Models:
-        """Return the networks of a view of the slots, by name."""
+        """Return the method's networks by name, computed from a view of the slots; None: the current slots."""
         view = view or self.view()
         return recalibrated(view, self.strategy.models(view))
 
@@ -138,7 +138,7 @@ class ServerState:
         return "" if first in {site.name for site in self.setup.sites} else first
 
     def aggregate(self, view: View | None = None) -> Model:
-        """Return the aggregated network. Raises UserError if the method has none."""
+        """Return the aggregated network of a view (None: the current slots). Raises UserError if the method has none."""
         if not self.display_name:
             raise UserError(
                 f"strategy '{self.config.strategy['name']}': has no aggregate, because each site has its own network"
@@ -173,15 +173,15 @@ class ServerState:
         check(view, self.strategy.models(view))
 
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        """Remove sites and commit it. `body` goes into the event, which answers `request`. Raises UserError."""
+        """Subtract sites and commit. `body`: facts for the ledger's event, which answers `request`. Raises UserError."""
         self.membership.forget(names, body, request)
 
     def attach(self, parts: RemoteBlobStore | None) -> None:
-        """From here on, read contributions that nodes of a cluster store from these parts (None: the server has all)."""
+        """Set where to read contributions that a cluster's nodes store; None: the server stores all."""
         self.ledger.blobs = replace(self.ledger.blobs, elsewhere=parts)
 
     def bring_home(self) -> int:
-        """Fetch all contributions from the nodes, and return how many there were. Raises NodeLostError."""
+        """Move all contributions from a cluster's nodes to the server, and return their number. Raises NodeLostError."""
         return self.ledger.blobs.bring_home(self.ledger.referred())
 
     def lost(self) -> list[str]:
@@ -219,7 +219,7 @@ class ServerState:
     # Evidence
 
     def digest(self) -> dict[str, str]:
-        """Return digests of the exact states, by name."""
+        """Return digests of the exact sums by slot or, for a method without sums, of the server's states by name."""
         return self.slots.digest()
 
     def checks(self, visit: Callable[[Site], None] = lambda site: None) -> tuple[dict[str, bool], View | None]:

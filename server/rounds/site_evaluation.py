@@ -51,7 +51,7 @@ class SiteEvaluation:
         self, models: Sequence[Model | None], indices: Sequence[int], split: str, results: list[dict[str, Score]],
         beside: Mapping[str, State],
     ) -> None:  # fmt: skip
-        """Ask one question about the models at these indices, and put the answers into `found`."""
+        """Ask one question about the models at these indices, and put the answers into `results`."""
         sent = {site.name: [index for index in indices if self._reads(site, models[index])] for site in self.sites()}
         asked = [site for site in self.sites() if sent[site.name]]
 

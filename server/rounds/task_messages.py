@@ -36,7 +36,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class Asking:
-    """One question. `number`: of the round; `site_round`: its number for the sites. `split`: the images to measure on.
+    """One question to sites. `number`: of the round; `site_round`: its number for the sites. `split`: images to measure on.
 
     `trained`: sites that have trained in this round, so that their own state is the one after it. `attempt`: of secure
     aggregation. `again`: which draw of the round's batches.
@@ -52,7 +52,7 @@ class Asking:
 
 
 class Sender(Protocol):
-    """The run that an order belongs to (server.rounds.transport.RoundTransport)."""
+    """What orders need of the run that they belong to (server.rounds.transport.RoundTransport)."""
 
     config: Config
     run: str

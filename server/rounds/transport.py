@@ -123,7 +123,7 @@ class RoundTransport:
     def question(
         self, asking: Asking, sites: Sequence[Site], content: Content, expected: Mapping[str, RecordSpec] | None = None
     ) -> Iterator[RawReply]:
-        """Yield all sites' replies. Sites that lack the configuration or their own state are asked again with it."""
+        """Ask sites; yield every site's reply. Ask a site that lacks the configuration or its own state again with it."""
         messages, waiting = TaskMessages(self, asking, content, expected or {}), deque((site, False) for site in sites)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
 

@@ -37,7 +37,7 @@ class Models(Mapping[str, Model]):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run starts from: the resolved configuration, all sites, and the ledger (None: a new one in `folder`).
+    """What a run starts from: the experiment with its configuration, all sites, and the ledger (None: new in `folder`).
 
     `evaluator`: measures models on validation images; None: a new one when needed.
     """
@@ -50,18 +50,18 @@ class Setup:
 
     @property
     def config(self) -> Config:
-        """The configuration."""
+        """The experiment's configuration."""
         return self.experiment.config
 
     def measuring(self) -> Evaluator:
-        """Return the evaluator."""
+        """Return `evaluator`, or a new one if it is None."""
         return self.evaluator or Evaluator(self.config)
 
 
 class View:
     """A read-only view of a run's slots. In a round, it includes what the round has put and stored so far.
 
-    `names`: the sites that count; None: all members. `totals`: sums that replace the stored ones.
+    `names`: the sites in it; None: all members. `totals`: sums that replace the stored ones.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class View:
 
     @property
     def sites(self) -> list[Site]:
-        """The sites that count."""
+        """The members that this view includes."""
         return [site for site in self.slots.members if self._names is None or site.name in self._names]
 
     @property
     def whole(self) -> bool:
-        """Whether all members count."""
+        """Whether this view includes all members."""
         return self._names is None or len(self.sites) == len(self.slots.members)
 
     @property
@@ -108,16 +108,16 @@ class View:
         return View(self.setup, self.slots, [site.name for site in self.sites if site.name not in removed])
 
     def subset(self, names: Sequence[str]) -> "View":
-        """Return the view of these sites only. Raises UserError as `without`."""
+        """Return a view that includes these sites only. Raises UserError for an unknown or repeated name."""
         check_members(self.slots.members, names)
         return View(self.setup, self.slots, list(names))
 
     def with_totals(self, totals: Mapping[str, ExactSum]) -> "View":
-        """Return the view with these sums instead of the stored ones."""
+        """Return this view with these sums, by slot, instead of the stored ones."""
         return View(self.setup, self.slots, None if self._names is None else list(self._names), totals)
 
     def total(self, slot: str) -> ExactSum:
-        """Return the exact sum of a slot over the sites that count; do not change it."""
+        """Return the exact sum of a slot over the view's sites; the caller must not change it."""
         if slot in self._totals:
             return self._totals[slot]
         if self.whole:
@@ -128,11 +128,11 @@ class View:
         return self.slots.sum_without(slot, others) if fewer else self.slots.sum_of(slot, names)
 
     def sum(self, slot: str) -> State:
-        """Return the sum of a slot, float32."""
+        """Return the sum of a slot over the view's sites, float32."""
         return self.total(slot).total()
 
     def mean(self, slot: str) -> State:
-        """Return the mean of a slot, float32. Raises ExactSumError if no site has put anything."""
+        """Return the mean of a slot over the view's sites, float32. Raises ExactSumError if no site has put anything."""
         return self.total(slot).mean()
 
     def has(self, slot: str, site: str) -> bool:
@@ -172,17 +172,17 @@ class View:
         return self.experiment.architecture(site)
 
     def initial(self, who: str = SHARED, site: Site | None = None) -> State:
-        """Return the initial state that the seed draws for `who`, of a site's architecture or the configuration's."""
+        """Return the initial state that the seed draws for `who`, for a site's architecture or the configuration's."""
         return own(_theta(self.experiment)) if who == SHARED and site is None else initial_state(self.config, who, site)
 
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Add an event to the ledger, if this is its server."""
+        """Add an event to the ledger; do nothing if it is open only for reading."""
         if self.ledger.server:
             self.ledger.note(kind, dict(body))
 
 
 def own(state: State) -> State:
-    """Return a copy of a state, which may be changed in place."""
+    """Return a copy of a state, whose tensors the caller may change in place."""
     return {name: tensor.clone() for name, tensor in state.items()}
 
 

@@ -26,7 +26,7 @@ class SweepOrder:
     overwrite: bool
 
     def plan(self) -> list[Planned]:
-        """Return the runs. Raises UserError for keys and values that the configuration does not have."""
+        """Return the planned runs. Raises UserError for keys and values that the configuration does not have."""
         return plan(
             lambda overrides: with_default_objective(load(self.experiment, overrides), overrides),
             self.overrides,
@@ -35,7 +35,7 @@ class SweepOrder:
 
 
 def show(order: SweepOrder) -> int:
-    """Print the planned runs."""
+    """Print the folder and the changed keys of each planned run; return the exit code 0."""
     for run in order.plan():
         typer.echo(f"{run.folder}  {' '.join(f'{key}={json.dumps(value)}' for key, value in run.values.items())}")
     return 0

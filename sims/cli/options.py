@@ -25,7 +25,7 @@ TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:
-    """Return whether the user agrees, or has agreed already. Raises UserError if no one answers."""
+    """Return whether the user answers the question with yes; ask nothing if `agreed`. Raises UserError if no one answers."""
     if agreed:
         return True
     if not sys.stdin.isatty():

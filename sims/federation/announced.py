@@ -46,7 +46,7 @@ class _Orders:
 
 
 class Book:
-    """All announced replies at one SuperLink."""
+    """The record of all announced replies at one SuperLink."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Book:
         self._of_session: dict[str, Announced] = {}
 
     def order(self, run: int, tree: ObjectTree) -> set[str]:
-        """Record an order of a run, and return the ids of its parts."""
+        """Record the number of parts of a run's order, and return their ids."""
         ids = [part.object_id for part in iterate_object_tree(tree)]
         with self._lock:
             orders = self._orders.setdefault(run, _Orders())
@@ -63,26 +63,26 @@ class Book:
         return set(ids)
 
     def sized(self, run: int) -> bool:
-        """Return whether the size of a run's orders is known."""
+        """Return whether the size in bytes of a run's orders is known."""
         return self._orders.get(run, _Orders()).largest > 0
 
     def sent(self, run: int, session: str, size: int) -> None:
-        """Record bytes of a run's orders."""
+        """Record that `size` bytes of a run's orders came in this session."""
         with self._lock:
             orders = self._orders.setdefault(run, _Orders())
             orders.bytes = size + (orders.bytes if session == orders.session else 0)
             orders.session, orders.largest = session, max(orders.largest, orders.bytes)
 
     def most_parts(self, run: int) -> int:
-        """Return the most parts of a reply in a run."""
+        """Return how many parts a reply in a run may have."""
         return max(LEAST_PARTS, TIMES_PARTS * self._orders.get(run, _Orders()).parts)
 
     def most_bytes(self, run: int) -> int:
-        """Return the most bytes of a reply in a run."""
+        """Return how many bytes a reply in a run may have."""
         return max(LEAST_LIMIT, TIMES_SENT * self._orders.get(run, _Orders()).largest)
 
     def announce(self, node: int, run: int, root: str, session: str) -> list[Announced]:
-        """Record a reply, and return older ones of the node to drop. Raises RefusedReplyError for too many repetitions."""
+        """Record a node's reply; return its older replies to drop. Raises RefusedReplyError if announced too often."""
         with self._lock:
             held = self._held.setdefault(node, deque())
             if known := next((reply for reply in held if reply.root == root), None):
@@ -102,7 +102,7 @@ class Book:
         return reply
 
     def forget(self, reply: Announced) -> None:
-        """Remove a reply from the record."""
+        """Remove an announced reply from the record."""
         with self._lock:
             self._let_go(reply)
             if reply in (held := self._held.get(reply.node, deque())):
@@ -119,7 +119,7 @@ class Book:
 
 
 def check_tree(tree: ObjectTree, most: int) -> None:
-    """Raise RefusedReplyError for more than `most` parts, for too many levels, and for parts that contradict each other."""
+    """Raise RefusedReplyError for a reply with over `most` parts, too many levels, or parts that contradict each other."""
     left, children, number = [(tree, 1)], dict[str, frozenset[str]](), 0
     while left:
         part, depth = left.pop()

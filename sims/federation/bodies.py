@@ -27,7 +27,7 @@ class Full(Exception):
 
 
 class Room:
-    """Room for the bodies of current requests at a door: `most` bytes in all, `share` bytes for one caller."""
+    """The memory for bodies of current requests at a door: at most `most` bytes in all, `share` bytes for one caller."""
 
     def __init__(self, most: int = MOST_HELD, share: int = MOST_HELD) -> None:
         self._most, self._share = most, share
@@ -37,12 +37,12 @@ class Room:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of all current bodies."""
+        """How many bytes are reserved for all current bodies."""
         return self._held.total()
 
     @contextlib.asynccontextmanager
     async def held(self, speaker: Hashable, size: int, times: int = 1) -> AsyncIterator[Callable[[int], None]]:
-        """Reserve room for a body during its request. Yields a function that adds bytes of the answer.
+        """Reserve `size` bytes for a caller's body during its request. Yields a function that adds bytes of the answer.
 
         `times`: bytes of memory for each byte of the body. Raises Full if no room becomes free in time.
         """
@@ -85,7 +85,7 @@ class Room:
 
 
 class Measured:
-    """The ASGI `receive` of a body, which disconnects a caller that stops sending or is too slow."""
+    """An ASGI `receive` for a request's body, which disconnects a caller that stops sending or is too slow."""
 
     def __init__(self, receive: Receive, size: int) -> None:
         self._receive, self._whole = receive, False
@@ -103,7 +103,7 @@ class Measured:
 
 
 class Answered:
-    """The ASGI `send` of an answer, in pieces; each waits until the caller has read most of the previous ones.
+    """An ASGI `send` that sends an answer in pieces; each waits until the caller has read most of the previous ones.
 
     `grow`: counts the bytes that wait for the caller. Raises TimeoutError if the caller does not read them.
     """

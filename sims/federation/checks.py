@@ -32,7 +32,7 @@ Row = tuple[str, str, str]
 
 
 def check(folder: Path) -> list[Row]:
-    """Return rows (machine, what was checked, "good" or the fault and its cure).
+    """Check machines. Return rows (machine, what was checked, "good" or the fault and its cure).
 
     `folder`: of a federation, or of one machine. Raises UserError for any other folder.
     """
@@ -46,7 +46,7 @@ def check(folder: Path) -> list[Row]:
 
 
 def sound(rows: Iterable[Sequence[str]]) -> bool:
-    """Return whether no check has failed."""
+    """Return whether no check has failed in the rows of `check`."""
     return all(finding == GOOD for _, what, finding in rows if what not in (VERSIONS, PROXY))
 
 

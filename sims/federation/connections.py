@@ -33,7 +33,7 @@ class Crowd:
         return len(self._unknown)
 
     def came(self, peer: Peer, line: socket.socket) -> None:
-        """Record a new connection."""
+        """Record a new connection `line`, whose caller is unknown. Close another one if there are too many."""
         if len(self._unknown) >= MOST_UNKNOWN:
             self._unknown = _open(self._unknown)
         if len(self._unknown) >= MOST_UNKNOWN:
@@ -43,7 +43,7 @@ class Crowd:
         self._unknown[peer] = line
 
     def known(self, peer: Peer, member: int | None = None) -> None:
-        """Record that the caller of a connection is this member, or a program of this machine (None)."""
+        """Record that the caller at an address is this member's node, or a program of this machine (None)."""
         line = self._unknown.pop(peer, None)
         if line is None or member is None:
             return
@@ -113,7 +113,7 @@ class Patient(H11Protocol):
 
 
 def settings(app: ASGIApp, certificate: str, key: str, log_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return uvicorn's settings for a door."""
+    """Return the arguments of uvicorn.Config for a server with this door as its `app`."""
     return {
         "app": app, "http": Patient, "ws": "none", "ssl_certfile": certificate, "ssl_keyfile": key, "log_config": log_config,
         "server_header": False, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 3,

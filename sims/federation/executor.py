@@ -68,7 +68,7 @@ class Executor:
 
 
 def main(address: str, authority: str, kind: str, parent: str, apps: str, warm: str) -> None:
-    """Run tasks until the parent process ends."""
+    """Run tasks of one kind, from the Runtime API at an address, until the parent process ends."""
     secret = sys.stdin.buffer.read()
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
     from flwr.supercore.retry import http_retry
@@ -154,7 +154,7 @@ class _Warm(_Cold):
 
 
 def hand_over(words: list[str]) -> None:
-    """Send the command line to the waiting process. Raises OSError if no process waits."""
+    """Send a task's command line to the process that waits for tasks (sims.federation.warm). Raises OSError without it."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(DOOR)
         line.sendall(json.dumps(words).encode() + b"\n")

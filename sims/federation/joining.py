@@ -40,7 +40,7 @@ MOST_KEY = 1000  # characters of a public key
 
 
 def ask(folder: Path, name: str, superlink: str, again: bool) -> str:
-    """Write a site's key, its request, and its sheet if missing. Return the key's fingerprint.
+    """Write a site's new key, its request to join, and site.yaml if missing. Return the key's fingerprint.
 
     `again`: replace an existing key. Raises UserError for an existing key without it, and for an invalid name or address.
     """
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the key."""
+        """The fingerprint of the site's key."""
         return fingerprint(self.key)
 
 
@@ -96,7 +96,7 @@ def read_request(path: Path) -> Request:
 
 
 def check_admission(folder: Path, request: Request, again: bool) -> None:
-    """Raise UserError if the server must not admit this request. `again`: accept another key of a known site."""
+    """Raise UserError if the server must not admit the site. `again`: accept another key of a known site."""
     server = server_of(folder)
     sheets.read_server(server)
     known = members(server)
@@ -110,7 +110,7 @@ def check_admission(folder: Path, request: Request, again: bool) -> None:
 
 
 def admit(folder: Path, request: Request) -> Path:
-    """Write a site's key to the server's folder, and return that folder."""
+    """Write a site's key to the server's folder and all members' files, and return the server's folder."""
     server = server_of(folder)
     with written(folder):
         (server / KEYS).mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ class Members:
 
     @property
     def authority(self) -> str:
-        """The fingerprint of the certificate."""
+        """The fingerprint of the authority's certificate."""
         return _authority(self.certificate.encode("ascii"))
 
 

@@ -57,7 +57,7 @@ class NodeKey:
         return {folder / f"{NODE_KEY}.pub": f"{self.line}\n".encode(), folder / NODE_KEY: private}
 
     def signed(self, text: bytes) -> bytes:
-        """Return the signature of a text (see clients.protocol.signatures.is_signed)."""
+        """Return this key's signature of a text (see clients.protocol.signatures.is_signed)."""
         return self._key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 
@@ -79,7 +79,7 @@ def check_private(path: Path) -> None:
 
 
 def check_certificate(path: Path) -> list[x509.Certificate]:
-    """Return the certificates in a file. Raises UserError if it has none."""
+    """Return the certificates in a PEM file. Raises UserError if it has none."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ RUNS = "SELECT run_id FROM run_objects UNION SELECT run_id FROM message_ins UNIO
 
 
 def clear(state: SqlLinkState) -> bool:
-    """Delete the data of runs that have ended, and return whether there was any."""
+    """Delete the data of ended runs from a SuperLink's database, and return whether there was any."""
     held = {int64_to_uint64(row["run_id"]) for row in state.query(RUNS)}
     ended = [run for run, state_of in state.get_run_status(held).items() if state_of.status == Status.FINISHED]
     for run in ended:

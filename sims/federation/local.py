@@ -60,7 +60,7 @@ def status(folder: Path) -> list[list[str]]:
 
 
 def ailing(rows: list[list[str]]) -> list[str]:
-    """Return the machines of a status that are not running, or not online at the server."""
+    """Return the names of machines that are not running, or not online at the server, in the rows of `status`."""
     seen = ("", "see the server's machine")
     return [
         name for name, here, there in rows

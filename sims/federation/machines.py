@@ -55,7 +55,7 @@ def refuse_port(folder: Path, sheet: ServerSheet) -> None:
 
 
 def run_node(path: Path) -> None:
-    """Keep the node of a site running until a signal stops it. `path`: the site's sheet."""
+    """Keep the node of a site running until a signal stops it. `path`: its site.yaml."""
     sheet, folder = sheets.read(SiteSheet, path), path.parent.resolve()
     if not sheet.superlink:
         raise UserError(f"{path}: superlink: takes the server's address, HOST:PORT")
@@ -134,7 +134,7 @@ def _await(ready: Callable[[], bool], folder: Path) -> None:
 
 
 def registered(path: Path) -> str:
-    """Return the node id of a public key's file; empty if the server has not registered it yet."""
+    """Return the id of the node with the public key in this file; empty if the server has not registered it yet."""
     id = path.with_suffix(ID)
     return id.read_text(encoding="ascii").strip() if id.is_file() else ""
 
@@ -154,7 +154,7 @@ def flwr(folder: Path, *words: str) -> str:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error message of a Flower command as one line."""
+    """Return the error message of a failed Flower command as one line."""
     try:
         message = str(json.loads(done.stdout)["error-message"])
     except (ValueError, LookupError, TypeError):

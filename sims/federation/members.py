@@ -20,14 +20,14 @@ log = logging.getLogger("flwr")
 
 
 def seen(folder: Path) -> dict[str, int]:
-    """Return the files of public keys with their times of change. Raises OSError if the folder cannot be read."""
+    """Return, by file name, when each public key changed (ns). Raises OSError if the folder cannot be read."""
     return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir() if path.suffix == ".pub"}
 
 
 def follow(state: SqlLinkState, folder: Path) -> None:
-    """Admit the keys in the folder, with the names of their files, also removed ones; remove all other nodes.
+    """Admit exactly the nodes with keys in the folder, under their files' names, to the SuperLink; remove all others.
 
-    Writes the id of each node to a file next to its key.
+    Admits keys again that were removed. Writes the id of each node to a file next to its key.
     """
     wanted = _keys(folder)  # an OSError ends this before any node is removed
     known = {bytes(node.public_key): node for node in state.get_node_info()}

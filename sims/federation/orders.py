@@ -44,7 +44,7 @@ class _TooLargeError(Exception):
 
 
 def bound_orders(largest: float, own: bool) -> None:
-    """Bound what the node of this process accepts.
+    """Limit the bytes that the node of this process accepts from its server.
 
     `largest`: MB of the largest order; 0: MOST_ORDER. `own`: ignore the server's app.
     """

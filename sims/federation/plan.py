@@ -38,7 +38,7 @@ OWN = ("name", "superlink", "certificate", "key")  # keys of a site's sheet that
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole federation, as in `nodes.yaml`."""
+    """The settings of a whole federation, as in `nodes.yaml`."""
 
     host: str = option("127.0.0.1", "the server's address, for the sites")
     port: int = option(8000, "the SuperLink's port", low=1, high=65535)
@@ -56,7 +56,7 @@ class Plan:
 
 
 def site_sheets(plan: Plan) -> list[SiteSheet]:
-    """Return the sheet of each site. Raises UserError for a plan without sites, or an invalid key."""
+    """Return the settings (site.yaml) of each site. Raises UserError for a plan without sites, or an invalid key."""
     for key, address in (("host", plan.host), *((f"names[{index}]", name) for index, name in enumerate(plan.names))):
         if not sheets.is_address(address):
             raise UserError(
@@ -183,7 +183,7 @@ def _copy_key(folder: Path, name: str) -> None:
 
 
 def write_public(folder: Path) -> None:
-    """Write the keys in the server's folder for the sites: `peers` in each site's folder here, and the members' file."""
+    """Write all sites' public keys to the files for sites: `peers` in their folders here, and the members' file."""
     server = server_of(folder)
     known = members(server)
     for name in sites_of(folder):
@@ -197,7 +197,7 @@ def write_public(folder: Path) -> None:
 
 
 def members(server: Path) -> dict[str, str]:
-    """Return the public keys in a server's folder by site."""
+    """Return the public keys in a server's folder, by site. Raises UserError for an unreadable one."""
     known = {}
     for path in sorted((server / KEYS).glob("*.pub")):
         try:
@@ -219,7 +219,7 @@ def server_of(folder: Path) -> Path:
 
 
 def machines_of(folder: Path) -> list[Path]:
-    """Return the machines' folders in `folder`, the server's first, or `folder` itself. Raises UserError for others."""
+    """Return the machines' folders in `folder`, the server's first, or `folder` itself. Raises UserError without any."""
     if not (homes := _machines(folder)):
         raise UserError(
             f"{folder}: is not the folder of a federation or a machine; make one: 'fedloom federation up {folder}'"
@@ -238,7 +238,7 @@ def _machines(folder: Path) -> list[Path]:
 
 
 def sites_of(folder: Path) -> list[str]:
-    """Return the names of the sites whose folders are on this machine."""
+    """Return the sorted names of the sites that have a folder in `folder`."""
     return sorted(path.parent.name for path in folder.glob(f"[!.]*/{sheets.SITE}"))
 
 

@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of Flower's programs: our programs first, no installation, no telemetry."""
+    """Return the environment variables for Flower's programs: our programs first, no installation, no telemetry."""
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("FLWR_") or name == HOME}
     return {**usable(inherited), **ENVIRONMENT, **unproxied(inherited), "PATH": path, **(more or {})}
@@ -106,7 +106,7 @@ def keep_running(folder: Path, words: Callable[[], Sequence[str]], more: Mapping
 
 
 def bound(log: Path) -> None:
-    """Move a log that is too long to the old log, which it replaces. Programs can still write to the log."""
+    """If a log is longer than MOST_LOG, empty it and replace the old log by a copy. Programs can still write to it."""
     with contextlib.suppress(OSError):  # there is no log yet, or the disk is full
         if log.stat().st_size > MOST_LOG:
             shutil.copyfile(log, log.with_name(OLD_LOG))
@@ -171,7 +171,7 @@ def launch(folder: Path, *words: str) -> None:
 
 @dataclass(frozen=True)
 class Running:
-    """The process ids of a folder: of the keeper, which restarts the program (0: it was killed), and of the program."""
+    """A folder's process ids: of the keeper, which restarts the program (0: it was killed), and of the program."""
 
     keeper: int = 0
     program: int = 0
@@ -181,7 +181,7 @@ class Running:
 
 
 def running(folder: Path) -> Running:
-    """Return the processes that run in a folder."""
+    """Return the processes that run in a machine's folder; the result is false without any."""
     if not _held(folder / LOCK):
         return Running()
     try:
@@ -192,7 +192,7 @@ def running(folder: Path) -> Running:
 
 
 def stop(folder: Path) -> bool:
-    """Stop a folder's program, and return whether one was running. Raises UserError if it does not end."""
+    """Stop the program of a machine's folder; return whether one was running. Raises UserError if it does not end."""
     if not (found := running(folder)):
         return False
     if found.keeper:
@@ -209,7 +209,7 @@ def stop(folder: Path) -> bool:
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
+    """Return the number of a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -10,12 +10,12 @@ NAMES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def named(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that name a proxy."""
+    """Return the environment's variables that set a proxy, in order of their names."""
     return {name: text for name, text in sorted(environment.items()) if name.lower() in NAMES and text}
 
 
 def usable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without SOCKS proxies if Flower's programs cannot use them, since they would not start."""
+    """Return the environment, without SOCKS proxies if the package socksio is missing: Flower would not start."""
     if importlib.util.find_spec("socksio"):
         return dict(environment)
     useless = {name for name, text in named(environment).items() if text.lower().startswith("socks")}
@@ -23,7 +23,7 @@ def usable(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def unproxied(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that exclude loopback from proxies, or {} if the environment has no proxy."""
+    """Return the variables that make connections within this machine avoid the proxies; {} without a proxy."""
     if not named(environment):
         return {}
     before = environment.get("no_proxy") or environment.get("NO_PROXY") or ""

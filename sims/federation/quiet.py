@@ -23,7 +23,7 @@ class Quiet(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to write a line. Only the first line of a minute has its traceback."""
+        """Return whether to log a record, cut to one line. Only a place's first line of a minute has its traceback."""
         location, now = (record.pathname, record.lineno), time.monotonic()
         with self._lock:
             began, lines = self._seen.get(location, (now, 0))
@@ -42,6 +42,6 @@ class Quiet(logging.Filter):
 
 
 def quieten(names: Sequence[str] = NAMES) -> None:
-    """Add the filter to these loggers."""
+    """Add the filter `Quiet` to the loggers of these names."""
     for name in names:
         logging.getLogger(name).addFilter(Quiet())

@@ -178,7 +178,7 @@ class _Reply:
 
 
 def private(node: int, id: str) -> str:
-    """Return the id under which a node's part is stored: different for each node, and secret."""
+    """Return the id under which a node's part of a message is stored: different for each node, and secret."""
     return hmac.digest(SALT, f"{node} {id}".encode(), "sha256").hex()
 
 

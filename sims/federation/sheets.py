@@ -111,7 +111,7 @@ class ServerSheet:
 
 
 def read_server(folder: Path) -> ServerSheet:
-    """Return the sheet of a server's folder. Raises UserError for a damaged or old one, or missing keys."""
+    """Return the settings in a server's folder. Raises UserError for damaged or old ones, or missing keys."""
     path = folder / SERVER
     section = _section(ServerSheet, path)
     if "authenticate" in section or not section.get("superlink"):
@@ -138,7 +138,7 @@ def _section(schema: type[Any], path: Path) -> Mapping[str, Any]:
 
 
 def read(schema: type[T], path: Path) -> T:
-    """Return the sheet in a file. Raises UserError if the file is missing or has anything else."""
+    """Return a machine's settings (`schema`) in a YAML file. Raises UserError if it is missing or has anything else."""
     section = _section(schema, path)
     try:
         sheet = at_home(build(schema, section))
@@ -162,12 +162,12 @@ def _check_text(key: str, content: object) -> None:
 
 
 def write(path: Path, sheet: Any) -> None:
-    """Write a sheet to its file."""
+    """Write a machine's settings to a file."""
     write_private(path, text(sheet))
 
 
 def text(sheet: Any) -> bytes:
-    """Return a sheet as YAML with the meaning of each key. Keys with their default are comments."""
+    """Return a machine's settings as YAML, with the meaning of each key. Keys with their default are comments."""
     lines = []
     for field in dataclasses.fields(sheet):
         setting = getattr(sheet, field.name)
@@ -186,7 +186,7 @@ def is_address(text: str) -> bool:
 
 
 def check_superlink(address: str) -> None:
-    """Raise UserError for anything but HOST:PORT."""
+    """Raise UserError unless the address is HOST:PORT."""
     host, _, port = address.rpartition(":")
     good = is_address(host.removeprefix("[").removesuffix("]")) and re.fullmatch("[0-9]{1,5}", port)
     if not (good and 0 < int(port) < 2**16):

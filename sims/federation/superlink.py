@@ -61,7 +61,7 @@ class _Server(uvicorn.Server):
 
 
 def main() -> None:
-    """Run until a signal stops it."""
+    """Run the SuperLink of the current folder until a signal stops it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # so that strangers' connections leave enough for nodes
     sheet = sheets.read_server(Path())

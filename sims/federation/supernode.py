@@ -32,7 +32,7 @@ LOOK_SECONDS = 0.05  # between two checks whether the node's server has started
 
 
 def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
-    """Run until a signal stops it, or until an unexpected answer of the server. The keeper then restarts it."""
+    """Run the node until a signal or an unexpected answer of the server. After the answer, the keeper restarts it."""
     from flwr.supercore.constant import TaskType
 
     from fedloom.sims.federation import own_app

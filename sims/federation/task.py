@@ -13,7 +13,7 @@ from fedloom.sims.federation.own_app import OWN, run_own_app
 
 
 def main(apps: str) -> None:
-    """Run Flower's command with the command line on stdin."""
+    """Run the Flower command whose command line is on stdin, as a JSON list. `apps`: ANY or OWN."""
     with sys.stdin:
         words = json.load(sys.stdin)
     sys.argv = words

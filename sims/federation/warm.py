@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 16
 
 
 def next_words(parent: int) -> list[str] | None:
-    """Return the command line of a message in a forked process; None in this process, when the parent has ended."""
+    """Fork for each message. Return its command line in the forked process; None in this one when the parent ended."""
     Path(DOOR).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(DOOR)

@@ -16,7 +16,10 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool, out: Path) -> Table:
-    """Compare the layers of two networks, draw the costs and the chosen map to `out`, and return the map as a table."""
+    """Map layers of one network to another's; draw the costs and the map to `out`, and return the map as a table.
+
+    `comparison`: the measure of similarity. `pin_first`, `pin_last`: force the first, the last layers to match.
+    """
     check_out(out, PICTURES)
     (a, b), _, probe = files.load()
     with under_way("comparing layers"):

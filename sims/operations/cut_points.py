@@ -15,7 +15,7 @@ OWN = "torchvision.models:"  # what a configuration calls torchvision's networks
 
 
 def names() -> list[str]:
-    """Return the names of all networks."""
+    """Return the names of all networks, and the two patterns for names of networks from outside."""
     return [*NETWORKS.names(), f"{OWN}NAME", "MODULE:NAME"]
 
 

@@ -68,7 +68,7 @@ def doctor(data: DataConfig) -> list[Finding]:
 
 
 def doctor_table(findings: list[Finding]) -> Table:
-    """Return the findings as a table."""
+    """Return the findings of `doctor` as a table."""
     rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in _together(findings)]
     missing = sum(not ok for _, _, ok in findings)
     lacking = f"{missing} of {len(findings)} checks failed. Only runs that need these parts will fail."
@@ -91,7 +91,7 @@ def _together(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def narrow_convolutions(script: str = NARROW, patience: float = PATIENCE) -> tuple[str, bool]:
-    """Train a layer of few channels in a new process, and say whether torch survives. `patience`: seconds."""
+    """Train a layer of few channels in a new process. Return (finding, whether that works). `patience`: seconds."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=patience, check=False

@@ -36,17 +36,17 @@ class Task:
         return 1 if self.grey else 3
 
     def config(self) -> Config:
-        """Return the configuration that describes the images."""
+        """Return a configuration with one site that has these images."""
         data = [f"data.size={self.size}", f"data.grey={str(self.grey).lower()}", *self.options()]
         data += [f"data.root={self.root}"] if self.root else []
         return load("digits", [f"sites=[{self.entry()}]", f"seed={self.seed}", *data])
 
     def options(self) -> list[str]:
-        """Return further overrides of the configuration."""
+        """Return further overrides for `config`; none, unless a subclass adds some."""
         return []
 
     def entry(self) -> str:
-        """Return the entry of `sites` in the configuration."""
+        """Return the site's entry for the key `sites` of the configuration, as text."""
         return f"{{domain: {self.domain}" + (f", samples: {self.samples}" if self.samples else "") + "}"
 
     def site(self) -> Site:
@@ -54,7 +54,7 @@ class Task:
         return self.config().roster[0]
 
     def selected(self, images: Images) -> Images:
-        """Return the part of the site's images to train on."""
+        """Return the part of the site's images to train on: all, unless a subclass chooses."""
         return images
 
 
@@ -75,7 +75,7 @@ def probe_set(task: Task, samples: int = 200) -> Tensor:
 
 
 def accuracy(network: nn.Module, task: Task, part: str) -> float:
-    """Return the fraction of correct answers in evaluation mode. The network's mode is restored."""
+    """Return a network's fraction of correct answers on a part of a task's images, in evaluation mode (then restored)."""
     training, measured = network.training, images(task, part)
     with all_cores(torch.get_num_threads()), placed(network) as device:
         right = count_right(network.eval(), measured, EVALUATION_BATCH, device)
@@ -85,7 +85,7 @@ def accuracy(network: nn.Module, task: Task, part: str) -> float:
 
 @contextmanager
 def placed(network: nn.Module) -> Iterator[torch.device]:
-    """Move the network to a GPU, if available, and yield the device. Afterwards the network is on the CPU."""
+    """Move the network to a GPU, if available, and yield the device. At the end, move it to the CPU."""
     device = pick_device("auto")
     network.to(device)
     try:

@@ -43,7 +43,7 @@ class FusionOrder:
 
 
 def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings) -> list[Table]:
-    """Fuse, save the network and return the report's tables."""
+    """Fuse the networks in files, save the result to `order.out`, and return the report's tables."""
     into = _number(files.paths, order.into, "--into")
     depth = _number(files.paths, order.depth, "--depth") if order.depth else into
     check_out(order.out, taken=files.paths)
@@ -172,7 +172,7 @@ def _widened(name: NetworkName, width: float) -> NetworkName:
 
 
 def check_report(out: Path) -> Path:
-    """Return the path of the report. Raises UserError if a folder, or `out` itself, has that path."""
+    """Return the path of the report next to `out`. Raises UserError if a folder, or `out` itself, has that path."""
     path = out.with_suffix(".md") if out.suffix else out.with_name(f"{out.name}.md")
     if path == out or path.is_dir():
         raise UserError(f"--report: its path would be {path}, which is in use; choose another name for --out")

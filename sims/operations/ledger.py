@@ -19,7 +19,7 @@ MOST_NAMED, DIGITS = 5, 16  # entries of a list, digits of a key's digest
 
 
 def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
-    """Check chain, blobs and sums; return {"ok", "digest", "problems", "notes"}. Notes include the waiting requests."""
+    """Check a run's chain, blobs and sums; return {"ok", "digest", "problems", "notes"}. Notes include waiting requests."""
     if not path.is_dir():
         raise UserError(f"{path}: the folder does not exist; name the folder of a run, such as runs/digits")
     with listener or Watcher():
@@ -44,13 +44,13 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def events_table(path: Path, listed: Sequence[dict[str, Any]]) -> Table:
-    """Return the events as a table."""
+    """Return the events listed by `events` as a table."""
     rows = [[event["id"], event["time"], event["kind"], _short(event["body"]), event["digest"][:12]] for event in listed]
     return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
 
 
 def prune(path: Path) -> list[str]:
-    """Remove blobs that nothing refers to, and return their names."""
+    """Remove files that a run's ledger does not refer to, and return their names."""
     with Ledger.open(path) as ledger:
         return ledger.prune()
 

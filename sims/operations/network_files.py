@@ -43,7 +43,7 @@ class NetworkFiles:
         return [[name.strip() for name in text.split(",")] for text in self.classes] or None
 
     def load(self) -> tuple[list[nn.Module], list[NetworkName], Tensor]:
-        """Return the networks, their names and the probe images. Raises UserError naming the file or option at fault."""
+        """Return networks, their names and the images to compare layers on. Raises UserError naming the file or option."""
         channels, classes, named = 1 if self.grey else 3, find(self.domain).classes, self.named
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
@@ -61,7 +61,7 @@ class NetworkFiles:
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
-        """Return the images of a domain as the network takes them."""
+        """Return the task with a domain's images in the size and channels that the network takes."""
         return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
 
     def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:

@@ -14,7 +14,7 @@ PARTS = (BASELINES, RETRAINED)  # folders inside a run that are part of it
 
 
 def removable(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders without repetitions. Raises UserError if any of them must not be removed."""
+    """Return the runs' folders, each once. Raises UserError if any of them must not be removed."""
     folders = list({path.resolve(): path for path in paths}.values())
     for path in folders:
         _check(path)

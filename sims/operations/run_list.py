@@ -66,7 +66,7 @@ def _option(section: Any, key: str) -> Any:
 
 
 def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
-    """Return the rows as a table."""
+    """Return the rows of `rows_of` as a table."""
     shown: list[list[Cell]] = [
         [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
          percent(row["test"]), percent(row["validation"]), megabytes(row["bytes"])] for row in rows
@@ -98,5 +98,5 @@ def size_of(path: Path) -> int:
 
 
 def megabytes(size: int) -> str:
-    """Return a number of bytes as MB."""
+    """Return a number of bytes as text, in MB."""
     return f"{size / 1e6:.1f}"

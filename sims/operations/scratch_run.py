@@ -50,7 +50,7 @@ def training_run(config: Config, name: str = "", gone: Collection[str] = ()) -> 
 def round_loop(
     config: Config, name: str, channel: ClientChannel, folder: Path, listener: Listener | None = None
 ) -> RoundLoop:
-    """Return a loop of rounds with its own ledger in `folder`, without a run around it."""
+    """Return a RoundLoop with a new ledger in `folder`, without baselines, results and reports of a run."""
     state = ServerState(Setup(resolve(config), channel.sites, folder))
     return RoundLoop(config, name, channel, state, Evaluator(config), listener or LogListener())
 

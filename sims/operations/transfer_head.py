@@ -34,7 +34,7 @@ STATISTICS = {
 
 
 def measured(run: Path, png: Path | None = None) -> list[Table]:
-    """Return the matrix of each method of a run, and a table that compares them. `png`: draw heat maps to this file.
+    """Return tables: for each method, every head's accuracy on every extractor; then a comparison. `png`: draw heat maps.
 
     Raises UserError if the run measured no heads.
     """
@@ -88,7 +88,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
 
 
 def recombined(extractor: State, head: State, architecture: Architecture, misfit: str) -> State:
-    """Return the state of a network of this architecture. Raises UserError, which starts with `misfit`, for wrong shapes."""
+    """Return the state of a network of these parts. Raises UserError, which starts with `misfit`, for wrong shapes."""
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:

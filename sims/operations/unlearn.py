@@ -49,7 +49,7 @@ class UnlearningRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as the ledger stores them."""
+        """The request's options, in the form in which the ledger stores them."""
         always = {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
         return always | ({"recalibrate": True} if self.recalibrate else {})
 
@@ -116,7 +116,7 @@ def _queue(path: Path, id: str, order: UnlearningRequest) -> Unlearned:
 
 
 def without_server(path: Path) -> str:
-    """Return what to do about a waiting request if the server has stopped."""
+    """Return a sentence on what to do about a waiting request if the server has stopped."""
     return f"If the server has stopped, run 'fedloom resume {path}'."
 
 
