@@ -12,7 +12,7 @@ from fedloom.conf.errors import UserError
 
 @dataclass(frozen=True)
 class Distillation:
-    """The settings of `distil`: Adam on `distillation_loss`.
+    """The settings of `distil`: Adam on `distillation_loss` (`temperature`, `weight`).
 
     The learning rate falls from `rate` to 0 as half a cosine over `steps` steps of `batch` inputs.
     """
