@@ -21,7 +21,7 @@ def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
 
 
 def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
-    """Return a valid FusionSettings.map as {layer at `depth`: layer of the other network}, of `own` and `other` layers."""
+    """Return FusionSettings.map as {own layer: other's}, for `own` and `other` layers. Raise UserError if it is wrong."""
     few, many = min(own, other), max(own, other)
     rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
     if networks != 2 or not rising:
