@@ -34,7 +34,7 @@ ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def limits(root: Path = ROOT) -> Limits:
-    """Return the memory and core limits of this process, infinite without control groups. `root`: the file system's."""
+    """Return the memory and core limits of this process; infinite without control groups. `root`: the root folder."""
     result = Limits()
     for kind, mount, inside in _mounts(root):
         for folder in _groups(root, kind, mount, inside):

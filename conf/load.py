@@ -75,7 +75,7 @@ def read_override(text: str) -> Any:
 
 
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
-    """Return the configuration of an experiment's YAML text, as `load` does. `where`: the text's file, for errors."""
+    """Return the configuration of the YAML text of experiment `name`, as `load` does. `where`: its file, for errors."""
     tree = expand_shorthand(Config, _tree_of(text, where))
     changes = {key: opened_at(Config, key, item) for key, item in _parse(overrides).items()}
     presets = [expand_shorthand(Config, preset) for preset in _presets(tree, changes, name)]

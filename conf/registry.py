@@ -70,7 +70,7 @@ class Registry(Generic[T]):
         return name in self._modules or (name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME)
 
     def find(self, name: str, where: str = "") -> Any:
-        """Return the class, function or other object that a name stands for. Raise UserError as `outside` does."""
+        """Return the class or other object that a name stands for. Raise UserError as conf.plugins.outside does."""
         if isinstance(name, str) and name in self._modules and name not in self._classes:
             importlib.import_module(self._modules[name])
         if isinstance(name, str) and name in self._classes:

@@ -39,7 +39,7 @@ def layer_of(name: str) -> str:
 
 
 def alpha_for(alpha: Alpha, name: str) -> float:
-    """Return the coefficient of the tensor `name`. Raise UserError if its layer has none, or if it is not finite."""
+    """Return the coefficient of the tensor `name` in `alpha`. Raise UserError if its layer has none, or a non-finite one."""
     if not isinstance(alpha, int | float):
         if layer_of(name) not in alpha:
             raise UserError(f"no coefficient for the layer '{layer_of(name)}'; use one number, or one for each layer")
@@ -68,7 +68,7 @@ def check_shapes(one: Mapping[str, Tensor], other: Mapping[str, Tensor], who: st
 
 
 def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
-    """Return `end` - `start` of two quantised states (fusion.exact.quantise). Raise UserError if the shapes differ."""
+    """Return the Gradient from `start` to `end`, two quantised states (fusion.exact). Raise UserError if shapes differ."""
     check_shapes(start, end, "cumulative gradient")
     return Gradient({name: tensor - start[name] for name, tensor in end.items()}, digest(start), bits)
 
@@ -76,7 +76,7 @@ def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
 def combine(
     start: State, gradients: Sequence[Gradient], alphas: Sequence[Alpha], how: str = GRADIENTS, *, force: bool = False
 ) -> State:
-    """Return weighted networks: theta_0 + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
+    """Return a weighted sum: theta_0 + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
 
     `start`: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
     added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged. `gradients`: the cumulative

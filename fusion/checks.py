@@ -21,7 +21,10 @@ def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
 
 
 def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
-    """Return FusionSettings.map as {own layer: other's}, for `own` and `other` layers. Raise UserError if it is wrong."""
+    """Return FusionSettings.map as {layer of the network at `depth`: layer of the other}. Raise UserError if it is wrong.
+
+    `own`, `other`: the numbers of layers of these networks.
+    """
     few, many = min(own, other), max(own, other)
     rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
     if networks != 2 or not rising:
@@ -59,7 +62,7 @@ def check_layers(index: int, wiring: Wiring) -> None:
 
 
 def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Moves]) -> None:
-    """Raise UserError if plans divided by column sums would scale a layer's input but not its bias."""
+    """Raise UserError if transport plans divided by column sums would scale a layer's input but not its bias."""
     unequal = [name for move in moves for name, plan in move.outgoing.items() if plan.shape[0] != plan.shape[1]]
     normed = {layer.outputs for layer in wiring.layers if layer.kind == "norm"}
     biased = [layer.name for layer in wiring.layers

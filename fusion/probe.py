@@ -52,7 +52,7 @@ class Observation:
         grams: Inner products of the samples, for each batch [k, k], float64, not centred.
         features: [channels, values], with the same samples and positions in every network of the same resolution.
             Channels follow the wiring's layout of the node.
-        moments: Sums of each channel.
+        moments: Those of the node's channels.
     """
 
     grams: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules
 
 @dataclass(frozen=True)
 class Source:
-    """The node, in the network before balancing, that has the values of a node after it. `rectified`: after a ReLU."""
+    """The node of the network before balancing that a node's values come from. `rectified`: they pass a ReLU."""
 
     node: str
     rectified: bool = False

@@ -88,7 +88,7 @@ def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
 
 
 def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
-    """Return the nodes, by argument of `observe`, whose observation COSTS[name] needs to compare these units."""
+    """Return the arguments of `observe` (names of nodes) that COSTS[name] needs to compare these units."""
     nodes = {unit.node for unit in units}
     return {"cka": {"grams": nodes}, "wasserstein": {"features": nodes}}.get(name, {})
 
@@ -150,7 +150,7 @@ def match_units(
 def match_seen(
     deep: Wiring, shallow: Wiring, seen: Observation, other: Observation, name: str, pins: Pins
 ) -> dict[int, int]:
-    """Return what `match_units` returns, by COSTS[name] from observations of the `undecided` units."""
+    """Return what `match_units` returns, with COSTS[name] from observations of the `undecided` units."""
 
     def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
         if pins.decide(max(len(i), len(j)), min(len(i), len(j))):

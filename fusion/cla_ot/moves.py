@@ -86,7 +86,7 @@ def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Ma
 
 
 def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:
-    """Return, by tensor name, (axis index, slot in `source`, slot in `goal`). Raise UserError if the structures differ."""
+    """Return by tensor its (axis index, slot in `source`, slot in `goal`). Raise UserError if the structures differ."""
     slots: dict[str, list[tuple[int, Slot, Slot]]] = {}
     for ours, theirs in zip(source.axes, goal.axes, strict=False):
         places = [[(slot.tensor, slot.dim) for slot in axis.slots] for axis in (ours, theirs)]
@@ -133,8 +133,9 @@ def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Te
 
 
 def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
-    """Return the tensor with dimension `dim` (n channels; n * r entries after a flatten) mapped by matrix [n, m],
-    float64.
+    """Return the tensor with dimension `dim`, of n channels, mapped to m channels by `matrix` [n, m], float64.
+
+    After a flatten, it has n * r entries. Raise UserError for another number.
     """
     repeat, rest = divmod(tensor.shape[dim], len(matrix))
     if rest or (repeat > 1 and tensor.ndim > 2):

@@ -53,7 +53,7 @@ def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSet
 def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
     """Return how `body`'s channels move to `into`'s: by a plan for each layer, also the last, from its own outputs.
 
-    The public code does so (fusion.cla_ot.reference).
+    This follows the public code (fusion.cla_ot.reference). Raise UserError for layers or a `basis` that it lacks.
     """
     if basis == "weights":
         raise UserError("sequential plans are made from activations; use basis='activations', or sequential=False")

@@ -43,7 +43,7 @@ class Channels:
 
     @cached_property
     def entry_colours(self) -> np.ndarray:
-        """A colour for each atom: it differs between a channel's entries, and is equal for their like in other channels."""
+        """A colour for each atom: different for a channel's entries, equal for corresponding entries of other channels."""
         return self.atoms.refined()
 
     def split(self, entries: Tensor) -> dict[int, Tensor]:

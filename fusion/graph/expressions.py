@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 
 def call(function: Callable[..., Any], first: Any, *rest: Any) -> Any:
-    """Call a function and return its result. If `first` is a traced tensor, record the call as one node."""
+    """Return function(first, *rest). If `first` is a traced tensor, record this call as one node instead."""
     return first.tracer.create_proxy("call_function", function, (first, *rest), {}) if isinstance(first, fx.Proxy) else (
         function(first, *rest)
     )  # fmt: skip

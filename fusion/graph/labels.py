@@ -50,7 +50,7 @@ class Membership:
 
 
 class Atoms:
-    """All atoms, with their ties (union-find), memberships and colours. Atoms of one colour occur equally in all tensors."""
+    """All atoms, by number, with ties (union-find), memberships and colours. One colour: equal use in all tensors."""
 
     def __init__(self) -> None:
         self.root = np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Rules of entry-wise operations and contractions: sums, products, norms, attention."""
+"""Rules that label the results of entry-wise operations and contractions: sums, products, norms, attention."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

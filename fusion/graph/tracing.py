@@ -84,7 +84,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Set eval mode temporarily, by the flags alone, because train() can be overridden. Attributes are then restored."""
+    """Set eval mode inside the context, by flags alone, because train() can be overridden. Restore attributes after it."""
     with undisturbed(network, structure=False):
         for module in network.modules():
             module.training = False

@@ -41,7 +41,7 @@ class Found:
 
 
 class Walk:
-    """Visits the nodes in order of execution, and gives each tensor a Value by its rule."""
+    """A walk through a network's nodes in order of execution, which gives each tensor a Value by its rule."""
 
     def __init__(self, network: nn.Module, example: Tensor, rules: Rules) -> None:
         if example.ndim < 2:
@@ -218,7 +218,7 @@ class Walk:
         return not self.atoms.is_pinned(factor)
 
     def settled(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
-        """Return the factor compressed. If a channel has several entries, `positions()` order them by new atoms."""
+        """Return the factor compressed. If a channel has several entries, they get atoms in the order of `positions()`."""
         factor = self.atoms.compressed(factor)
         if not self.atoms.repeated(factor):
             return factor

@@ -51,7 +51,7 @@ def matrix(module: Any, weight: Tensor) -> Tensor:
 
 
 def weight_of(module: Any, rows: Tensor) -> Tensor:
-    """Return [g, m, d] in the shape of the module's weight, the inverse of `matrix`."""
+    """Return a matrix [g, m, d] in the shape of the module's weight: the inverse of `matrix`."""
     if isinstance(module, TRANSPOSED):
         split = rows.unflatten(2, (module.in_channels // module.groups, *module.kernel_size))
         return split.transpose(1, 2).flatten(0, 1)

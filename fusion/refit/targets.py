@@ -18,7 +18,7 @@ RIDGE = 1e-2  # relative to the mean variance, if one network's channels are reg
 
 
 class Mixture(Protocol):
-    """Computes what the fused network's channels of an axis should do from those of all networks."""
+    """A rule for what the fused network's channels of an axis should do, from those of all networks."""
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the target [m, rows], or None, from `parts` [n_i, rows] (None: the network lacks the axis)."""
@@ -67,7 +67,7 @@ class Planned:
         return _mean(self.weights, [self.moved(axis, index, part) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
-        """Return a note: the weights."""
+        """Return a note for users: the networks' weights."""
         return [f"refit by plans: every layer imitates {_described(self.weights)}, in the channels of network {into}"]
 
     def moved(self, axis: int, index: int, part: Tensor | None) -> Tensor | None:
@@ -94,7 +94,7 @@ class Regressed:
         return _mean(self.planned.weights, [self._regressed(axis, index, part, goal) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
-        """Return a note: the weights."""
+        """Return a note for users: the networks' weights."""
         description = f"every layer imitates {_described(self.planned.weights)}, in the channels of network {into}"
         return [f"refit by regression: {description}"]
 
