@@ -13,7 +13,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of this process's group. `memory`, `free`: bytes. `cores` may be a fraction. Infinite: no limit."""
+    """Limits of a control group: all its `memory` and what is `free` (bytes), `cores` (can be a fraction). inf: no limit."""
 
     memory: float = float("inf")
     free: float = float("inf")
@@ -34,7 +34,7 @@ ONE = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def limits(root: Path = ROOT) -> Limits:
-    """Return the limits of this process; infinite if the system has no control groups. `root`: of the file system."""
+    """Return the memory and core limits of this process; infinite without control groups. `root`: the root folder."""
     result = Limits()
     for kind, mount, inside in _mounts(root):
         for folder in _groups(root, kind, mount, inside):

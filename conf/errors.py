@@ -21,13 +21,13 @@ class FailedError(RuntimeError):
 
 
 def plain(text: str, lines: bool = False) -> str:
-    """Return a text without escape sequences and unprintable characters. `lines`: keep line breaks."""
+    """Return the text without escape sequences, and with spaces for unprintable characters. `lines`: keep line breaks."""
     text = _ESCAPE.sub("", text)
     return "".join(letter if letter.isprintable() or (lines and letter == "\n") else " " for letter in text)
 
 
 def of_files(error: OSError) -> str:
-    """Return a line that explains a system error of the user's files; empty for other errors."""
+    """Return a line about an error that the user can fix (wrong path, full disk, permissions); empty for other errors."""
     path = plain(str(error.filename))[:MOST_PATH] if error.filename else ""
     if error.errno in NO_PATH:
         return f"{path or 'a path'}: {error.strerror}; give another path"
@@ -37,7 +37,7 @@ def of_files(error: OSError) -> str:
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """Return the error for a name that is not in `known`. It suggests the nearest name and lists the known ones."""
+    """Return an error for a `name` of this kind that is not in `known`. It suggests the nearest name and lists all."""
     names = sorted(known)
     near = nearest(str(name), names)
     hint = f"; did you mean '{near}'?" if near else ""
@@ -50,7 +50,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def listed(name: str, known: Iterable[str]) -> str:
-    """Return the names, sorted, with commas between; of many, only those similar to `name`, and the number of all."""
+    """Return the known names as a text with commas; of over MOST_NAMES, only those similar to `name`, and the total."""
     names = sorted(known)
     if len(names) > MOST_NAMES:
         names = [*sorted(difflib.get_close_matches(name, names, 8, 0.3)), f"{len(names)} in all"]

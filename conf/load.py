@@ -34,7 +34,7 @@ def experiment_names() -> list[str]:
 
 
 def experiment_lines() -> dict[str, str]:
-    """Return each shipped experiment with its description: the comment in the first line of its file."""
+    """Return {name: description} of the shipped experiments. The description is the comment in a file's first line."""
     first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0] for name in experiment_names()}
     return {name: line.lstrip("# ") for name, line in first.items()}
 
@@ -55,7 +55,7 @@ def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_values(text: str) -> tuple[str, list[Any]]:
-    """Return the key and the values of `key=value,value` or `key=[value,value]`, each read as the value of an override.
+    """Return (key, values) of a text `key=value,value` or `key=[value,value]`. Each value is read as `load` reads it.
 
     Raises UserError for any other text.
     """
@@ -75,7 +75,7 @@ def read_override(text: str) -> Any:
 
 
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
-    """Return the configuration of an experiment's YAML text, as `load` does. `where`: the text's origin, for errors."""
+    """Return the configuration of the YAML text of experiment `name`, as `load` does. `where`: its file, for errors."""
     tree = expand_shorthand(Config, _tree_of(text, where))
     changes = {key: opened_at(Config, key, item) for key, item in _parse(overrides).items()}
     presets = [expand_shorthand(Config, preset) for preset in _presets(tree, changes, name)]
@@ -184,7 +184,7 @@ def _forget_options(merged: Any, key: str, item: Any) -> None:
 def from_mapping(tree: Mapping[str, Any]) -> Config:
     """Return the validated Config of a plain mapping (YAML or JSON). `run.name` defaults to the experiment's name.
 
-    A mapping of an earlier version lacks newer keys; their defaults are the earlier behaviour.
+    A mapping of an earlier version lacks newer keys; their defaults are the earlier behaviour. Raise UserError as `load`.
     """
     filled = dict(tree)
     _check_version(filled.pop("version", 1))
@@ -225,7 +225,7 @@ def _names_a_folder(name: str) -> bool:
 
 
 def to_json(config: Config, *, tracking: bool = False) -> str:
-    """Return the configuration as one line of JSON for the sites. `tracking`: include that section."""
+    """Return the configuration as one line of JSON for the sites. `tracking`: include the section `tracking`."""
     return json.dumps({key: item for key, item in _tree(config).items() if tracking or key != "tracking"}, sort_keys=True)
 
 

@@ -18,7 +18,7 @@ def cores() -> int:
 
 
 def memory() -> int:
-    """Return the bytes of memory of the machine, or of its container if that has less."""
+    """Return the memory of the machine in bytes, or that of its container if it is smaller."""
     return int(min(psutil.virtual_memory().total, limits().memory))
 
 
@@ -28,7 +28,7 @@ def free_memory() -> int:
 
 
 def forget_peak() -> None:
-    """Restart the count of `peak_memory`. Only Linux supports this; elsewhere the count continues."""
+    """Reset the peak that `peak_memory` returns. Only Linux supports this; elsewhere nothing happens."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc

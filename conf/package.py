@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def present_name(module: str) -> str:
-    """Return the current name of a module: server.ledger in files of earlier versions is fedloom.server.ledger.
+    """Return the current full name of a module: server.ledger, from an earlier version, is now fedloom.server.ledger.
 
-    A user's own package with such a name has priority.
+    A user's own package with such a name (server) has priority.
     """
     room, _, rest = module.partition(".")
     return f"{NAME}.{module}" if room in ROOMS and rest and not _is_users(room) else module

@@ -15,7 +15,7 @@ TAKES = "texts, numbers, truth values, paths, lists and dictionaries"
 
 
 def plain_value(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a value as plain values. Raise UserError with the dotted key and the type of a value that has no plain form."""
+    """Return a value as plain dicts, lists, texts and numbers. Raise UserError, with the key `where`, for other types."""
     if depth > MOST_DEPTH:
         raise UserError(f"{where[:MOST_DEPTH]}...: is nested too deep, or contains itself")
     if value is None or isinstance(value, bool):

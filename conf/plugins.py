@@ -27,14 +27,15 @@ def is_reference(name: object) -> bool:
 
 
 def offered(kind: str) -> list[str]:
-    """Return the names that installed packages offer for a kind ("network": entry points of the group fedloom.networks)."""
+    """Return the names that installed packages add to a kind ("network": entry points of the group fedloom.networks)."""
     return sorted(_entry_points(_group(kind), tuple(sys.path)))
 
 
 def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
-    """Return the object of a name that is not in `known`, the names of this project.
+    """Return the object that a name stands for: `module:attribute`, or an installed package's entry point.
 
-    Raises UserError, beginning with the dotted `key` of the name: no such name, module or attribute, or a failed import.
+    `known`: this project's names, for the error. Raises UserError, beginning with the name's dotted `key`: no such name,
+    module or attribute, or a failed import.
     """
     if is_reference(name):
         return imported(str(name), key)
@@ -47,7 +48,7 @@ def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
 
 
 def imported(reference: str, key: str) -> Any:
-    """Import and return `module:attribute`. Raise UserError as `outside` does."""
+    """Import and return the object of a reference `module:attribute`. Raise UserError as `outside` does."""
     named, _, attribute = reference.partition(":")
     module = present_name(named)
     try:
@@ -69,7 +70,7 @@ def imported(reference: str, key: str) -> Any:
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return function(**ours, **options): the project's arguments and the user's options.
+    """Return function(**ours, **options). `ours`: the project's arguments. `options`: the user's. `name`: for errors.
 
     Raises UserError, beginning with the section `where`, for unknown and missing options and any error of the function.
     """
@@ -86,7 +87,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
-    """Return the parameters with names, and whether the function accepts others, too (True if Python does not know)."""
+    """Return a function's named parameters, and whether it accepts other keywords, too (True if Python does not know)."""
     try:
         listed = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -96,7 +97,7 @@ def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], b
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place of an error in the user's own code, 'nets.py, line 12, in forward'; empty if it is elsewhere."""
+    """Return where in the user's own code an error arose, 'nets.py, line 12, in forward'; empty if it arose elsewhere."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _known_code(frame.filename)]
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
@@ -109,7 +110,7 @@ def _known_code(file: str) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Return an error's type and the first line of its message. The message may be unreadable."""
+    """Return an error as text: its type and its message's first line; only the type if the message is unreadable."""
     try:
         text = str(error)
     except Exception:

@@ -18,7 +18,7 @@ _HEARS: ContextVar[Hears] = ContextVar("hears", default=_nobody)
 
 @contextlib.contextmanager
 def heard(hears: Hears) -> Iterator[None]:
-    """Call `hears` for each step of this thread inside the context."""
+    """Send this thread's progress reports to the function `hears` (what, done, total) inside the context."""
     before = _HEARS.set(hears)
     try:
         yield
@@ -27,13 +27,13 @@ def heard(hears: Hears) -> Iterator[None]:
 
 
 def step(what: str, done: int, of: int = 0) -> None:
-    """Report that `done` of `of` parts are done. It is fast, so call it often."""
+    """Report that `done` of `of` parts (0: unknown) of the work `what` are done. It is fast, so call it often."""
     _HEARS.get()(what, done, of)
 
 
 @contextlib.contextmanager
 def under_way(what: str) -> Iterator[None]:
-    """Report `what`, work without countable parts such as the start of a program, as in progress inside the context."""
+    """Report the work `what`, which has no countable parts, as started before the context and as done after it."""
     step(what, 0, 1)
     try:
         yield
@@ -42,7 +42,7 @@ def under_way(what: str) -> Iterator[None]:
 
 
 def steps(what: str, items: Collection[T]) -> Iterator[T]:
-    """Yield the items, and report each one as a step."""
+    """Yield the items, and report the progress of the work `what` before each item."""
     for done, item in enumerate(items):
         step(what, done, len(items))
         yield item

@@ -10,7 +10,7 @@ import torch
 
 
 def generator(seed: int, *words: str | int) -> np.random.Generator:
-    """Return NumPy's generator for (seed, words). It is the same in every process and on every machine.
+    """Return a NumPy generator seeded with (seed, words). It is the same in every process and on every machine.
 
     Other words, or another order, give an independent stream.
     """
@@ -18,7 +18,7 @@ def generator(seed: int, *words: str | int) -> np.random.Generator:
 
 
 def torch_generator(seed: int, *words: str | int) -> torch.Generator:
-    """Return Torch's CPU generator for (seed, words), with the properties of `generator`."""
+    """Return a torch CPU generator seeded with (seed, words), with the properties of `generator`."""
     return torch.Generator().manual_seed(int.from_bytes(_digest(seed, words)[:8]))
 
 
@@ -33,7 +33,7 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def drawn(device: torch.device) -> list[bytes]:
-    """Return the state of torch's global generators. It changes with each draw."""
+    """Return the states of torch's global generators (CPU, and `device` if CUDA). Each draw changes a state."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     return [bytes(state.numpy()) for state in states]
 

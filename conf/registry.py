@@ -19,7 +19,7 @@ Adapter = Callable[[str, Any, Mapping[str, Any], str], T]
 
 
 def section_of(value: Any, where: str, example: str) -> Mapping[str, Any]:
-    """Return a section of options; a name becomes a section with that name. Raise UserError for anything else."""
+    """Return a section of options unchanged, and a text as {"name": text}. Raise UserError for anything else."""
     section = {"name": value} if isinstance(value, str) else value
     if not isinstance(section, Mapping):
         raise UserError(f"{where}: got {value!r}, takes a name or a section such as {example}")
@@ -27,7 +27,7 @@ def section_of(value: Any, where: str, example: str) -> Mapping[str, Any]:
 
 
 class Registry(Generic[T]):
-    """Classes by name. Each is a frozen dataclass, derived from `base`, whose fields are its configuration.
+    """A table of classes by name. Each is a frozen dataclass derived from `base`. Its fields are its configuration.
 
     Args:
         kind: What the names mean, for errors and entry points: "network".
@@ -57,12 +57,12 @@ class Registry(Generic[T]):
         return file
 
     def adapter(self, adapt: Adapter[T]) -> Adapter[T]:
-        """Set the function that makes an instance of other objects (decorator): (name, object, options, where)."""
+        """Set (decorator) how to make an instance from another object, by adapt(name, object, options, where)."""
         self._adapt = adapt
         return adapt
 
     def names(self) -> list[str]:
-        """Return the sorted names of this project and of installed packages."""
+        """Return all names, sorted: those of this project and of installed packages."""
         return sorted({*self._shipped(), *offered(self.kind)})
 
     def shipped(self, name: str) -> bool:
@@ -70,7 +70,7 @@ class Registry(Generic[T]):
         return name in self._modules or (name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME)
 
     def find(self, name: str, where: str = "") -> Any:
-        """Return the object of a name: a class or anything else. Raise UserError as `outside` does."""
+        """Return the class or other object that a name stands for. Raise UserError as conf.plugins.outside does."""
         if isinstance(name, str) and name in self._modules and name not in self._classes:
             importlib.import_module(self._modules[name])
         if isinstance(name, str) and name in self._classes:
@@ -78,7 +78,7 @@ class Registry(Generic[T]):
         return outside(self.kind, name, self._shipped(), f"{where or self.kind}.name")
 
     def get(self, name: str, where: str = "") -> type[T]:
-        """Return the class of a name. Raise UserError for an unknown name, or an object that is not such a class."""
+        """Return the class of a name. Raise UserError for an unknown name, or if it is not a dataclass of type `base`."""
         entry = self.find(name, where)
         if not self._fits(entry):
             raise self._wrong(name, entry, where)
@@ -91,7 +91,7 @@ class Registry(Generic[T]):
         return self.create(section["name"], {key: item for key, item in section.items() if key != "name"}, where)
 
     def create(self, name: str, options: Mapping[str, Any], where: str) -> T:
-        """Build the instance of that name with these options, as `build` does."""
+        """Build an instance of the class or other object `name` with these options, as `build` does."""
         entry = self.find(name, where)
         if self._adapter and not self._fits(entry):
             importlib.import_module(self._adapter)

@@ -19,13 +19,13 @@ OF_AVERAGING = {
 
 
 def missing(module: str, name: str) -> Exception:
-    """Return the error for a name that a module lacks (for module.__getattr__)."""
+    """Return the error for a module's __getattr__ to raise: ImportError with the new name, else AttributeError."""
     if name in NAMES:
         return ImportError(f"'{name}' of {module} is now called '{NAMES[name]}'")
     return AttributeError(f"module '{module}' has no attribute '{name}'")
 
 
 def refuse_renamed(made: type, names: Mapping[str, str]) -> None:
-    """Raise UserError for a class that defines one of these old names, because the project no longer calls them."""
+    """Raise UserError if the class defines an old name of `names` ({old: new}), which the project no longer calls."""
     if old := next((name for name in names if name in vars(made)), ""):
         raise UserError(f"{made.__module__}.{made.__name__}: '{old}' is now called '{names[old]}'; rename it")

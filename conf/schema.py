@@ -87,7 +87,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class FederationConfig:
-    """The round loop."""
+    """The round loop: number of sites and replies, time limits, secure aggregation, and limits of replies."""
 
     fraction: float = option(
         1.0, "share of sites in each round; at least one site, under secure aggregation two", low=1e-9, high=1.0
@@ -163,7 +163,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment. Raise `VERSION` in conf/load.py when a key is added, removed or changes its meaning."""
+    """All settings of an experiment. Raise `VERSION` in conf/load.py when a key is added, removed or changes its meaning."""
 
     experiment: str = option("", "name of the YAML file")
     seed: int = option(0, "seed of everything random", low=0)

@@ -12,12 +12,12 @@ INTERPOLATED = "${"  # a value that is not known yet
 
 
 def expand_shorthand(schema: type, values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the values for a dataclass with names replaced by sections, at any depth."""
+    """Return the values for a dataclass with each name in place of a section replaced by {name: ...}, at any depth."""
     return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in values.items()}
 
 
 def opened_at(schema: type, key: str, item: Any) -> Any:
-    """Return the value of one dotted key, such as sites.0.partition, with names replaced by sections."""
+    """Return `item`, the value of one dotted key such as sites.0.partition, changed as by `expand_shorthand`."""
     first, _, rest = key.partition(".")
     if (field := fields_of(schema).get(first)) is None:
         return item
@@ -45,7 +45,7 @@ def _one(field: dataclasses.Field[Any], inner: type | None, item: Any) -> Any:
 
 
 def is_named(field: dataclasses.Field[Any]) -> bool:
-    """Return whether the field, or each entry of its list, is a section that a name can replace. A site is not."""
+    """Return whether a name may replace the field's section, or a section in its list. A site has no such short form."""
     section = None if _many(field) else inner_of(field)
     return field.metadata.get("named", False) or hasattr(section, "name")
 
@@ -55,6 +55,6 @@ def _many(field: dataclasses.Field[Any]) -> bool:
 
 
 def inner_of(field: dataclasses.Field[Any]) -> type | None:
-    """Return the dataclass of the field, or of the entries of its list; None for other types."""
+    """Return the dataclass that is the type of the field, or of its list's entries; None for other types."""
     kind = field.metadata.get("entries") or next(iter(get_args(field.type)), field.type)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None

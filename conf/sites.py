@@ -21,7 +21,7 @@ MOST_NAME_BYTES = 100  # a site's name is also a folder name
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """The way in which sites of one entry divide the training images of their domain."""
+    """How the sites of one entry in the `sites` list divide the training images of their domain."""
 
     name: str = option("iid", "iid, dirichlet, classes, size, an entry point of a package, or module:attribute")
     alpha: float = option(0.5, "dirichlet: concentration; a smaller value is more unequal", low=1e-3)
@@ -58,7 +58,7 @@ class SiteConfig:
 
 @dataclass(frozen=True)
 class Site:
-    """One participant. It trains on part `part` of the `parts` parts of its entry's domain."""
+    """One named site. It trains on part `part` (from 0) of the `parts` parts of its domain; `spec` is its entry."""
 
     index: int
     name: str
@@ -68,7 +68,7 @@ class Site:
 
 
 def parse_entries(given: Any) -> list[SiteConfig]:
-    """Return the entries of a `sites` list. Raise UserError with the wrong entry's index."""
+    """Return the entries of a `sites` list as SiteConfigs. Raise UserError with the wrong entry's index."""
     entries: list[SiteConfig] = []
     for index, item in enumerate(given):
         where = f"sites[{index}]"

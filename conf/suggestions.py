@@ -54,13 +54,13 @@ BY_WORD = {word: key for key, words in WORDS.items() for word in words}
 
 
 def with_suggestion(error: UnknownKeyError) -> UserError:
-    """Return the error with the key that another tool or section calls by this name, if there is one."""
+    """Return the error with the key that the user probably means (`by_word`) as suggestion, if there is one."""
     near = by_word(error.key.rpartition(".")[2])
     return error.suggesting(near) if near else error
 
 
 def by_word(word: str) -> str:
-    """Return the only dotted key for a word; empty for no key or several keys."""
+    """Return the dotted key that ends in `word`, or that other tools call so; empty for no key or several."""
     word = word.lower()
     keys = [BY_WORD[word]] if word in BY_WORD else _keys_by_word().get(word, [])
     return keys[0] if len(keys) == 1 else ""

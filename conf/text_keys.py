@@ -14,14 +14,14 @@ PRESET, PRESETS = "preset", "presets"  # keys of an experiment's file
 
 
 def keep_texts(schema: type, node: Node) -> Node:
-    """Return the node of a dataclass's section with the values of text keys as texts. null stays null."""
+    """Return the YAML node of a dataclass's section, with scalars of text fields marked as texts. null stays null."""
     if isinstance(node, MappingNode):
         node.value = [(_key(key), _of_key(schema, key, value)) for key, value in node.value]
     return node
 
 
 def keep_texts_at(schema: type, key: str, node: Node) -> Node:
-    """Return the node of the value of one dotted key, such as sites.0.name, with texts in the same way."""
+    """Return the YAML node of the value of one dotted key, such as sites.0.name, changed as by `keep_texts`."""
     first, _, rest = key.partition(".")
     if first == PRESET and not rest:
         return _text(node)
@@ -40,7 +40,7 @@ def keep_texts_at(schema: type, key: str, node: Node) -> Node:
 
 
 def values_kept_at(schema: type, key: str, node: Node) -> Node:
-    """Return a list of values of one dotted key with texts in the same way. The list may be inside a list."""
+    """Return a YAML list of values for one dotted key, each changed by `keep_texts_at`. It may be inside a list."""
     if isinstance(node, SequenceNode):
         node.value = [keep_texts_at(schema, key, value) for value in node.value]
         if len(node.value) == 1 and isinstance(value := node.value[0], SequenceNode):

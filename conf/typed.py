@@ -49,7 +49,7 @@ def option(
 
 
 class UnknownKeyError(UserError):
-    """A key that its section does not have."""
+    """The error for a key that its section lacks. It suggests `near`, by default the most similar known key."""
 
     def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
         self.key, self.known = key, known
@@ -58,7 +58,7 @@ class UnknownKeyError(UserError):
         super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
 
     def suggesting(self, near: str) -> "UnknownKeyError":
-        """Return the error with another key as its suggestion."""
+        """Return a copy of the error that suggests the key `near`."""
         return UnknownKeyError(self.key, self.known, near)
 
 
@@ -86,7 +86,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
 
 
 def at_home(instance: T) -> T:
-    """Return the instance with `~` and `~name` at the beginning of its paths replaced by the home folder."""
+    """Return a dataclass instance with `~` and `~name` at the start of its path fields replaced by the home folder."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(instance):  # type: ignore[arg-type]
         value = getattr(instance, field.name)
@@ -98,7 +98,7 @@ def at_home(instance: T) -> T:
 
 
 def checked(given: Any, where: str) -> Any:
-    """Return a value unchanged. Raise UserError if it contains a text that OmegaConf would interpolate."""
+    """Return a value unchanged. Raise UserError if it contains a text that OmegaConf would interpolate (${...}, ???)."""
     _check_literal(given, where)
     return given
 
@@ -216,7 +216,7 @@ def _fits(schema: type, name: str, item: Any) -> bool:
 
 
 def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
-    """Return a text that describes the values of a field. `item`: a wrong value, if there is one."""
+    """Return a text that says which values a field takes: "a number from 0 to 1". `item`: a wrong value, for a hint."""
     kind, choices = get_origin(field.type) or field.type, field.metadata.get("choices")
     if choices:
         return f"{'a list of' if kind is list else 'one of'}: {_row(choices)}"

@@ -72,9 +72,9 @@ _Writer.add_implicit_resolver(f"{TAG}float", NUMBERS[f"{TAG}float"], list("-+012
 
 
 def read_yaml(text: str, kept: Kept | None = None) -> Any:
-    """Read a YAML text. Raise yaml.YAMLError for a wrong text, or one that `_Check` refuses.
+    """Return the value of a YAML text. Raise yaml.YAMLError for a wrong text, repeated keys or endless aliases.
 
-    `kept`: a function that turns nodes of text keys into texts (conf.text_keys).
+    `kept`: a function that changes the root node before it becomes a value, such as conf.text_keys.keep_texts.
     """
     if len(text) > LONG:
         with contextlib.suppress(yaml.YAMLError):  # on an error, the slower reader reports its position

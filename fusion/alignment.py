@@ -18,7 +18,7 @@ class Alignment:
     Attributes:
         layers: The names of both networks' layers, [m] and [n].
         costs: How different the layers are, float64 [m, n].
-        pairs: Layers of the first network with their counterparts, as many as the shallower network has.
+        pairs: Layers of the first network with those of the second, as many as the shallower network has.
     """
 
     layers: tuple[tuple[str, ...], tuple[str, ...]]
@@ -27,7 +27,7 @@ class Alignment:
 
 
 def align(one: nn.Module, other: nn.Module, *, probe: Tensor, settings: FusionSettings | None = None) -> Alignment:
-    """Compare the layers of two networks, as `fuse` does. The networks stay unchanged. CLA+OT, Algorithm 1.
+    """Return which layers of two networks correspond, as in `fuse`. The networks stay unchanged. CLA+OT, Algorithm 1.
 
     Args:
         one: The first network.

@@ -39,7 +39,7 @@ def layer_of(name: str) -> str:
 
 
 def alpha_for(alpha: Alpha, name: str) -> float:
-    """Return the coefficient of a tensor. Raise UserError if its layer has none, or if it is not finite."""
+    """Return the coefficient of the tensor `name` in `alpha`. Raise UserError if its layer has none, or a non-finite one."""
     if not isinstance(alpha, int | float):
         if layer_of(name) not in alpha:
             raise UserError(f"no coefficient for the layer '{layer_of(name)}'; use one number, or one for each layer")
@@ -51,7 +51,7 @@ def alpha_for(alpha: Alpha, name: str) -> float:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A cumulative gradient: int64 tensors in units of 2**-bits, and the digest of the network that it starts from."""
+    """A change of weights by training: int64 tensors in units of 2**-bits, and the digest of the network at its start."""
 
     change: State
     start: str
@@ -68,7 +68,7 @@ def check_shapes(one: Mapping[str, Tensor], other: Mapping[str, Tensor], who: st
 
 
 def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
-    """Return g = theta - theta_0 of two quantised states (fusion.exact.quantise). Raise UserError for other shapes."""
+    """Return the Gradient from `start` to `end`, two quantised states (fusion.exact). Raise UserError if shapes differ."""
     check_shapes(start, end, "cumulative gradient")
     return Gradient({name: tensor - start[name] for name, tensor in end.items()}, digest(start), bits)
 
@@ -76,7 +76,7 @@ def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
 def combine(
     start: State, gradients: Sequence[Gradient], alphas: Sequence[Alpha], how: str = GRADIENTS, *, force: bool = False
 ) -> State:
-    """Return theta_n + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
+    """Return a weighted sum: theta_0 + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
 
     `start`: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
     added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged. `gradients`: the cumulative
@@ -102,7 +102,7 @@ def combine(
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
-    """Return the combination of changes, read one by one, with their alphas; all int64 in units of 2**-bits.
+    """Return what `combine` returns, from changes theta_i - theta_0 read one by one; all int64 in units of 2**-bits.
 
     Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). Raise UserError if the result is beyond
     the range of exact sums.
@@ -114,7 +114,7 @@ def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], ho
 
 
 def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
-    """Return what `composed` returns if all changes have one coefficient. Multiplies their sum, which is known, once."""
+    """Return what `composed` returns if all changes have the coefficient `alpha`, from their sum `total`."""
     number = total.addends
     factors = {name: _factors([alpha], name, [number])[0] for name in start}
     term = {name: _times(tensor, factors[name]) for name, tensor in total.totals.items()}
@@ -122,7 +122,7 @@ def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
 
 
 def added(one: State, other: State) -> State:
-    """Return the sum of two networks' integers. Raise UserError beyond the range of exact sums."""
+    """Return the sum of two quantised states. Raise UserError beyond the range of exact sums."""
     return _summed([one, other], bits=0).totals
 
 
@@ -164,7 +164,7 @@ def _shares(sizes: Sequence[float], times: Sequence[int]) -> list[float]:
 
 
 def to_state(quantised: State, like: Mapping[str, Tensor], bits: int) -> State:
-    """Return integers in units of 2**-bits as a state with the dtypes of `like`.
+    """Return a quantised state (units of 2**-bits) as float32; tensors that are integers in `like` get their dtype there.
 
     Counters are rounded. Counters and variances are at least 0.
     """
@@ -186,7 +186,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
 
 
 class Composer:
-    """Computes many combinations of the same terms, written into one network in place.
+    """A network that is overwritten in place with weighted sums of other networks, with new coefficients at each call.
 
     The network's weights become views of one vector, a sum over the terms' vectors. Its running statistics become
     views of another, their weighted mean. Unlike `combine` it computes in float32, and leaves counters unchanged.
@@ -208,7 +208,7 @@ class Composer:
         self._parts = [_Vector(weights, start, ends, how), _Vector(statistics, start, ends, GRADIENTS)]
 
     def __call__(self, alphas: Sequence[Alpha]) -> nn.Module:
-        """Return the network after its weights have become the combination with these coefficients."""
+        """Write the sum with these coefficients, one for each of `ends`, into the network. Return the network."""
         weights, statistics = self._parts
         once = [1] * len(alphas)
         if all(isinstance(alpha, int | float) for alpha in alphas):

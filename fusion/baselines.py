@@ -23,7 +23,7 @@ def naive_average(networks: Sequence[nn.Module]) -> nn.Module:
 
 
 class Ensemble(nn.Module):
-    """The mean of the networks' class probabilities; it needs a forward pass for each network."""
+    """A network that returns the mean of several networks' class probabilities, by a forward pass for each."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ TYPES = (torch.float32, torch.float64)
 
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
-    """Return weights that sum to 1; equal ones by default."""
+    """Return the weights divided by their sum; None: equal ones. Raise UserError if they do not fit `number` networks."""
     numbers = [1.0] * number if weights is None else [float(weight) for weight in weights]
     if len(numbers) != number or any(not weight >= 0.0 for weight in numbers) or not 0.0 < sum(numbers) < float("inf"):
         raise UserError(f"fuse: weights {numbers} for {number} networks; use one for each, not negative, not all 0")
@@ -21,7 +21,10 @@ def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
 
 
 def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> dict[int, int]:
-    """Return the user's map as a dictionary: a unit of the structure -> a unit of the other network."""
+    """Return FusionSettings.map as {layer of the network at `depth`: layer of the other}. Raise UserError if it is wrong.
+
+    `own`, `other`: the numbers of layers of these networks.
+    """
     few, many = min(own, other), max(own, other)
     rising = len(chosen) == few and all(a < b for a, b in zip(chosen, (*chosen[1:], many), strict=True)) and chosen[0] >= 0
     if networks != 2 or not rising:
@@ -31,7 +34,7 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
 
 
 def check_places(networks: int, into: int, depth: int) -> None:
-    """Raise UserError unless there are two or more networks, and both indices are in range."""
+    """Raise UserError unless there are two or more networks, and the indices `into` and `depth` are in range."""
     if networks < 2 or any(type(index) is not int or not 0 <= index < networks for index in (into, depth)):
         raise UserError(
             f"fuse: {networks} networks, into={into}, depth={depth}; use two or more networks, and indices from 0"
@@ -39,7 +42,7 @@ def check_places(networks: int, into: int, depth: int) -> None:
 
 
 def check_numbers(index: int, network: nn.Module) -> None:
-    """Raise UserError unless all values are finite and precise enough for sums over a probe set."""
+    """Raise UserError unless the network's floating-point values are finite, and float32 or float64."""
     for name, tensor in network.state_dict().items():
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
             raise UserError(f"network {index}: tensor '{name}' holds values that are not finite")
@@ -59,7 +62,7 @@ def check_layers(index: int, wiring: Wiring) -> None:
 
 
 def check_scale(state: Mapping[str, Tensor], wiring: Wiring, moves: Sequence[Moves]) -> None:
-    """Raise UserError if plans divided by column sums would scale a layer's input but not its bias."""
+    """Raise UserError if transport plans divided by column sums would scale a layer's input but not its bias."""
     unequal = [name for move in moves for name, plan in move.outgoing.items() if plan.shape[0] != plan.shape[1]]
     normed = {layer.outputs for layer in wiring.layers if layer.kind == "norm"}
     biased = [layer.name for layer in wiring.layers

@@ -17,7 +17,7 @@ UNKNOWN = -20.0  # log probability, at most, that a network gives to a class it 
 
 
 def united(classes: Sequence[Sequence[str]], first: int) -> tuple[str, ...]:
-    """Return the names of all classes, those of network `first` first."""
+    """Return all networks' class names without repetition, those of network `first` first."""
     own = classes[first] if 0 <= first < len(classes) else ()
     return tuple(dict.fromkeys([*own, *(name for names in classes for name in names)]))
 
@@ -25,7 +25,7 @@ def united(classes: Sequence[Sequence[str]], first: int) -> tuple[str, ...]:
 def in_classes(
     networks: Sequence[nn.Module], classes: Sequence[Sequence[str]], wanted: Sequence[str], probe: Tensor
 ) -> list[nn.Module]:
-    """Return networks that answer for the wanted classes, in that order. A network never predicts a class it lacks.
+    """Return the networks with outputs for the wanted classes, in that order. None predicts a class that it lacks.
 
     `classes`: the names of each network's outputs. Raise UserError if a network does not have one name for each
     output, or lacks a class and has no bias in its last layer.

@@ -14,7 +14,7 @@ NEVER = 1e3  # nats, so that the class is never the answer
 
 
 def discriminant(count: Tensor, total: Tensor, square: Tensor, never: float = NEVER) -> tuple[Tensor, Tensor]:
-    """Return the weight [classes, d] and bias [classes], float64, of logits equal to log probabilities plus a constant.
+    """Return weight [classes, d] and bias [classes], float64, of a linear head: log probabilities plus a constant.
 
     A class without images has the weight 0 and a bias `never` nats below all others.
 
@@ -38,7 +38,7 @@ def discriminant(count: Tensor, total: Tensor, square: Tensor, never: float = NE
 
 
 def scaled(weight: Tensor, bias: Tensor, norm: float) -> tuple[Tensor, Tensor]:
-    """Return an equivalent head: remove what all classes share, and scale the weight to `norm`.
+    """Return a linear head with the same predictions: without what all classes share, and with weights of norm `norm`.
 
     If features nearly share one direction, a discriminant's weights are thousands of times too large for training.
     """

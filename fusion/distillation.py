@@ -12,7 +12,7 @@ from fedloom.conf.errors import UserError
 
 @dataclass(frozen=True)
 class Distillation:
-    """The settings of `distil`: Adam on `distillation_loss`.
+    """The settings of `distil`: Adam on `distillation_loss` (`temperature`, `weight`).
 
     The learning rate falls from `rate` to 0 as half a cosine over `steps` steps of `batch` inputs.
     """
@@ -35,9 +35,9 @@ class Distillation:
 def distillation_loss(
     logits: Tensor, answers: Tensor, temperature: float, labels: Tensor | None = None, weight: float = 1.0
 ) -> Tensor:
-    """Return weight T^2 KL(softmax(answers / T) || softmax(logits / T)) + (1 - weight) cross-entropy with the labels.
+    """Return a student's loss: weight T^2 KL(softmax(answers / T) || softmax(logits / T)) + (1 - weight) cross-entropy.
 
-    The mean over the batch (Hinton et al. 2015, Sec. 2).
+    It is the mean over the batch (Hinton et al. 2015, Sec. 2), with cross-entropy from the labels.
 
     `logits`: the student's, [k, classes]. `answers`: the teacher's logits, [k, classes]. `labels`: int64 [k]; needed
     for a weight below 1. `weight`: 0 is plain training on the labels. Raise UserError if the weight is not in [0, 1],

@@ -46,13 +46,13 @@ def check_range(state: Mapping[str, Tensor], bits: int) -> None:
 
 
 def exact(state: Mapping[str, Tensor], bits: int) -> State:
-    """Return the integers of a stored state: floats are quantised, integers are in units of 2**-bits already."""
+    """Return a state as integers in units of 2**-bits: quantise its floats; its integers are in these units already."""
     floats = quantise({name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}, bits)
     return {name: floats.get(name, tensor) for name, tensor in state.items()}
 
 
 def dequantise(state: Mapping[str, Tensor], bits: int, divisor: int = 1) -> State:
-    """Divide int64 multiples of 2**-bits by `divisor` and return float32 (one rounding in float64, one to float32)."""
+    """Return int64 multiples of 2**-bits, over `divisor`, as float32 (one rounding in float64, one to float32)."""
     scale = 2.0**-bits / divisor
     return {name: (tensor.double() * scale).float() for name, tensor in state.items()}
 
@@ -94,7 +94,7 @@ class ExactSum:
             raise
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:
-        """Add a sum (or a difference of sums) of `addends` states. Raise ExactSumError as `add` does."""
+        """Add `totals`, a sum (or difference of sums) of `addends` states. Raise ExactSumError as `add` does."""
         self._accumulate(totals, 1)
         self.addends += addends - 1
 

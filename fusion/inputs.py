@@ -14,7 +14,7 @@ QUANTISED = ("torch.ao.nn.quant", "torch.ao.nn.intrinsic", "torch.ao.nn.qat", "t
 
 
 def plain_networks(networks: Sequence[object]) -> list[nn.Module]:
-    """Return the networks, compiled ones unwrapped.
+    """Return the networks, without the wrappers of torch.compile.
 
     Raise UserError if a network cannot be fused. The message has its index and the reason.
     """

@@ -24,7 +24,7 @@ PIECE, BAND = 2048, 100
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """For each channel: the number of values, their sum and the sum of their squares, float64. Batches can be added."""
+    """For each channel: number, sum and sum of squares of its values, float64. Moments of batches can be added."""
 
     count: int
     sums: Tensor
@@ -49,10 +49,10 @@ class Observation:
     """What a network did on a probe set, by name of the observed node.
 
     Attributes:
-        grams: For each batch [k, k], float64, not centred.
+        grams: Inner products of the samples, for each batch [k, k], float64, not centred.
         features: [channels, values], with the same samples and positions in every network of the same resolution.
             Channels follow the wiring's layout of the node.
-        moments: Of the channels.
+        moments: Those of the node's channels.
     """
 
     grams: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def _check_finite(node: fx.Node, value: Tensor) -> None:
 
 
 def moments_of(value: Tensor) -> Moments:
-    """Return the moments of the channels of [k, c, ...]."""
+    """Return the Moments of the channels of a tensor [k, c, ...]."""
     value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
     sums, squares = value.sum(dim=2), torch.linalg.vector_norm(value, dim=2).double().square()
     return Moments(value.shape[0] * value.shape[2], sums.double().sum(dim=0), squares.sum(dim=0))

@@ -19,11 +19,11 @@ class Fused:
         network: The fused network, in evaluation mode.
         alignment: For each layer (or block) of the shallower of two networks (this one and `depth`), its 0-based
             position in the deeper one.
-        pairs: The same by names, as `align(networks[depth], network).pairs`.
+        pairs: The alignment by layer names, as `align(networks[depth], network).pairs`.
         plans: By layer, [n, m] with columns that sum to 1: output m of the result as a mean of the network's n
             outputs. Empty for `into`. For a selection: 1 where output m is the network's output n.
         balanced: The network at the depth of the result; the input itself if nothing had to change.
-        aligned: The same in the basis of the result, before averaging; empty for a selection.
+        aligned: This network with its channels moved to the result's, before averaging; empty for a selection.
         costs: Transport costs by layer.
         seconds: Duration of each step.
         notes: What a user should know.
@@ -49,7 +49,7 @@ class Fused:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A fused network's tensors before refit or repair, the targets of its channels, and how both were made."""
+    """A fused network's `state` before refit or repair, the `mixture` that its channels imitate, and how both were made."""
 
     state: State
     mixture: Mixture
@@ -62,10 +62,10 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a balanced network does on the probe set.
+    """What a network, after it is brought to the result's depth, does on the probe set.
 
     `features`: values [channels, n] by node. `seen`: the mean and deviation of the channels by layer, for repair.
-    `own`: the same as BatchNorm stored them in training.
+    `own`: means and deviations that BatchNorm stored in training.
     """
 
     features: Mapping[str, Tensor]
@@ -74,7 +74,7 @@ class View:
 
 
 def averaged(states: list[State], shares: Mapping[str, list[float]]) -> State:
-    """Return the weighted mean of states, tensor by tensor.
+    """Return the weighted mean of states. `shares`: for each tensor, the weights of the states.
 
     A tensor that is not floating-point is copied from the first network that has it.
     """

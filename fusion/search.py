@@ -58,7 +58,7 @@ def check_grid(steps: Sequence[float], number: int) -> None:
 
 
 def climb(score: Score, start: Sequence[float], low: float, high: float, evaluations: int) -> list[float]:
-    """Return the best point that Powell's derivative-free method reaches from `start` between `low` and `high`.
+    """Return the point of the highest score that Powell's method reaches from `start`, between `low` and `high`.
 
     `evaluations` is about the number of points that it scores.
     """

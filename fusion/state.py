@@ -12,7 +12,7 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm  # in one, two or three dimensions
 
 
 def flat(state: Mapping[str, Tensor]) -> Tensor:
-    """Return all entries as one float64 vector on the CPU."""
+    """Return all entries of a state as one float64 vector on the CPU."""
     parts = [tensor.detach().cpu().flatten() for tensor in state.values()]
     if len({part.dtype for part in parts}) == 1:
         return torch.cat(parts).double()

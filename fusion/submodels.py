@@ -33,11 +33,11 @@ class Submodel:
     neutral: Mapping[str, Tensor]
 
     def taken(self, state: Mapping[str, Tensor]) -> State:
-        """Return the smaller network's part of the larger network's state."""
+        """Return the smaller network's state, copied out of the larger network's `state`."""
         return {name: _picked(state[own], index).clone() for name, (own, index) in self.places.items()}
 
     def spread(self, state: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Index, Tensor]]:
-        """Yield the smaller network's tensors as parts of the larger state `whole`: name, entries, values."""
+        """Yield where the smaller network's `state` lies in the larger one, `whole`: (name, entries, values) by tensor."""
         for name, (own, index) in self.places.items():
             if own in whole:
                 yield own, index, state[name]
@@ -45,7 +45,7 @@ class Submodel:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A state of a network that is part of a larger one, with its weight in means.
+    """One input of `mean_over_holders`: a smaller network's state, its place in the larger one, and its weight.
 
     `lacking`: the relative weight of the neutral tensors for missing layers. `shares`: if the state is already a mean
     in which missing entries count as 0, the share of the weight that holds each entry, by the larger network's
@@ -60,7 +60,7 @@ class Held:
 
 
 def mean_over_holders(held: Sequence[Held], before: Mapping[str, Tensor]) -> State:
-    """Return each entry of the larger network as the weighted mean over its holders; without holders, as in `before`.
+    """Return the larger network's state: the weighted mean of the networks that hold an entry; else that of `before`.
 
     If all networks have one architecture, this is their weighted mean, bit for bit.
     """
@@ -92,7 +92,7 @@ def submodel(
     turn: int = 0,
     names: tuple[str, str] = ("", ""),
 ) -> Submodel:
-    """Return a smaller network as a part of a larger one.
+    """Return where the tensors of a smaller network lie in a larger one.
 
     `matches`: units of the larger network by units of the smaller one; default: evenly spread in each group of
     layers. `turn`: how far the larger network's channels are rotated before the first are taken. `names`: names of
@@ -119,7 +119,7 @@ def submodel(
 
 
 def neutral(wiring: Wiring, unit: Unit, state: Mapping[str, Tensor]) -> State:
-    """Return tensors with which a unit passes its input on unchanged (after a ReLU), or an empty state."""
+    """Return tensors with which a layer or block returns its input unchanged (after a ReLU); empty if impossible."""
     modules = dict(wiring.graph.named_modules())
     if unit.kind == "block":
         last = unit.layers[-1]

@@ -23,7 +23,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules
 
 @dataclass(frozen=True)
 class Source:
-    """The node with a node's values in the network before balancing. `rectified`: the values pass a ReLU."""
+    """The node of the network before balancing that a node's values come from. `rectified`: they pass a ReLU."""
 
     node: str
     rectified: bool = False
@@ -31,14 +31,14 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """A network with the target's structure.
+    """A network after its layers have become those of the target.
 
     Attributes:
         network: The network.
         complete: The same network with all norms, for wiring.
         added: The tensors of layers that it did not have.
-        origins: The previous names of its other layers.
-        sources: Its pre-activations in the network before balancing.
+        origins: The previous names of its other layers, by their names now.
+        sources: For its pre-activations, those of the network before balancing.
         stale: Whether `sources` are outdated, because layers were merged or removed.
         notes: What a user should know.
     """
@@ -53,7 +53,7 @@ class Balanced:
 
 
 def unchanged(network: nn.Module, wiring: Wiring) -> Balanced:
-    """Return the network itself, because it has the target depth."""
+    """Return the network as a `Balanced` without changes, because it has the target depth."""
     layers = {layer.name: layer.name for layer in wiring.layers}
     nodes = {node for nodes in wiring.points.values() for node in nodes} | set(_nodes(wiring, tuple(layers), None))
     sources = {node: Source(node) for node in nodes | {unit.sum for unit in wiring.units if unit.sum}}
@@ -69,7 +69,7 @@ def balanced(
     signs: Mapping[str, Tensor] | None = None,
     inner: str = "own",
 ) -> Balanced:
-    """Return `network` in the structure of `target`.
+    """Return `network` with the layers of `target`. `structure` and `wiring` are the wirings of target and network.
 
     Units of the structure without a match are added. Units of the network without a match are merged (linear layers)
     or removed (residual blocks).
@@ -276,7 +276,7 @@ MERGE: dict[str, Callable[[_Builder, Unit], None]] = {"layer": _Builder._merge_l
 
 
 def relu_signs(features: Mapping[str, Tensor], method: str) -> dict[str, Tensor]:
-    """Return the diagonal D [channels] that replaces a ReLU, from pre-activations [channels, samples] (CLA+OT, Sec. 3.2).
+    """Return D [channels], the diagonal that replaces a node's ReLU, from its values [channels, samples]. CLA+OT, Sec. 3.2.
 
     `method` "sum": 1 if the sum is not negative. "majority": 1 if at least half are positive. "average": the share of
     positive ones.

@@ -7,7 +7,7 @@ from fedloom.conf.errors import UserError
 
 
 def identity(name: str, module: nn.Module, width: int) -> Tensor:
-    """Return the weight [width, width, ...] of a layer of this kind that is the identity.
+    """Return the weight [width, width, ...] with which a layer like `module` is the identity.
 
     Raise UserError if such a layer cannot be the identity.
     """
@@ -41,12 +41,12 @@ def check_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> Non
 
 
 def with_bias(layer: nn.Linear) -> dict[str, Tensor]:
-    """Return the layer's weight and bias; zeros if it has no bias."""
+    """Return a linear layer's weight and bias by name; the bias is zeros if it has none."""
     weight = layer.weight.detach()
     return {"weight": weight, "bias": weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters and buffers."""
+    """Return a module's own parameters and buffers by name, without those of its submodules."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     return {name: tensor.detach() for name, tensor in own.items()}

@@ -20,9 +20,9 @@ from fedloom.fusion.probe import Observation, check_probe, cka, features_of, obs
 
 
 def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool = True) -> tuple[int, ...]:
-    """Return the rows a(0) < a(1) < ... < a(n-1) that minimise sum_j cost[a(j), j], in O(mn).
+    """Return for each layer j of the shallower network its match a(j) in the deeper one, of least sum_j cost[a(j), j].
 
-    Of equal sums, the result has the smaller rows, from the last column backwards.
+    Takes O(mn). a(0) < a(1) < ... < a(n-1); of equal sums, the result has the smaller rows, from the last backwards.
 
     `cost`: [m, n] with m >= n; rows are the deeper network's layers. `pin_first`: require a(0) = 0. With a single
     column, this takes precedence over `pin_last`. `pin_last`: require a(n-1) = m - 1. Raise UserError if there are
@@ -76,7 +76,7 @@ def layer_costs(
 
 
 def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
-    """Return the wirings of networks that take these inputs. Errors start with the network's index."""
+    """Return each network's Wiring for inputs like `probe`. Errors start with the network's index."""
     wirings = []
     for index, network in enumerate(networks):
         try:
@@ -88,7 +88,7 @@ def wired(networks: Sequence[nn.Module], probe: Tensor) -> list[Wiring]:
 
 
 def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
-    """Return the nodes that `observe` needs to compare layers by COSTS[name]."""
+    """Return the arguments of `observe` (names of nodes) that COSTS[name] needs to compare these units."""
     nodes = {unit.node for unit in units}
     return {"cka": {"grams": nodes}, "wasserstein": {"features": nodes}}.get(name, {})
 
@@ -96,7 +96,7 @@ def looked_at(units: Iterable[Unit], name: str) -> dict[str, set[str]]:
 def costs_between(
     ones: Sequence[Unit], twos: Sequence[Unit], seen: Observation, other: Observation, name: str
 ) -> np.ndarray:
-    """Return `layer_costs` between units of networks that have been observed."""
+    """Return the costs [ones, twos] between two networks' units, from their observations `seen` and `other`."""
     pairs = [[COSTS[name](u, v, seen, other) for v in twos] for u in ones]
     return np.array(pairs, dtype=np.float64).reshape(len(ones), len(twos))
 
@@ -132,14 +132,14 @@ class Pins:
     last: bool = True
 
     def decide(self, many: int, few: int) -> bool:
-        """Return whether the map between groups of these sizes is determined without comparing layers."""
+        """Return whether the matches between groups of these sizes are determined without comparing layers."""
         return many == few or few <= self.first + self.last
 
 
 def match_units(
     deep: Wiring, shallow: Wiring, cost: np.ndarray, *, pin_first: bool = True, pin_last: bool = True
 ) -> dict[int, int]:
-    """Return units of `deep` with their matches in `shallow`, group by group; `cost` is [deep, shallow].
+    """Return {unit of `deep`: its match in `shallow`} by index, group by group; `cost` is [deep, shallow].
 
     In each group, every unit of the smaller side gets a match. Raise UserError if the networks have different groups
     (max-pools, stages, fully connected part).
@@ -150,7 +150,7 @@ def match_units(
 def match_seen(
     deep: Wiring, shallow: Wiring, seen: Observation, other: Observation, name: str, pins: Pins
 ) -> dict[int, int]:
-    """Match units by COSTS[name], for networks whose `undecided` units have been observed."""
+    """Return what `match_units` returns, with COSTS[name] from observations of the `undecided` units."""
 
     def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
         if pins.decide(max(len(i), len(j)), min(len(i), len(j))):
@@ -161,7 +161,7 @@ def match_seen(
 
 
 def match_evenly(deep: Wiring, shallow: Wiring) -> dict[int, int]:
-    """Match units by position alone: first to first, last to last, the others evenly spread in each group."""
+    """Return matches by position alone: first to first, last to last, the others evenly spread in each group."""
 
     def cost(i: Sequence[int], j: Sequence[int]) -> np.ndarray:
         ours, theirs = (np.arange(len(each)) * max(1, len(other) - 1) for each, other in ((i, j), (j, i)))
@@ -171,12 +171,12 @@ def match_evenly(deep: Wiring, shallow: Wiring) -> dict[int, int]:
 
 
 def pairs_of(one: Wiring, other: Wiring, matches: Mapping[int, int]) -> dict[str, str]:
-    """Return the names of matched units, in the order of `one`."""
+    """Return the names of matched units, {name in `one`: name in `other`}, in the order of `one`."""
     return {one.units[i].name: other.units[j].name for i, j in sorted(matches.items())}
 
 
 def undecided(deep: Wiring, shallow: Wiring, pins: Pins) -> tuple[list[Unit], list[Unit]]:
-    """Return the units of both networks that need a comparison."""
+    """Return the units of both networks whose matches `pins` do not determine, so that they need a comparison."""
     units: tuple[list[Unit], list[Unit]] = [], []
     for i, j in _paired_groups(deep, shallow):
         if not pins.decide(max(len(i), len(j)), min(len(i), len(j))):

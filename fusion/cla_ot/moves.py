@@ -23,7 +23,7 @@ FEW = 4  # a plan with at most this many entries a row or column is processed as
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """How a network's channels move: a plan for each axis, by index. Axes without a plan stay.
+    """How a network's channels move to another's: `plans` by axis index. Axes without a plan stay.
 
     `outgoing`: by layer name, [n, m], how its outputs move. `incoming`: how its inputs move, if plans are by layer
     (fusion.cla_ot.reference). `costs`: of the plans, by layer.
@@ -36,7 +36,7 @@ class Moves:
 
 
 def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) -> State:
-    """Return a network's state in the basis that the moves of its layers lead to.
+    """Return a network's state after its layers' channels move by `moves.outgoing` and `moves.incoming`.
 
     Weights [out, in, ...] move on both sides. Vectors (bias, norms and their statistics) move with the outputs, and a
     linear layer after a flatten with its channels. Raise UserError if a tensor's size is not the plan's. The message
@@ -53,7 +53,7 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
 
 
 class Movement(Protocol):
-    """How the channels of an axis move, [n, m]: where they are written, and where they are read."""
+    """How the channels of an axis move, [n, m]: where they are written (`outgoing`), and where they are read."""
 
     @property
     def outgoing(self) -> Tensor: ...
@@ -63,7 +63,7 @@ class Movement(Protocol):
 
 
 def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
-    """Return a network's state in the basis and widths of another network of the same structure.
+    """Return a network's state with its channels moved to those of another network of the same structure.
 
     `source`: the network's own wiring. `goal`: the other network's wiring. `plans`: by axis. A slot that a layer
     reads moves by `incoming`, the others by `outgoing`. Raise UserError if a tensor's size is not the plan's. The
@@ -86,7 +86,7 @@ def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Ma
 
 
 def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:
-    """Return, by tensor, the axis and slots in two wirings. Raise UserError if their structures differ."""
+    """Return by tensor its (axis index, slot in `source`, slot in `goal`). Raise UserError if the structures differ."""
     slots: dict[str, list[tuple[int, Slot, Slot]]] = {}
     for ours, theirs in zip(source.axes, goal.axes, strict=False):
         places = [[(slot.tensor, slot.dim) for slot in axis.slots] for axis in (ours, theirs)]
@@ -101,7 +101,7 @@ def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Sl
 def moved_along(
     tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Movement], size: int, name: str
 ) -> Tensor:
-    """Return a tensor moved along one dimension, on all its axes; entries on no axis stay in place."""
+    """Return a tensor with the channels along one dimension moved by `plans`; entries on no axis stay in place."""
     front = tensor.movedim(dim, 0)
     new = front.clone() if size == len(front) else front.new_zeros(size, *front.shape[1:])
     for index, ours, theirs in pairs:
@@ -121,7 +121,7 @@ def moved_along(
 
 
 def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Tensor:
-    """Return how all entries of one dimension move, [n, m], from the slots on it."""
+    """Return the matrix [n, m] by which all entries of one dimension move: the plans of all slots on it."""
     n = max(int(ours.entries.max()) for _, ours, _ in pairs) + 1
     m = max(int(theirs.entries.max()) for _, _, theirs in pairs) + 1
     matrix = torch.zeros(n, m, dtype=torch.float64)
@@ -133,8 +133,9 @@ def across(pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Plan]) -> Te
 
 
 def apply(tensor: Tensor, matrix: Tensor, dim: int, name: str = "") -> Tensor:
-    """Return the tensor with dimension `dim` (n channels; n * r entries after a flatten) mapped by matrix [n, m],
-    float64.
+    """Return the tensor with dimension `dim`, of n channels, mapped to m channels by `matrix` [n, m], float64.
+
+    After a flatten, it has n * r entries. Raise UserError for another number.
     """
     repeat, rest = divmod(tensor.shape[dim], len(matrix))
     if rest or (repeat > 1 and tensor.ndim > 2):

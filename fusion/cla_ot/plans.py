@@ -30,7 +30,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A network of the structure, its wiring, and the values [channels, n] of its nodes."""
+    """A network with the result's layers, its wiring, and its nodes' values [channels, n] on the probe set."""
 
     network: nn.Module
     wiring: Wiring
@@ -38,7 +38,7 @@ class Body:
 
 
 def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
-    """Return one plan for each axis except the input's and output's, from all the pre-activations on it.
+    """Return how `body`'s channels move to `into`'s: by a plan for each hidden axis, from all pre-activations on it.
 
     With `basis` "weights", plans come from the first layer that writes the axis. With "same", every channel stays in
     place. The inside of a block that one network lacks has nothing to compare. Groups are matched by the costs of
@@ -51,7 +51,10 @@ def axis_moves(structure: Wiring, body: Body, into: Body, settings: TransportSet
 
 
 def layer_moves(structure: Wiring, body: Body, into: Body, settings: TransportSettings, basis: str) -> Moves:
-    """Return one plan for each layer, also the last, from its own outputs (the public code, fusion.cla_ot.reference)."""
+    """Return how `body`'s channels move to `into`'s: by a plan for each layer, also the last, from its own outputs.
+
+    This follows the public code (fusion.cla_ot.reference). Raise UserError for layers or a `basis` that it lacks.
+    """
     if basis == "weights":
         raise UserError("sequential plans are made from activations; use basis='activations', or sequential=False")
     if any(layer.kind == "depthwise" for layer in structure.layers):

@@ -16,7 +16,7 @@ from fedloom.fusion.graph.channels import Layer, Wiring
 
 
 def sequential_moves(wiring: Wiring, plans: Mapping[str, Plan]) -> Moves:
-    """Return the moves for one plan a layer; `plans` has the name of every convolution and linear layer."""
+    """Return Moves from one plan for each convolution and linear layer, by name; inputs move by the plan before."""
     layers = [layer for layer in wiring.layers if layer.kind != "norm"]
     incoming: dict[str, Tensor] = {}
     outgoing = {name: plan.outgoing for name, plan in plans.items()}

@@ -36,7 +36,7 @@ class Target:
 
 
 def recompute_statistics(network: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Measure all BatchNorm running statistics again on batches [k, ...] with equal weights. Nothing else changes."""
+    """Replace all BatchNorm running statistics by their mean over batches [k, ...]. Nothing else changes."""
     norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
     momenta = [(norm, norm.momentum) for norm in norms]
     with torch.no_grad(), evaluating(network):
@@ -89,7 +89,7 @@ def running(norm: nn.Module) -> Statistics | None:
 
 
 def in_basis(statistics: Mapping[str, Statistics], outgoing: Mapping[str, Tensor]) -> dict[str, Statistics]:
-    """Return mean and standard deviation [channels] of layers after a move: means over the channels that are merged."""
+    """Return layers' statistics after their outputs move by `outgoing`: a new channel's are means over its old channels."""
     moved = {}
     for name, (mean, std) in statistics.items():
         matrix = outgoing[name].to(mean) if name in outgoing else None
@@ -130,7 +130,7 @@ def rescale(network: nn.Module, probe: Tensor, target: Mapping[str, Statistics])
 
 
 def mixture(parents: Sequence[Mapping[str, Statistics]], shares: Mapping[str, Sequence[float]]) -> dict[str, Statistics]:
-    """Return the target statistics: weighted means over the parents that have the layer (`shares` by its name)."""
+    """Return each layer's target statistics: weighted means over the parents that have it (`shares` by its name)."""
     means = {}
     for name in {name: None for parent in parents for name in parent}:
         pairs = [(share, parent[name]) for parent, share in zip(parents, shares[name], strict=True) if name in parent]
@@ -142,7 +142,7 @@ def mixture(parents: Sequence[Mapping[str, Statistics]], shares: Mapping[str, Se
 
 
 def first_calls(wiring: Wiring, names: Collection[str]) -> dict[str, str]:
-    """Return the node of each named layer's first call."""
+    """Return {layer name: node of its first call} for the named layers."""
     first: dict[str, str] = {}
     for layer in wiring.layers:
         first.setdefault(layer.name, layer.node)
@@ -197,7 +197,7 @@ class _Rescaler(Runner):
 
 
 def near(now: Moments, wanted: Statistics) -> Tensor:
-    """Return which channels [channels] have these statistics, up to rounding."""
+    """Return, for each channel, whether its moments equal the wanted statistics up to rounding."""
     mean, std = wanted
     bound = ROUNDING * std + SMALLEST * ROUNDING
     return ((now.mean - mean).abs() <= bound) & ((now.std - std).abs() <= bound)

@@ -25,7 +25,7 @@ ASTRAY = 1e-2  # largest share of misplaced mass that rounding may correct; abov
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """How a plan is computed.
+    """How a transport plan is computed.
 
     Attributes:
         ground: The cost of two channels: "correlation" (1 - their correlation over the probe set), "euclidean" or
@@ -137,7 +137,7 @@ SOLVERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, TransportSettin
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A plan between two bases of an axis: `joint` [n, m], float64, with marginals mu [n] and nu [m], and its cost."""
+    """A transport plan of n channels to m: `joint` [n, m], float64, with marginals mu [n] and nu [m], and its cost."""
 
     joint: Tensor
     cost: float
@@ -145,12 +145,12 @@ class Plan:
 
     @property
     def outgoing(self) -> Tensor:
-        """The plan where the axis is written, [n, m]; columns sum to 1: a new channel is a mean of old ones."""
+        """The matrix [n, m] for tensors that write channels; columns sum to 1: a new channel is a mean of old ones."""
         return self.joint / (self.joint.sum(dim=0) + (EPSILON if self.normalisation == "columns" else 0.0))
 
     @property
     def incoming(self) -> Tensor:
-        """The plan where the axis is read, [n, m]; rows sum to 1 unless the normalisation is "columns"."""
+        """The matrix [n, m] for tensors that read channels; rows sum to 1 unless the normalisation is "columns"."""
         if self.normalisation == "columns":
             return self.outgoing
         return self.joint / self.joint.sum(dim=1, keepdim=True).clamp(min=SMALLEST)
@@ -159,7 +159,7 @@ class Plan:
 def solve(
     cost: np.ndarray, settings: TransportSettings, *, groups: int = 1, importance: tuple[Tensor, Tensor] | None = None
 ) -> Plan:
-    """Return the plan for a cost matrix [n, m].
+    """Return the transport plan for the costs [n, m] between channels.
 
     `groups`: the number of groups of consecutive channels. Whole groups, of equal weight, go to whole groups.
     `importance`: weights [n] and [m] of the channels, for settings.marginals "importance"; used within each group.
@@ -190,7 +190,7 @@ class Blocks:
         self.table = np.array(costs)
 
     def plan(self, between: np.ndarray) -> Plan:
-        """Return the plan of all channels from a plan between the groups."""
+        """Return the plan of all channels from the plan `between` the groups, [groups, other groups]."""
         joint, groups = np.zeros_like(self.cost), len(between)
         for a, b in np.argwhere(between > 0):
             i, j = self.places[0][a], self.places[1][b]
@@ -200,13 +200,13 @@ class Blocks:
 
 
 def between_groups(table: np.ndarray) -> np.ndarray:
-    """Return the exact plan [n, m] between groups of equal weight, for the costs of their members."""
+    """Return the exact plan [n, m] between groups of equal weight. `table`: the costs between them."""
     n, m = table.shape
     return exact_plan(np.full(n, 1.0 / n), np.full(m, 1.0 / m), table)
 
 
 def scaled(cost: np.ndarray, settings: TransportSettings) -> np.ndarray:
-    """Return costs divided by their scale. Raise UserError if they are not finite."""
+    """Return costs divided by their maximum, mean or median (settings.scale). Raise UserError if they are not finite."""
     if not np.isfinite(cost).all():
         raise UserError("transport: costs between channels are not finite; a network or the probe set has NaN")
     return cost / (SCALES[settings.scale](cost) or 1.0)
@@ -219,7 +219,7 @@ def neutral_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
 
 
 def same_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
-    """Return the plan [n, m] that maps each of the first m of n channels to the same number."""
+    """Return the plan [n, m] that maps the first m of n channels to the same numbers. Raise UserError if m > n."""
     if columns > rows:
         raise UserError(f"basis='same': got {columns} channels, but there are at most {rows} here")
     return Plan(torch.eye(rows, columns).double() / columns, 0.0, normalisation)
@@ -228,7 +228,7 @@ def same_plan(rows: int, columns: int, normalisation: str = "both") -> Plan:
 def marginals(
     shape: tuple[int, ...], settings: TransportSettings, importance: tuple[Tensor, Tensor] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the marginals of the rows and columns of a plan."""
+    """Return the mass of each row and each column of a plan, with sums of 1: equal, or by importance."""
     if settings.marginals == "uniform" or importance is None:
         return np.full(shape[0], 1.0 / shape[0]), np.full(shape[1], 1.0 / shape[1])
     mu, nu = (weight.double().cpu().numpy() + 1e-9 for weight in importance)

@@ -1,4 +1,4 @@
-"""Derive axes from atoms: which channels are interchangeable, and in which groups they move."""
+"""Derive axes from atoms (fusion.graph.labels): which channels can be swapped, and in which groups they move."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +14,9 @@ ROUNDS = 4  # of passing colours between groups and members
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """An axis before it is built.
+    """An axis by its atoms, before it becomes a `channels.Axis`.
 
-    `channels`: representatives, [size]. `members`: indices of the channels' groups in the axis `parent`, [size].
+    `channels`: the channels' first atoms, [size]. `members`: indices of their groups in the axis `parent`, [size].
     """
 
     channels: np.ndarray
@@ -26,7 +26,7 @@ class Drawn:
 
 
 class Channels:
-    """The channels after a walk: groups are resolved, and channels of one colour form axes."""
+    """All channels of a network after a Walk. Channels that are used in the same way (one colour) form an axis."""
 
     def __init__(self, atoms: Atoms, wanted: np.ndarray) -> None:
         """Resolve groups and build axes. `wanted`: atoms on tensors of the state."""
@@ -43,11 +43,11 @@ class Channels:
 
     @cached_property
     def entry_colours(self) -> np.ndarray:
-        """By atom: entries of one channel have different colours; corresponding entries of other channels have the same."""
+        """A colour for each atom: different for a channel's entries, equal for corresponding entries of other channels."""
         return self.atoms.refined()
 
     def split(self, entries: Tensor) -> dict[int, Tensor]:
-        """Split a row of labels by axis: int64 [size, r], the positions of each channel's r entries."""
+        """Return by axis where a row of labels has its channels: int64 [size, r], the positions of each one's r entries."""
         labels = entries.numpy()
         places = np.flatnonzero(labels >= 0)
         labels = labels[places]

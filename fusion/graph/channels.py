@@ -50,7 +50,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """`size` channels and the slots that carry them.
+    """A set of `size` channels, which may be permuted, and the slots of tensors that carry them.
 
     Attributes:
         fixed: Whether the axis never moves: input or output of the network, or channels that share a tensor with
@@ -103,11 +103,11 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """How a network is wired.
+    """How a network is wired: the axes of its channels, its layers, and its units.
 
     Attributes:
         graph: Its trace, which shares the network's modules and parameters.
-        layouts: Of the nodes whose tensors carry channels.
+        layouts: The layout of each node whose tensor carries channels.
         node_axes: The axis of dimension 1 of each fx node that has one whole axis there, in its order.
         points: The pre-activations of each axis that is not fixed: nodes that are outputs of a layer or a sum, and
             have a user that is neither norm nor sum. Users of a point can overwrite it (in-place ReLU).
@@ -145,7 +145,7 @@ class Wiring:
 
 
 def permuted(state: Mapping[str, Tensor], axis: Axis, permutation: Tensor) -> dict[str, Tensor]:
-    """Return `Wiring.permuted` for one axis. An axis of groups needs its members moved with it."""
+    """Return the state as `Wiring.permuted` does, for one axis. An axis of groups needs its members moved with it."""
     return _permuted(state, [(slot, permutation) for slot in axis.slots])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 
 def call(function: Callable[..., Any], first: Any, *rest: Any) -> Any:
-    """Call a function of this project; record it as a node if `first` is a traced tensor."""
+    """Return function(first, *rest). If `first` is a traced tensor, record this call as one node instead."""
     return first.tracer.create_proxy("call_function", function, (first, *rest), {}) if isinstance(first, fx.Proxy) else (
         function(first, *rest)
     )  # fmt: skip
@@ -96,7 +96,7 @@ def encoder(
 
 
 def windows(x: Tensor, window: list[int], shift: list[int]) -> Tensor:
-    """Return [n, h, w, c] as [n * windows, positions, c], padded and cyclically shifted (Liu et al. 2021)."""
+    """Return images [n, h, w, c] as windows [n * windows, positions, c], padded and cyclically shifted (Liu et al. 2021)."""
     n, h, w, c = x.shape
     x = F.pad(x, (0, 0, 0, -w % window[1], 0, -h % window[0]))
     rows, columns = x.shape[1] // window[0], x.shape[2] // window[1]
@@ -157,7 +157,7 @@ def window_attention(
 
 
 def merged_patches(x: Tensor) -> Tensor:
-    """Return [..., h, w, c] as [..., h / 2, w / 2, 4 c], padded to even sizes."""
+    """Return images [..., h, w, c] with 2 x 2 positions as one: [..., h / 2, w / 2, 4 c], padded to even sizes."""
     return call(_merged, x)
 
 
@@ -168,7 +168,7 @@ def _merged(x: Tensor) -> Tensor:
 
 
 def relative_bias(table: Tensor, index: Tensor, window: list[int]) -> Tensor:
-    """Return a bias [1, heads, positions, positions] from a table [differences, heads]."""
+    """Return attention's bias [1, heads, positions, positions] from a table [differences, heads], read at `index`."""
     count = window[0] * window[1]
     return table[index].view(count, count, -1).permute(2, 0, 1).contiguous().unsqueeze(0)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def dense(weight: Tensor, groups: int) -> Tensor:
-    """Convert [out, in / groups, ...] to [out, in, ...]."""
+    """Return a grouped weight [out, in / groups, ...] as a dense one [out, in, ...]."""
     outputs, each = len(weight) // groups, weight.shape[1]
     full = weight.new_zeros(len(weight), groups * each, *weight.shape[2:])
     for group in range(groups):
@@ -15,6 +15,6 @@ def dense(weight: Tensor, groups: int) -> Tensor:
 
 
 def in_groups(weight: Tensor, groups: int) -> Tensor:
-    """Convert [out, in, ...] to [out, in / groups, ...]: the blocks on the diagonal."""
+    """Return a dense weight [out, in, ...] as a grouped one [out, in / groups, ...]: the blocks on the diagonal."""
     blocks = [rows.chunk(groups, dim=1)[group] for group, rows in enumerate(weight.chunk(groups))]
     return torch.cat(blocks)

@@ -31,13 +31,13 @@ class Value:
 
 
 def value_of(factors: Iterable[Tensor], shape: Sequence[int], even: Iterable[int] = ()) -> Value:
-    """Return a value; dimensions of size 1 are even."""
+    """Return a Value with these labels. Dimensions of size 1 are added to `even`."""
     even_dims = frozenset(even) | {dim for dim, size in enumerate(shape) if size == 1}
     return Value(tuple(factors), tuple(shape), even_dims)
 
 
 def varied(factor: Tensor) -> frozenset[int]:
-    """Return the dimensions along which labels differ."""
+    """Return the dimensions along which a factor's labels differ."""
     return frozenset(dim for dim, size in enumerate(factor.shape) if size > 1)
 
 
@@ -50,7 +50,7 @@ class Membership:
 
 
 class Atoms:
-    """Atoms with their ties (union-find), memberships and colours. Atoms of one colour occur equally in all tensors."""
+    """All atoms, by number, with ties (union-find), memberships and colours. One colour: equal use in all tensors."""
 
     def __init__(self) -> None:
         self.root = np.empty(0, np.int64)
@@ -97,7 +97,7 @@ class Atoms:
         return torch.from_numpy(roots)
 
     def tie(self, one: Tensor, other: Tensor) -> None:
-        """Make the channels of two label tensors of one shape the same, entry by entry; STILL pins the other."""
+        """Make the channels of two label tensors of one shape the same, entry by entry. Pin a label that meets STILL."""
         a, b = one.flatten(), other.flatten()
         for mine, theirs in ((a, b), (b, a)):
             self.pin(mine[theirs == STILL])
@@ -116,12 +116,12 @@ class Atoms:
             np.minimum.at(self.root, high, low)
 
     def pin(self, atoms: Tensor) -> None:
-        """Pin these atoms: they never move."""
+        """Record that the channels of these atoms never move."""
         labels = atoms.flatten().numpy()
         self.pinned[labels[labels >= 0]] = True
 
     def is_pinned(self, factor: Tensor) -> bool:
-        """Return whether no label can move, as far as known now."""
+        """Return whether no channel in a factor can move, as far as known now."""
         labels = np.unique(factor.numpy())
         labels = labels[labels >= 0]
         return bool(self.pinned[labels].all() or self.pinned[self.find(torch.from_numpy(labels)).numpy()].all())
@@ -138,7 +138,7 @@ class Atoms:
         self.memberships.append(Membership(pairs[0], pairs[1]))
 
     def refined(self) -> np.ndarray:
-        """Return colours that distinguish the atoms of one channel by what they are tied to, recursively.
+        """Return a colour for each atom, to distinguish the atoms of one channel by what they are tied to, recursively.
 
         The method is that of Weisfeiler and Leman (1968).
         """
@@ -154,7 +154,7 @@ class Atoms:
         return colours
 
     def compressed(self, factor: Tensor) -> Tensor:
-        """Return the factor without dimensions along which channels and the order of their entries do not vary."""
+        """Return the factor with size 1 in dimensions along which channels and the order of their entries do not vary."""
         for dim in range(factor.ndim):
             if factor.shape[dim] == 1:
                 continue
@@ -173,13 +173,13 @@ class Atoms:
         return bool((places == places.narrow(dim, 0, 1)).all()) or bool((places == line).all())
 
     def repeated(self, factor: Tensor) -> bool:
-        """Return whether a channel has several entries."""
+        """Return whether a channel has several entries in the factor."""
         roots = self.find(factor)
         roots = roots[roots >= 0]
         return len(roots.unique()) < roots.numel()
 
     def ordered(self, factor: Tensor, positions: Tensor) -> Tensor:
-        """Return the factor with an atom for each entry, tied to its channel; `positions` order the entries of a channel."""
+        """Return the factor with a new atom for each entry, tied to its channel. `positions` order a channel's entries."""
         for dim, size in enumerate(factor.shape):
             positions = positions.narrow(dim, 0, size)
         known = factor >= 0
@@ -223,7 +223,7 @@ class Atoms:
         return np.unique(kinds, axis=1).shape[1] == pairs.shape[1]
 
     def slides(self, factor: Tensor, dim: int) -> bool:
-        """Return whether channels of one block lie along a dimension, not only concatenated parts of a tensor."""
+        """Return whether channels made by one `new` lie along a dimension, not only concatenated parts of a tensor."""
         lines = self.find(factor).movedim(dim, -1).flatten(0, -2).numpy()
         row = np.broadcast_to(np.arange(len(lines), dtype=np.uint64)[:, None], lines.shape)
         known = lines >= 0
@@ -244,7 +244,7 @@ class Atoms:
 
 
 def scrambled(numbers: np.ndarray) -> np.ndarray:
-    """Scramble numbers one to one (Steele, Lea and Flood 2014, SplitMix64)."""
+    """Return a hash of each number, one to one (Steele, Lea and Flood 2014, SplitMix64)."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

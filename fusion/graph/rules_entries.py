@@ -1,4 +1,4 @@
-"""Rules of entry-wise operations and contractions: sums, products, norms, attention."""
+"""Rules that label the results of entry-wise operations and contractions: sums, products, norms, attention."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from fedloom.fusion.graph.walk import Refusal, Rule, Walk, argument
 
 
 def joined(walk: Walk, operands: Sequence[Value]) -> Value:
-    """Label operands that are broadcast and combined entry by entry.
+    """Return the labels of operands after they are broadcast and combined entry by entry.
 
     Channels that meet are tied. Channels that meet values that do not move are pinned.
     """
@@ -64,7 +64,7 @@ def _meets_still(walk: Walk, factor: Tensor, other: Value) -> bool:
 
 
 def contracted(walk: Walk, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
-    """Label a sum, mean or maximum over dimensions: reduced channels leave their groups."""
+    """Return the labels after a sum, mean or maximum over `dims`. Where channels are reduced, their groups remain."""
     gone = {dim % len(value.shape) for dim in dims}
     factors = []
     for factor in value.factors:
@@ -89,7 +89,7 @@ def _groups(walk: Walk, factor: Tensor, gone: set[int]) -> Tensor:
 
 
 def squeezed(value: Value, dims: Iterable[int]) -> Value:
-    """Remove dimensions of size 1."""
+    """Return the labels without the dimensions `dims` of size 1."""
     gone = {dim % len(value.shape) for dim in dims}
     remaining = [dim for dim in range(len(value.shape)) if dim not in gone]
     factors = [factor.reshape([factor.shape[dim] for dim in remaining]) for factor in value.factors]
@@ -99,7 +99,7 @@ def squeezed(value: Value, dims: Iterable[int]) -> Value:
 
 
 def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
-    """Label a norm over dimensions: channels only move within these."""
+    """Return the labels after a norm over `dims`: channels can only move within what is normalised together."""
     gone = {dim % len(value.shape) for dim in dims}
     for factor in value.factors:
         if varied(factor) & gone and not varied(factor) <= gone and walk.free(factor):
@@ -108,7 +108,7 @@ def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
 
 
 def operands_of(walk: Walk, node: Node) -> list[Value]:
-    """Return the labels of all tensors among the arguments."""
+    """Return the labels of all tensors among a node's arguments."""
     operands = []
     for source in (*node.args, *node.kwargs.values()):
         value = walk.of(source) if isinstance(source, Node | Tensor) else None
@@ -118,12 +118,12 @@ def operands_of(walk: Walk, node: Node) -> list[Value]:
 
 
 def elementwise(walk: Walk, node: Node) -> Value:
-    """Label an entry-wise operation on one or several tensors, and numbers."""
+    """Return the labels of an entry-wise operation on one or several tensors, and numbers."""
     return joined(walk, operands_of(walk, node))
 
 
 def add(walk: Walk, node: Node) -> Value:
-    """Label a sum or difference. A sum of two tensors of one shape that depend on the input can end a block."""
+    """Return the labels of a sum or difference. Record a sum that can end a block: of two tensors of one shape."""
     operands = [
         operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node) and operand in walk.sources
     ]
@@ -133,7 +133,7 @@ def add(walk: Walk, node: Node) -> Value:
 
 
 def dims_of(walk: Walk, node: Node, ndim: int, position: int = 1, name: str = "dim") -> list[int]:
-    """Return the dimensions that an argument names; default: all."""
+    """Return the dimensions in a node's argument `name`; default: all."""
     selected = argument(node, position, name)
     selected = walk.trace.constants.get(selected, selected) if isinstance(selected, Node) else selected
     dims = (
@@ -147,14 +147,14 @@ def dims_of(walk: Walk, node: Node, ndim: int, position: int = 1, name: str = "d
 
 
 def reduction(walk: Walk, node: Node) -> Value:
-    """Label a mean, sum, maximum or similar reduction."""
+    """Return the labels of a mean, sum, maximum or similar reduction."""
     value = walk.known(node.args[0])
     dims = dims_of(walk, node, len(value.shape))
     return contracted(walk, value, dims, bool(argument(node, 2, "keepdim", False)))
 
 
 def softmax(walk: Walk, node: Node) -> Value:
-    """Label a softmax over positions, or over the classes at the end."""
+    """Return the labels of a softmax over positions, or over the classes at the end."""
     value = walk.known(node.args[0])
     dim = walk.module(node).dim if node.op == "call_module" else argument(node, 1, "dim")
     if not isinstance(dim, int):
@@ -165,13 +165,13 @@ def softmax(walk: Walk, node: Node) -> Value:
 
 
 def normalized(walk: Walk, node: Node) -> Value:
-    """Label F.normalize: a division by a norm over a dimension."""
+    """Return the labels of F.normalize: a division by a norm over a dimension."""
     value = walk.known(node.args[0])
     return closed(walk, value, [argument(node, 2, "dim", 1)])
 
 
 def product(walk: Walk, one: Value, other: Value) -> Value:
-    """Label a matrix product [..., m, k] @ [..., k, n]."""
+    """Return the labels of a matrix product [..., m, k] @ [..., k, n]."""
     if min(len(one.shape), len(other.shape)) < 2:
         raise Refusal(f"a matrix product of {list(one.shape)} and {list(other.shape)}; use matrices; try unsqueeze")
     left, right = unsqueezed(one, len(one.shape)), unsqueezed(other, len(other.shape) - 2)
@@ -179,20 +179,20 @@ def product(walk: Walk, one: Value, other: Value) -> Value:
 
 
 def unsqueezed(value: Value, dim: int) -> Value:
-    """Insert a dimension of size 1 before `dim`."""
+    """Return the labels with a new dimension of size 1 before `dim`."""
     shape = [*value.shape[:dim], 1, *value.shape[dim:]]
     return value_of([factor.unsqueeze(dim) for factor in value.factors], shape, {d + (d >= dim) for d in value.even})
 
 
 def permuted_value(value: Value, order: Sequence[int]) -> Value:
-    """Permute the dimensions."""
+    """Return the labels with their dimensions in this order."""
     shape = [value.shape[dim] for dim in order]
     even = {index for index, dim in enumerate(order) if dim in value.even}
     return value_of([factor.permute(list(order)) for factor in value.factors], shape, even)
 
 
 def matmul(walk: Walk, node: Node) -> Value:
-    """Label the matrix product of two tensors. A tensor of the state then reads the contracted channels."""
+    """Return the labels of a product of two tensors. Record that a tensor of the state reads the contracted channels."""
     one, other = (walk.known(operand) for operand in node.args[:2])
     for operand, dim in ((node.args[0], -1), (node.args[1], -2)):
         if isinstance(operand, Node) and operand.op == "get_attr":
@@ -202,7 +202,7 @@ def matmul(walk: Walk, node: Node) -> Value:
 
 
 def attention(walk: Walk, node: Node) -> Value:
-    """Label F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
+    """Return the labels of F.scaled_dot_product_attention: softmax(q k^T + mask) v."""
     q, k, v = (walk.known(argument(node, index, name)) for index, name in enumerate(("query", "key", "value")))
     if argument(node, 7, "enable_gqa", False):
         raise Refusal("attention with fewer heads of keys than of queries; use equal numbers; try to repeat the keys")
@@ -214,7 +214,7 @@ def attention(walk: Walk, node: Node) -> Value:
 
 
 def einsum(walk: Walk, node: Node) -> Value:
-    """Label einsum: operands in one order of indices, multiplied, and summed over indices that the result lacks."""
+    """Return the labels of einsum: operands with indices in one order, multiplied, summed over indices not in the result."""
     equation, *sources = node.args
     if not isinstance(equation, str) or "." in equation:
         raise Refusal(f"einsum '{equation}'; use indices without '...'; try to write them out")
@@ -244,7 +244,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def table(*rows: tuple[Rule, Iterable[Any]]) -> dict[Any, Rule]:
-    """Return a registry of rules from (rule, keys) rows."""
+    """Return {key: rule} from (rule, keys) rows."""
     return {key: rule for rule, keys in rows for key in keys}
 
 

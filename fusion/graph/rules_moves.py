@@ -13,7 +13,7 @@ from fedloom.fusion.graph.walk import Refusal, Rule, Walk, argument, linear_plac
 
 
 def movement(walk: Walk, node: Node) -> Value:
-    """Label a tensor whose entries are moved, possibly with omissions or repetitions."""
+    """Return the labels of a tensor after its entries are moved, possibly with omissions or repetitions."""
     return _moved(walk, node, _operation(walk, node))
 
 
@@ -47,7 +47,7 @@ def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -
 
 
 def unfolded(walk: Walk, node: Node) -> Value:
-    """Label the windows of F.unfold and nn.Unfold, for which torch requires floating-point numbers."""
+    """Return the labels of F.unfold's or nn.Unfold's windows, for which torch requires floating-point numbers."""
     apply = _operation(walk, node)
     if node.op == "call_method":  # Tensor.unfold
         return _moved(walk, node, apply)
@@ -58,7 +58,7 @@ def unfolded(walk: Walk, node: Node) -> Value:
 
 
 def getitem(walk: Walk, node: Node) -> Value:
-    """Label a part of a tensor, or one element of a list."""
+    """Return the labels of a part of a tensor, or of one tensor in a list."""
     source = node.args[0]
     if isinstance(source, Node) and walk.trace.shapes[source] is None:
         parts, picked = _operation(walk, source), _operation(walk, node)
@@ -73,7 +73,7 @@ def getitem(walk: Walk, node: Node) -> Value:
 
 
 def expanded(walk: Walk, node: Node) -> Value:
-    """Label `expand`, which adds even dimensions."""
+    """Return the labels of `expand`, whose new dimensions have equal entries."""
     value = walk.known(node.args[0])
     shape = tuple(walk.shape(node))
     more = len(shape) - len(value.shape)
@@ -83,7 +83,7 @@ def expanded(walk: Walk, node: Node) -> Value:
 
 
 def concatenation(walk: Walk, node: Node) -> Value:
-    """Label `cat` and `stack`: concatenate the factors of the parts. Parts without channels do not move."""
+    """Return the labels of `cat` or `stack`: the tensors' factors joined. Tensors without channels do not move."""
     parts = node.args[0] if node.args else node.kwargs["tensors"]
     if not isinstance(parts, list | tuple):
         raise Refusal(f"{walk.what(node)} of {parts}; use a list of tensors")
@@ -123,13 +123,13 @@ def _filled(factor: Tensor | None, value: Value) -> Tensor:
 
 
 def spatial(walk: Walk, node: Node) -> Value:
-    """Label pooling, padding and resizing over the dimensions after the second, separately for each channel."""
+    """Return the labels of pooling, padding or resizing over the dimensions after the second, for each channel."""
     value = walk.known([*node.args, *node.kwargs.values()][0])
     return mixed(walk, value, range(2, len(value.shape)), walk.shape(node))
 
 
 def mixed(walk: Walk, value: Value, dims: Any, shape: Any) -> Value:
-    """Label entries mixed along dimensions: channels that differ along them, and elsewhere, become one."""
+    """Return the labels of entries mixed along `dims`: channels that differ along these, and elsewhere, become one."""
     factors = []
     for factor in value.factors:
         over = varied(factor) & set(dims)
@@ -147,7 +147,7 @@ def mixed(walk: Walk, value: Value, dims: Any, shape: Any) -> Value:
 
 
 def pad(walk: Walk, node: Node) -> Value:
-    """Label F.pad: constants in any dimension, other modes after the second."""
+    """Return the labels of F.pad: constants in any dimension, other modes after the second."""
     mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
     if mode != "constant":
         return spatial(walk, node)
@@ -166,7 +166,7 @@ def pad(walk: Walk, node: Node) -> Value:
 
 
 def padded_windows(walk: Walk, node: Node) -> Value:
-    """Label windows of positions: channels stay in the last dimension."""
+    """Return the labels of windows of positions, whose channels stay in the last dimension."""
     value = walk.known(node.args[0])
     last = len(value.shape) - 1
     factors = [f for f in value.factors if varied(f) <= {last}]
@@ -177,12 +177,12 @@ def padded_windows(walk: Walk, node: Node) -> Value:
 
 
 def merged_windows(walk: Walk, node: Node) -> Value:
-    """Label patches of 2 x 2 positions joined into one with four times the channels."""
+    """Return the labels of patches of 2 x 2 positions joined into one with four times the channels."""
     return _moved(walk, node, _operation(walk, node))
 
 
 def indexed(walk: Walk, node: Node) -> Value:
-    """Label index_select and similar functions with constant indices."""
+    """Return the labels of index_select and similar functions with constant indices."""
     operand = node.args[0]
     rest = [one for one in node.all_input_nodes if one is not operand]
     if any(one not in walk.trace.constants for one in rest):
@@ -191,12 +191,12 @@ def indexed(walk: Walk, node: Node) -> Value:
 
 
 def same(walk: Walk, node: Node) -> Value:
-    """Label operations that keep each entry in place (casts, copies) with the labels of their operand."""
+    """Return the labels of operations that leave each entry in place (casts, copies): those of the operand."""
     return joined(walk, [walk.known(node.args[0])])
 
 
 def squeeze(walk: Walk, node: Node) -> Value:
-    """Label `squeeze`: removed dimensions were even."""
+    """Return the labels of `squeeze`, without the dimensions of size 1 that it removes."""
     value, shape = walk.known(node.args[0]), tuple(walk.shape(node))
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     every = range(len(value.shape)) if dims is None else [dims] if isinstance(dims, int) else dims

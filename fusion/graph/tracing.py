@@ -35,7 +35,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class WiringError(UserError):
-    """A network whose wiring cannot be derived. The message has the fx node or module, the source line, and the reason."""
+    """The error for a network that cannot be wired. The message has the fx node or module, the source line and reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Set eval mode temporarily, by the flags alone, because train() can be overridden. Attributes are then restored."""
+    """Set eval mode inside the context, by flags alone, because train() can be overridden. Restore attributes after it."""
     with undisturbed(network, structure=False):
         for module in network.modules():
             module.training = False
@@ -196,6 +196,6 @@ class _Run(fx.Interpreter):
 
 
 def operation(node: Node) -> str:
-    """Return the name of a function or method; in-place variants get the same name."""
+    """Return the name of the function or method that a node calls; in-place variants get the same name."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}.get(name, name).rstrip("_")

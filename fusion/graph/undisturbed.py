@@ -13,7 +13,7 @@ STRUCTURE = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def undisturbed(network: nn.Module, structure: bool = True) -> Iterator[None]:
-    """Restore every module's attributes afterwards, with the contents of lists, dictionaries and objects in them.
+    """Restore all modules' attributes after the context, with the contents of lists, dictionaries and objects in them.
 
     `structure`: also restore parameters, buffers and submodules by name. The values of tensors are not restored.
     """
@@ -31,7 +31,7 @@ def undisturbed(network: nn.Module, structure: bool = True) -> Iterator[None]:
 
 
 def tensors_of(network: nn.Module) -> list[Tensor]:
-    """Return the tensors in its modules' attributes, and in lists, dictionaries and objects there; also parameters."""
+    """Return the tensors in a network's attributes, and in lists, dictionaries and objects there; also parameters."""
     seen: set[int] = set()
     values = [_reached(_own(module, structure=True), seen) for module in network.modules()]
     return [value for reached in values for value in reached if isinstance(value, Tensor)]

@@ -44,9 +44,9 @@ class Unit:
         layers: The names of its layers in order, with their norms and depthwise convolutions, and a block's shortcut.
         node: The fx node whose output represents it; for a block, the last convolution of the residual branch, before
             norm and sum.
-        group: Alignment does not cross groups.
-        axis: Of its output; for a block, after the sum.
-        shape: Of the node's output, without the batch dimension.
+        group: The number of its group, whose borders alignment does not cross.
+        axis: The axis index of its output; for a block, after the sum.
+        shape: The shape of the node's output, without the batch dimension.
         identity_skip: Whether the other branch of the block has no layers.
         sum: The fx node of a block's sum; "" for a layer.
     """
@@ -68,7 +68,7 @@ class Flow:
 
     Attributes:
         sources: The nodes that each node's tensor is computed from; empty for the input.
-        layers: By node.
+        layers: The layer of a node.
         sums: The nodes that add two tensors.
         axes: The axis index of each node.
         fixed: The axes of the network's input and output.

@@ -41,7 +41,7 @@ class Found:
 
 
 class Walk:
-    """Visits the nodes in order of execution, and gives each tensor a Value by its rule."""
+    """A walk through a network's nodes in order of execution, which gives each tensor a Value by its rule."""
 
     def __init__(self, network: nn.Module, example: Tensor, rules: Rules) -> None:
         if example.ndim < 2:
@@ -206,7 +206,7 @@ class Walk:
             self.atoms.belong(members, groups)
 
     def layer(self, node: Node, kind: str, weight: Tensor | None, inputs: Tensor, outputs: Tensor) -> None:
-        """Note a layer that reads `inputs` and writes `outputs`."""
+        """Record that a node calls a layer, which reads the atoms `inputs` and writes `outputs`."""
         if node not in self.layers:
             name = str(node.target) if node.op == "call_module" else ""
             if node.op != "call_module" and weight is not None:
@@ -214,11 +214,11 @@ class Walk:
             self.layers[node] = Found(name, kind, weight, inputs, outputs)
 
     def free(self, factor: Tensor) -> bool:
-        """Return whether some of the labels can move, as far as known now."""
+        """Return whether some channel in the factor can move, as far as known now."""
         return not self.atoms.is_pinned(factor)
 
     def settled(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
-        """Return the factor compressed, with an order among the entries of a channel that has several."""
+        """Return the factor compressed. If a channel has several entries, they get atoms in the order of `positions()`."""
         factor = self.atoms.compressed(factor)
         if not self.atoms.repeated(factor):
             return factor
@@ -226,16 +226,16 @@ class Walk:
 
 
 def along(atoms: Tensor, dim: int, ndim: int) -> Tensor:
-    """Return labels [size] along one dimension of a tensor with `ndim` dimensions."""
+    """Return atoms [size] as a factor of `ndim` dimensions that varies along `dim` only."""
     return atoms.view([-1 if index == dim % ndim else 1 for index in range(ndim)])
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call to a function or method."""
+    """Return an argument of a node's call, by position or name; `default` if it is not there."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def linear_places(shape: tuple[int, ...], factor: Tensor) -> Tensor:
-    """Return a number for each entry [shape] that distinguishes entries with equal labels."""
+    """Return numbers [shape] that differ between entries that have equal labels in the factor."""
     loose = [1 if dim in varied(factor) else size for dim, size in enumerate(shape)]
     return torch.arange(prod(loose)).view(loose).expand(shape).contiguous()

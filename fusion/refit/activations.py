@@ -16,7 +16,7 @@ FUNCTIONS = frozenset(("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "ge
 
 
 def activation_behind(graph: fx.GraphModule, name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """Return the node of the activation that reads a node, and its function; without activation, the node itself."""
+    """Return the name and function of the activation that reads node `name`; without one, `name` and the identity."""
     node = next(node for node in graph.graph.nodes if node.name == name)
     match = next(((user, call) for user in node.users if (call := _call(graph, node, user)) is not None), None)
     return (name, lambda values: values) if match is None else (match[0].name, lambda values: match[1](values.clone()))

@@ -35,7 +35,7 @@ class Fit:
 
 
 def fits(wiring: Wiring) -> dict[str, Fit]:
-    """Return fits by node, for each layer that is linear in its weights and called once, and each norm not after one.
+    """Return by node the Fit of each layer that is linear in its weights and called once, and of norms not after one.
 
     If the outputs of two such layers are added, the one on the shorter path (a shortcut's) is fitted to its own target.
     The other one is fitted to the sum's target.

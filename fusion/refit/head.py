@@ -14,7 +14,7 @@ ROUNDING = 1e-6  # nats from the mixture that count as rounding
 
 
 def mixed(answers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return class probabilities [k, classes], float64, from the parents' logits: sum_i w_i(x) p_i.
+    """Return the mixture sum_i w_i(x) p_i of class probabilities [k, classes], float64, from the parents' logits.
 
     w_i(x) ~ weight_i exp(-2 H(p_i)). A parent that has not seen an image's class is less sure of it, so each parent
     counts most on what it knows. If all are equally sure, this is the weighted mean.
@@ -27,7 +27,7 @@ def mixed(answers: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def fitted_head(inputs: Tensor, weight: Tensor, bias: Tensor, goal: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return weight [m, d] and bias [m] that move softmax(W x + b) to the goal [n, m] in cross-entropy.
+    """Return a new weight [m, d] and bias [m] that bring softmax(W x + b) near the goal [n, m] in cross-entropy.
 
     `inputs`: [n, d]. A ridge keeps the change of the weights small. Return None if the goal is already reached.
     """

@@ -37,7 +37,7 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, pieces: Iterable[tuple[Tensor, Tensor]]) -> "LayerStatistics":
-        """Return the statistics of pieces of rows: inputs [g, n, d] and errors [g, n, m]."""
+        """Return the statistics of rows in pieces, each of inputs [g, n, d] and errors [g, n, m]."""
         parts = (cls._of_piece(x, e) for piece in pieces for x, e in zip(*(t.split(PIECE, 1) for t in piece), strict=True))
         total = next(parts)
         for part in parts:
@@ -58,7 +58,7 @@ class LayerStatistics:
                                self.gram - other.gram, self.cross - other.cross)  # fmt: skip
 
     def change(self, penalty: float) -> tuple[Tensor, Tensor]:
-        """Return the changes of the layer's weight [g, m, d] and bias [g, m]."""
+        """Return what to add to the layer's weight [g, m, d] and bias [g, m], by ridge regression with this penalty."""
         mean, lack = self.inputs / self.count, self.errors / self.count
         gram = self.gram - self.count * mean[:, :, None] * mean[:, None, :]
         cross = self.cross - self.count * mean[:, :, None] * lack[:, None, :]

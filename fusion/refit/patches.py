@@ -27,7 +27,7 @@ def places(samples: int, count: int, share: int | None, first: int = 0) -> Tenso
 
 
 def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first: int = 0) -> Tensor:
-    """Return [k, ...] as [k * positions, c]. `dims`, flattened, are the channels."""
+    """Return a tensor [k, ...] at `places` as rows [k * positions, c]. `dims`, flattened, are the channels."""
     value = value.movedim(dims, tuple(range(1, 1 + len(dims)))).flatten(1, len(dims))
     value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
     where = places(len(value), value.shape[2], share, first).to(value.device)
@@ -43,7 +43,7 @@ def patches(module: Any, inputs: Tensor, share: int | None, every: int = 1) -> T
 
 
 def matrix(module: Any, weight: Tensor) -> Tensor:
-    """Return the weight as [g, m, d], in the order of `patches`."""
+    """Return a layer's weight as a matrix [g, m, d], in the order of `patches`."""
     if isinstance(module, TRANSPOSED):  # [in, out / g, ...]
         split = weight.unflatten(0, (module.groups, -1))
         return split.transpose(1, 2).flatten(2)
@@ -51,7 +51,7 @@ def matrix(module: Any, weight: Tensor) -> Tensor:
 
 
 def weight_of(module: Any, rows: Tensor) -> Tensor:
-    """Return [g, m, d] in the shape of the module's weight, the inverse of `matrix`."""
+    """Return a matrix [g, m, d] in the shape of the module's weight: the inverse of `matrix`."""
     if isinstance(module, TRANSPOSED):
         split = rows.unflatten(2, (module.in_channels // module.groups, *module.kernel_size))
         return split.transpose(1, 2).flatten(0, 1)
@@ -59,7 +59,7 @@ def weight_of(module: Any, rows: Tensor) -> Tensor:
 
 
 def thinned(rows: Tensor, samples: int, every: int) -> Tensor:
-    """Return every n-th position from rows [k * positions, c] of k samples."""
+    """Return the rows of every `every`-th position from rows [k * positions, c] of k samples."""
     return rows if every == 1 else rows.unflatten(0, (samples, -1))[:, ::every].flatten(0, 1)
 
 

@@ -44,7 +44,7 @@ class Part:
 def chosen_channels(
     bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor, classes: bool = True
 ) -> dict[int, Choice]:
-    """Return the selection for each axis that can move, by its index.
+    """Select channels from all networks for each axis that can move. Return a Choice by axis index.
 
     `weights`: of the networks, with sum 1. `width`: the number of selected channels, relative to the first network.
     `classes`: whether the networks return logits.
@@ -154,12 +154,12 @@ def _values(body: Body, node: str, axis: int) -> Tensor | None:
 
 
 def parts_of(choices: Mapping[int, Choice], index: int) -> dict[int, Part]:
-    """Return the parts of the network with index `place`, by axis."""
+    """Return how the channels of network `index` enter the fused network, by axis."""
     return {axis: Part(*choice.rows(index)) for axis, choice in choices.items()}
 
 
 def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
-    """Return the wiring of a network of the structure with the selected widths. Raise UserError if it does not run."""
+    """Return the fused network's wiring: `network` with the selected widths. Raise UserError if it does not run."""
     wiring = body.wiring
     if all(choice.keeps.shape[1] == wiring.axes[axis].size for axis, choice in choices.items()):
         return wiring
@@ -192,8 +192,8 @@ def _writer(wiring: Wiring, axis: int) -> str:
 def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weights: Sequence[float], goal: Wiring) -> State:
     """Return the fused network's tensors before the refit.
 
-    A selected channel is written by its own network's weights. Readers have the weights of all networks, through what
-    follows from the selected channels. Tensors that write no selected channel (the last layer) are a weighted mean.
+    A selected channel is written by its own network's weights. Readers have the weights of all networks, for channels
+    estimated from the selected ones. Tensors that write no selected channel (the last layer) are a weighted mean.
     """
     written = {slot.tensor for axis in choices for slot in bodies[0].wiring.axes[axis].slots if not slot.reads}
     total: State = {}

@@ -57,7 +57,7 @@ class Refitted:
 def refit(
     network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, positions: int | None, classes: bool = True
 ) -> Refitted:
-    """Fit the layers of a network, in place.
+    """Fit the layers of a network to `targets`, in place.
 
     `wiring`: the network's wiring. `probe`: the samples of the targets, [k, ...]. `positions`: how many of each
     channel's values to use, over all samples; None: all. `classes`: whether the network returns logits.

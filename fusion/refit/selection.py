@@ -46,7 +46,7 @@ class Choice:
         chosen: The indices of the selected channels, [m].
         blocks: The indices of their groups.
         keeps: 1 where channel n becomes channel m, [N, m].
-        follows: How channel n follows from the selected ones, [N, m].
+        follows: The weights that estimate channel n from the selected ones, [N, m].
     """
 
     sizes: tuple[int, ...]
@@ -56,7 +56,7 @@ class Choice:
     follows: Tensor
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return `keeps` and `follows` for the channels of the network with index `place`."""
+        """Return `keeps` and `follows` for the channels of the network `index`."""
         start = sum(self.sizes[:index])
         rows = slice(start, start + self.sizes[index])
         return self.keeps[rows], self.follows[rows]
@@ -67,14 +67,14 @@ class Choice:
 
 
 def keeping(sizes: Sequence[int], chosen: Tensor | None = None) -> Choice:
-    """Select these channels of a pool, by default the first network's, without regression of the others."""
+    """Return a Choice of the channels `chosen`, by default the first network's. It does not estimate the others."""
     chosen = torch.arange(sizes[0]) if chosen is None else chosen
     keeps = _ones(chosen, sum(sizes))
     return Choice(tuple(sizes), chosen, chosen, keeps, keeps)
 
 
 def side_by_side(pools: Sequence[Pool]) -> Pool:
-    """Concatenate pools with the same groups: a group has its channels of all pools."""
+    """Concatenate pools with the same groups into one. Each group then has its channels of all pools."""
     starts = [sum(len(pool.twins) for pool in pools[:index]) for index in range(len(pools))]
     groups, twins = ([getattr(pool, name) + start for pool, start in zip(pools, starts, strict=True)]
                      for name in ("groups", "twins"))  # fmt: skip
@@ -84,7 +84,7 @@ def side_by_side(pools: Sequence[Pool]) -> Pool:
 
 
 def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
-    """Return weights [c] of the channels at one point: the root of the mean squared gradient, scaled to total variance 1.
+    """Return the channels' weights [c] at one node: the root of the mean squared gradient, scaled to total variance 1.
 
     `values`: [c, n]. `sensitivity`: mean squared gradients, [c].
     """
@@ -95,7 +95,7 @@ def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
 
 
 def pooled(points: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
-    """Return the pool of an axis.
+    """Return the Pool of an axis: the channels of all networks.
 
     `points`: for each point where the axis is read, the values [N, n] after the activation, the importance [N], and
     the values before the activation, which identify channels.
@@ -130,12 +130,12 @@ def _twins(prints: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def choose(pool: Pool, blocks: int) -> Choice:
-    """Select `blocks` groups of a pool. If too few channels differ, add others, those of the first network first."""
+    """Return the best Choice of `blocks` groups. If too few channels differ, add others, the first network's first."""
     return settled(pool, best_groups(pool, blocks))
 
 
 def best_groups(pool: Pool, count: int) -> Tensor:
-    """Return the indices of the best groups of a pool, int64 [count], in ascending order."""
+    """Return the groups that best explain all channels of a pool: indices, int64 [count], in ascending order."""
     relevant = pool.weighted.diagonal()[pool.groups].sum(dim=1) > 0.0
     candidates = (pool.twins[pool.groups] == pool.groups).any(dim=1) & relevant
     few = int(candidates.sum()) <= count  # nothing to select
@@ -145,7 +145,7 @@ def best_groups(pool: Pool, count: int) -> Tensor:
 
 
 def settled(pool: Pool, blocks: Tensor) -> Choice:
-    """Return the Choice that keeps the channels of these groups, with the regression of the other channels on them.
+    """Return the Choice of the channels of some groups, with weights that estimate the other channels from them.
 
     `blocks`: indices of the groups.
     """

@@ -45,7 +45,7 @@ class _Backward(fx.Interpreter):
 def sensitivities(
     graph: fx.GraphModule, probe: Tensor, dims: Mapping[str, tuple[int, ...]], classes: bool = True
 ) -> dict[str, Tensor]:
-    """Return, for each node, the sum of squared gradients of its channels [c], float64, over the first SAMPLES of [k, ...].
+    """Return by node the sum of its channels' squared gradients [c], float64, over the first SAMPLES of `probe` [k, ...].
 
     The gradients are those of the log class probabilities, in a random direction for each sample, so that their mean
     is the trace of the Fisher information. With classes=False they are those of the answers. Gradients of parameters

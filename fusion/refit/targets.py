@@ -18,10 +18,10 @@ RIDGE = 1e-2  # relative to the mean variance, if one network's channels are reg
 
 
 class Mixture(Protocol):
-    """Computes an axis of the fused network from that of all networks: [n_i, rows] each, None if a network lacks it."""
+    """A rule for what the fused network's channels of an axis should do, from those of all networks."""
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the target [m, rows]; None without a target."""
+        """Return the target [m, rows], or None, from `parts` [n_i, rows] (None: the network lacks the axis)."""
         ...
 
     def notes(self, into: int) -> list[str]:
@@ -31,14 +31,14 @@ class Mixture(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """The selected channels, unchanged; zero for a network that lacks the layer."""
+    """Targets: the values of the selected channels, unchanged; zero for a network that lacks the layer."""
 
     choices: Mapping[int, Choice]
     order: Sequence[int]  # of the networks in the choices
     weights: Sequence[float]  # of all networks
 
     def notes(self, into: int) -> list[str]:
-        """Return a note: the number of channels from each network."""
+        """Return a note for users: the number of channels from each network."""
         taken = [choice.taken() for choice in self.choices.values()]
         counts = {index: sum(each[k] for each in taken) for k, index in enumerate(self.order)}
         texts = ", ".join(f"{counts[index]} of network {index}" for index in sorted(counts))
@@ -57,7 +57,7 @@ class Selected:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """The weighted mean of all networks' channels, moved by their plans ([n, m] by network and axis; none: unmoved)."""
+    """Targets: the weighted mean of all networks' channels, moved by plans ([n, m] by network and axis; none: unmoved)."""
 
     plans: Sequence[Mapping[int, Tensor]]
     weights: Sequence[float]
@@ -67,18 +67,18 @@ class Planned:
         return _mean(self.weights, [self.moved(axis, index, part) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
-        """Return a note: the weights."""
+        """Return a note for users: the networks' weights."""
         return [f"refit by plans: every layer imitates {_described(self.weights)}, in the channels of network {into}"]
 
     def moved(self, axis: int, index: int, part: Tensor | None) -> Tensor | None:
-        """Return a network's channels in the common basis."""
+        """Return the channels `part` of network `index` after its plan has moved them, [m, rows]."""
         plan = self.plans[index].get(axis)
         return part if part is None or plan is None else plan.to(part).T @ part
 
 
 @dataclass(frozen=True, eq=False)
 class Regressed:
-    """The weighted mean of `into`'s channels, and of their ridge regressions on the other networks' channels.
+    """Targets: the weighted mean of `into`'s channels and of their ridge regressions on the other networks' channels.
 
     The regression starts from the plans, and equals them where the others' channels do not vary.
     """
@@ -94,7 +94,7 @@ class Regressed:
         return _mean(self.planned.weights, [self._regressed(axis, index, part, goal) for index, part in enumerate(parts)])
 
     def notes(self, into: int) -> list[str]:
-        """Return a note: the weights."""
+        """Return a note for users: the networks' weights."""
         description = f"every layer imitates {_described(self.planned.weights)}, in the channels of network {into}"
         return [f"refit by regression: {description}"]
 
@@ -130,7 +130,7 @@ class Targets:
         self.bodies, self.mixture, self.weights, self.fused = bodies, mixture, weights, fused
 
     def at(self, node: str) -> Tensor | None:
-        """Return [rows, channels] in the fused network's order; None if no network has them."""
+        """Return a node's target [rows, channels], in the fused network's order; None if no network has the node."""
         values: Tensor | None = None
         layout = self.fused.layouts[node]
         size = max(int(entries.max()) for entries in layout.entries.values()) + 1
@@ -145,7 +145,7 @@ class Targets:
         return values
 
     def answers(self, node: str) -> list[Tensor]:
-        """Return the answers of all networks, [k, classes] each."""
+        """Return all networks' values at a node (the last layer's answers), [k, classes] each."""
         return [body.values[node].T for body in self.bodies]
 
 
