@@ -63,7 +63,7 @@ bf16: |x' - x| <= 2^-8 |x| + 2^-134. int16: |x' - x| <= (1/65534 + 2^-24) max|x|
 
 
 def packed(state: Mapping[str, Tensor], name: str) -> ArrayRecord:
-    """Pack a state's float32 tensors by packing `name` into a Flower record. Those that would become infinite stay unpacked."""
+    """Pack a state's float32 tensors by packing `name` into a Flower record; those that would become infinite stay whole."""
     return ArrayRecord({key: _packed(tensor.detach().cpu(), name) for key, tensor in state.items()})
 
 
