@@ -70,7 +70,7 @@ def short(domain: str) -> str:
 
 
 def absolute(domain: str) -> str:
-    """Return a domain's name with its path made absolute; without a path, return it unchanged."""
+    """Return a domain's name with its path, if it has one, made absolute."""
     if not has_path(domain):
         return domain
     kind, _, rest = domain.partition(":")

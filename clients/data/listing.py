@@ -40,7 +40,7 @@ def run_now() -> str:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Enter a context in which `state` examines each path at most once, and then returns the cached digest."""
+    """Enter a context in which `state` examines each path at most once."""
     token = _LISTED.set({}) if _LISTED.get() is None else None
     try:
         yield
@@ -51,7 +51,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def of_run() -> Iterator[None]:
-    """Enter a context in which `run_now` returns one id everywhere in this process. Nested contexts retain it."""
+    """Enter a context in which `run_now` returns one id everywhere in this process."""
     global _RUN
     before, _RUN = _RUN, _RUN or uuid4().hex
     try:
@@ -64,7 +64,7 @@ def of_run() -> Iterator[None]:
 def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
     """Enter the context of a message of round `number`, in which `state` examines each path once per round.
 
-    `afresh`: forget what earlier messages of the round have cached.
+    `afresh`: forget what is cached for the round.
     """
     if afresh:
         _MOMENTS.pop((run, number), None)
