@@ -78,7 +78,7 @@ def moments(network: nn.Module, images: Images, batch: int, device: torch.device
 
 
 def check_classes(state: State) -> None:
-    """Raise ReplyError if class statistics in a reply are impossible: shares not adding up to 1, or sums too large."""
+    """Raise ReplyError if a reply's class statistics contradict each other, as no images could."""
     count, total, square = (state[name].double() for name in (COUNT, SUM, SQUARE))
     if bool((count < -ROUNDING).any()) or abs(float(count.sum()) - 1.0) > ROUNDING:
         raise ReplyError(f"record '{CLASS_STATISTICS}': '{COUNT}' must be shares of images that add up to 1")
@@ -92,7 +92,7 @@ def check_classes(state: State) -> None:
 
 
 def check_moments(state: State) -> None:
-    """Raise ReplyError if a channel's mean in a reply is larger than its mean square allows."""
+    """Raise ReplyError if a reply's mean is larger than the mean square allows."""
     for name in (name.removeprefix(MEAN_OF) for name in state if name.startswith(MEAN_OF)):
         mean, square = state[MEAN_OF + name], state[SQUARE_OF + name]
         if bool((mean.square() > square * (1.0 + ROUNDING) + ROUNDING).any()):
