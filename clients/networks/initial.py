@@ -19,7 +19,7 @@ SHARED = "shared"  # seeds the shared initialisation; a site's name seeds its ow
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Enter a context where `initial_state` refuses a site's own weights, so that all sites start from the same ones.
+    """Enter a context where `initial_state` raises UserError for a site's own weights.
 
     Otherwise a server could choose a seed with which only one site's network trains, and read its contribution.
     """

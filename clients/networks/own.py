@@ -45,7 +45,7 @@ class OwnSpec(NetworkSpec):
         return True
 
     def module(self, channels: int, size: int, classes: int) -> nn.Module:
-        """Return the user's module, in evaluation mode. Raises UserError if it is not a torch module of float32 weights."""
+        """Return the user's module. Raises UserError if it is not a torch module with float32 weights."""
         facts = {"classes": classes, "channels": channels, "size": size}
         made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
         if not isinstance(made, nn.Module):
