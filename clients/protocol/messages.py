@@ -107,7 +107,7 @@ class TaskInstructions:
         return (str(self.round), f"again {self.again}") if self.again else (str(self.round),)
 
     def record(self) -> ConfigRecord:
-        """Return the order as a Flower record, which `read_order` reads."""
+        """Return the order as a Flower record."""
         return ConfigRecord({"json": json.dumps(asdict(self), separators=(",", ":"))})
 
 
@@ -156,7 +156,7 @@ def right_of(record: str) -> str:
 
 
 def text_record(text: str) -> ArrayRecord:
-    """Convert a text to an array record, because engines send the same arrays only once to each worker."""
+    """Convert a text to an array record, since engines send arrays only once to each worker."""
     return to_arrays({"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
 
 
