@@ -17,7 +17,7 @@ HEADER = 8  # bytes that hold the length of a safetensors file's header
 
 
 def round_file(root: Path, name: str, round: int) -> Path:
-    """Return the path of the file for the state of `name` (such as a site) after a round, below `root`."""
+    """Return the path of the file for the state of `name` (a site) after a round."""
     return root / name / f"round-{round:06d}.safetensors"
 
 
@@ -50,7 +50,7 @@ def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> Non
 
 
 def write_private_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write a state with string metadata to a safetensors file that only the user may read."""
+    """Write a state to a safetensors file that only the user may read."""
     write_bytes(path, _packed(state, metadata), private=True)
 
 
@@ -80,7 +80,7 @@ def read_state(path: Path) -> State:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file without reading its tensors. Raises UserError for an unreadable file."""
+    """Return a safetensors file's metadata, without its tensors. Raises UserError for an unreadable file."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -89,7 +89,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_names(path: Path) -> list[str]:
-    """Return the names of a safetensors file's tensors without reading them. Raises UserError for an unreadable file."""
+    """Return the names of a safetensors file's tensors. Raises UserError for an unreadable file."""
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
