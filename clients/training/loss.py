@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def full(scores: Tensor) -> Tensor:
-    """Convert scores to at least float32, because a sum over classes in bfloat16 is exact to two digits."""
+    """Convert scores to at least float32, since a sum over classes in bfloat16 has two digits."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
