@@ -51,7 +51,7 @@ class Averaged(Objective):
         return {**task.incoming[MODEL], **self.own_batchnorm(task)} if MODEL in task.incoming else None
 
     def own_batchnorm(self, task: Task) -> State:
-        """Return the BatchNorm tensors in the site's own state; empty if sites share BatchNorm or it has none yet."""
+        """Return the site's own BatchNorm tensors; empty if sites average BatchNorm, or before its first round."""
         names = norms(task.network) if self.batchnorm == OWN else frozenset()
         return {name: tensor for name, tensor in (task.own or {}).items() if name in names} if names else {}
 
@@ -112,7 +112,7 @@ class AveragedSession(PlainSession):
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: State) -> Tensor:
-    """Return the squared L2 distance ||weights - others||^2, a scalar, over the tensors in `others`."""
+    """Return the scalar ||weights - others||^2 over the tensors in `others`."""
     return torch.stack([(weights[name] - other).square().sum() for name, other in others.items()]).sum()
 
 

@@ -23,7 +23,7 @@ from fedloom.fusion.state import State
 
 
 def nothing_held_out(split: str) -> Images:
-    """Raise UserError. This is the default of Task.held_out, for a site without validation or test images."""
+    """Raise UserError, as Task.held_out of a site without held-out images."""
     raise UserError(f"{split}: this site has no {split} images")
 
 
@@ -90,7 +90,7 @@ class Answer:
 class Objective(ABC):
     """Base class of a method's client half: a frozen dataclass of options.
 
-    The option `baselines` of a configuration lists other values of `mode`, to compare with.
+    A configuration's option `baselines` lists other values of `mode`.
     """
 
     mode: str = option("", "variant of the method, by name")

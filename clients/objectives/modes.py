@@ -14,7 +14,7 @@ AGGREGATE = "aggregate"  # an initialisation: from the aggregate of the sites th
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode of sum aggregation: what the sites send, and what the server sums or averages."""
+    """A mode of sum aggregation: what sites train and send, and what is summed."""
 
     sums: bool  # the server stores the sites' extractors and sums them exactly
     convolutions_only: bool  # only convolution weights are summed

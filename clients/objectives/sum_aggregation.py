@@ -168,7 +168,7 @@ class RegularisedSession(OwnSession):
         return entropy + self.objective.strength * self.penalty_of(weights, *drawn)
 
     def penalty(self) -> Tensor:
-        """Return the penalty that ties N* to the sum, at the current weights (`penalty_of`)."""
+        """Return `penalty_of` at the current weights: how far N* is from the sum."""
         return self.penalty_of(self.weights(), *self.per_step_inputs())
 
     def penalty_of(self, weights: Mapping[str, Tensor], mean: State, begin: State) -> Tensor:

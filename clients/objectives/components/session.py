@@ -99,7 +99,7 @@ class CompatibleSession(SharedParts):
         return [(1.0, self.parameters())]
 
     def per_step_inputs(self) -> tuple[State, ...]:
-        """Return the site's own inputs of the loss (common classes, targets of `pull`), and each task's random draws."""
+        """Return the site's own inputs of the loss (common classes, pull targets), and each task's random draws."""
         images = self.task.config.training.batch
         mine = {COMMON: self.common, **self.near}
         return mine, *(auxiliary.draw(self.task.generator, images) for auxiliary in self.tasks.values())

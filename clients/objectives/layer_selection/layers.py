@@ -47,7 +47,7 @@ class Layers:
         return self._drawn(self.learner.own, start, config.seed, site.name)
 
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the shared layers' weights from shared and own parameters. Returns them by their names in the network."""
+        """Return the shared layers' tensors, computed from shared and own parameters, by their names in the network."""
         weights: dict[str, Tensor] = {}
         for layer in self.names:
             made = self.learner.weights(_below(shared, layer), _below(own, layer))

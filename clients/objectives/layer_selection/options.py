@@ -56,7 +56,7 @@ class SelectionOptions(Objective):
 
     @functools.cached_property
     def base(self) -> BaseLearner:
-        """The base learner, which computes the shared layers' weights."""
+        """The base learner, which computes shared layers."""
         return BASE_LEARNERS.build(self.learner, "objective.learner")
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class SelectionOptions(Objective):
         return grouped(architecture, tuple(self.layers), tuple(self.groups), self.base, self.limit)
 
     def configurations(self, groups: int, warms_up: bool = False) -> list[Configuration]:
-        """Return the transfer configurations that can have a probability: all, or only that of `mode` or of a warm-up."""
+        """Return the transfer configurations to consider: all, or only that of `mode` or of a warm-up."""
         if self.mode == LEARNED or self.certainty < 1.0:
             return every(groups)
         return [named("all" if warms_up else self.mode, groups, "objective.mode")]

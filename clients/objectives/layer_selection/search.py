@@ -26,7 +26,7 @@ Likelihood = Callable[[Tensor], Tensor]
 
 @dataclass
 class Step:
-    """The inputs of an optimiser's step: a batch of images [n, c, h, w] with labels [n], and shared layers' weights by name.
+    """The inputs of an optimiser's step: a batch of images [n, c, h, w], labels [n], and shared layers' weights by name.
 
     `held`: posterior of an earlier batch that is still valid; None: an E-step is due. `evidence`: held-out images and labels
     for the E-step; None: it uses the batch. `smoothing`: of labels in the M-step.
