@@ -61,7 +61,7 @@ class Job:
 
     @property
     def charged(self) -> bool:
-        """Whether noise is on and counts against a privacy budget. A real site must set its own `epsilon` for this."""
+        """Whether noise is on and counts against a privacy budget (at a real site: its own `epsilon`)."""
         return bool(self.config.privacy.noise and (self.simulated or self.policy.epsilon))
 
     @property
@@ -141,7 +141,7 @@ def alone(context: Context) -> Generator[None]:
 
 
 def store_of(context: Context) -> Path:
-    """Return the folder of a site's store: `store` in its node-config, else fedloom-store in the working directory."""
+    """Return the folder of a site's store: `store` in its node-config, or the default STORE."""
     return Path(str(context.node_config.get("store") or STORE)).expanduser()
 
 

@@ -120,7 +120,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
 
 
 def train(job: Job) -> RecordDict:
-    """Train the site for one round. Returns the reply's content. A site that hides details of errors raises HiddenError."""
+    """Train the site for one round. Returns the reply's content. Raises HiddenError if the site hides its errors."""
     images = job.images()
     job.policy.limits.check_images(len(images), job.experiment, job.site)
     protection = protection_of(job)
@@ -203,10 +203,7 @@ def started(job: Job, session: Session) -> dict[str, State] | None:
 def update(
     job: Job, session: Session, outcome: Outcome, start: Mapping[str, State] | None, protection: "Protection | None"
 ) -> RecordDict:
-    """Save the trained session's own state, and return the reply's content: contribution, numbers, signature.
-
-    `start`: result of `started` before training. `protection`: adds noise or masks.
-    """
+    """Save the trained session's own state, and return the reply's content. `start`: result of `started` before training."""
     local, packing = session.local_state(), job.config.federation.packed
     records, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
     if job.tells_scores and math.isfinite(outcome.loss):
