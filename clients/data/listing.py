@@ -23,7 +23,7 @@ _RUN = ""  # the run in this process
 def state(path: Path, counts: Counts = lambda name: True) -> str:
     """Return a digest of the names, sizes and times of a file, or of all files below a folder, existing or not.
 
-    Contexts such as `held` cache it. `counts`: returns whether a file of a folder counts, by its name.
+    Contexts such as `held` cache it. `counts`: whether a file counts, by its name; always the same for the same folder.
     """
     known = _LISTED.get()
     if known is None:

@@ -23,7 +23,7 @@ WHOLE = ("all",)
 
 
 class Source(Protocol):
-    """A place that may have a domain, by default in the data folder. `parts`: train and test, or all without a split."""
+    """A place that may have a domain, such as a file. `parts`: train and test, or all without a split."""
 
     parts: ClassVar[tuple[str, ...]]
 
