@@ -49,7 +49,7 @@ class SiteStore:
                 self._path(other).unlink()
 
     def rounds(self) -> list[int]:
-        """Return the numbers of the rounds whose states are stored, in order."""
+        """Return the rounds whose states are stored, in order."""
         if not self.folder.is_dir():
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))
