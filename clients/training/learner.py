@@ -76,7 +76,7 @@ def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, T
 
 
 def step_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:
-    """Return the number of steps in a round on `images` images. `site`: whose network trains; `least`: as in batch_count."""
+    """Return the number of steps in a round on `images` images, for the network of `site` (None: the configuration's)."""
     training = experiment.training
     return training.steps or training.epochs * batch_count(images, experiment, site, least)
 
