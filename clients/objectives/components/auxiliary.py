@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Auxiliary(ABC):
-    """Base class of auxiliary tasks, whose heads all sites share. Your own is named `module:attribute`."""
+    """Base class of auxiliary tasks; all sites share the heads. Register yours in AUXILIARY, or name `module:attribute`."""
 
     weight: float = option(1.0, "weight of the task's loss", low=0.0)
 

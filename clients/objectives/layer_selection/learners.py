@@ -19,9 +19,9 @@ WEIGHT, BIAS = "weight", "bias"
 
 @dataclass(frozen=True)
 class BaseLearner(ABC):
-    """Base class of base learners, which compute a shared layer's weights. Your own is named `module:attribute`.
+    """Base class of base learners. Register your own in BASE_LEARNERS, or name it as `module:attribute`.
 
-    A layer's state has "weight", [out, in, k, k] or [out, in], and "bias", [out], if the layer has one.
+    It computes a shared layer's tensors: "weight", [out, in, k, k] or [out, in], and "bias", [out], if the layer has one.
     """
 
     @abstractmethod
