@@ -51,7 +51,7 @@ def told_here(error: BaseException) -> str:
 
 
 def told_outside(error: BaseException) -> str:
-    """Return an error's type and the option at fault, as text without the site's values."""
+    """Return an error's type and option as text for the server, without its message. A DivergedError stays in full."""
     if isinstance(error, DivergedError):
         return str(error)
     kind = type(error).__name__
