@@ -35,7 +35,7 @@ STORE = "fedloom-store"  # default folder, in the site's working directory, if i
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Everything a site needs to answer one message. `content` is the message's content.
+    """Everything a site needs to answer one message. `content` is the message's content, `order` the instructions in it.
 
     `simulated`: the site runs in an engine on the user's own machines.
     """
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def config(self) -> Config:
-        """The configuration, after the site's policy."""
+        """The run's configuration, with the changes that the site's policy makes."""
         return self.experiment.config
 
     @property
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def charged(self) -> bool:
-        """Whether a privacy budget bounds what sums disclose."""
+        """Whether noise is on and counts against a privacy budget (at a real site: its own `epsilon`)."""
         return bool(self.config.privacy.noise and (self.simulated or self.policy.epsilon))
 
     @property
@@ -90,7 +90,7 @@ class Job:
 
 
 def read_job(message: Message, context: Context) -> Job:
-    """Return the job of a message, for the site with this context. The site's policy is applied first."""
+    """Return the Job for a message to the site with this Flower context. Raises UserError if it is invalid or refused."""
     order, node_config = read_order(message.content), context.node_config
     simulated, root = bool(node_config.get(SIMULATED)), store_of(context)
     policy = Policy() if simulated else Policy.of(node_config)
@@ -121,7 +121,7 @@ def _resolved(text: str, run: str, rounds: int, follow: tuple[Policy, int] | Non
 
 
 def asked_site(order: TaskInstructions, config: Config) -> Site:
-    """Return the site that an order is for. Raises UserError if the configuration does not have it."""
+    """Return the site that an order is for. Raises UserError if the configuration has no site at its index."""
     sites = config.roster
     if not 0 <= order.site < len(sites):
         raise UserError(f"order.site: got {order.site}; the configuration has {len(sites)} sites, counted from 0")
@@ -130,7 +130,7 @@ def asked_site(order: TaskInstructions, config: Config) -> Site:
 
 @contextmanager
 def alone(context: Context) -> Generator[None]:
-    """Lock the site's store, so that only one process answers for a site at a time."""
+    """Lock a real site's store, so that only one process answers for it at a time. Does nothing in a simulation."""
     if context.node_config.get(SIMULATED):
         yield
         return
@@ -141,13 +141,13 @@ def alone(context: Context) -> Generator[None]:
 
 
 def store_of(context: Context) -> Path:
-    """Return the folder of a site's store."""
+    """Return the folder of a site's store: `store` in its node-config, or the default STORE."""
     return Path(str(context.node_config.get("store") or STORE)).expanduser()
 
 
 @contextmanager
 def moment(message: Message) -> Generator[None]:
-    """Set torch's defaults, and list the site's data files once for the message's round."""
+    """Enter a context to answer a message in: torch's defaults are set, and data files are listed once per round."""
     order = read_order(message.content)
     with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):
         yield

@@ -120,7 +120,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
 
 
 def train(job: Job) -> RecordDict:
-    """Train the site for one round. Returns the reply's content."""
+    """Train the site for one round. Returns the reply's content. Raises HiddenError if the site hides its errors."""
     images = job.images()
     job.policy.limits.check_images(len(images), job.experiment, job.site)
     protection = protection_of(job)
@@ -193,7 +193,7 @@ def protection_of(job: Job) -> "Protection | None":
 
 
 def started(job: Job, session: Session) -> dict[str, State] | None:
-    """Return the session's contribution before training, which noise and masks compare with. Else return None."""
+    """Return a copy of the session's contribution before training, the start for noise and masks; None without them."""
     if not (job.config.privacy.noise or job.order.secure):
         return None
     records = session.contribution()
@@ -203,7 +203,7 @@ def started(job: Job, session: Session) -> dict[str, State] | None:
 def update(
     job: Job, session: Session, outcome: Outcome, start: Mapping[str, State] | None, protection: "Protection | None"
 ) -> RecordDict:
-    """Save the trained session's own state and return the reply. `start`: result of `started` before training."""
+    """Save the trained session's own state, and return the reply's content. `start`: result of `started` before training."""
     local, packing = session.local_state(), job.config.federation.packed
     records, numbers = session.contribution(), dict[str, float | int](samples=outcome.samples)
     if job.tells_scores and math.isfinite(outcome.loss):
@@ -224,7 +224,7 @@ def update(
 
 
 def scratch_model(job: Job) -> Network:
-    """Return the network in which this process trains one site after another. Each session first loads all weights."""
+    """Return the network object that this process reuses for all sites of an architecture. Sessions load all weights."""
     known, architecture = _SCRATCH.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
     if architecture not in known:
         known[architecture] = architecture.build().to(pick_device(job.config.engine.device))

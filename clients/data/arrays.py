@@ -17,7 +17,7 @@ FEWEST_EACH = 2  # this many images on average
 
 @dataclass(frozen=True, eq=False)
 class Named:
-    """A user's images and labels, and the names of the classes (empty: they are numbers)."""
+    """A user's images and labels, and the names of the classes (empty: classes are numbers without names)."""
 
     images: Any
     labels: Any
@@ -25,7 +25,7 @@ class Named:
 
     @staticmethod
     def of(source: Any) -> "Named":
-        """Read arrays (images, labels), an iterator of (image, label), or a torch data set of them.
+        """Return the content of `source`: arrays (images, labels), an iterator of (image, label), or a torch data set.
 
         The data set's attribute `classes` becomes the names. Raises ValueError for anything else.
         """
@@ -60,7 +60,7 @@ def image_of(image: Any) -> Pixels:
 
 
 def check_image(image: Any) -> None:
-    """Raise PIL's error, or ValueError, for an opened image that is damaged or unusable, without reading it all.
+    """Raise PIL's error, or ValueError, if an opened PIL image is damaged or unusable. Does not decode all of it.
 
     Reads the checksums of a PNG, and an eighth of the pixels of a JPEG.
     """
@@ -125,7 +125,7 @@ def _bytes(array: np.ndarray) -> Pixels:
 
 
 def numbered(parts: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
-    """Return class numbers from 0 for each part, the number of classes, and their names (empty: they are numbers).
+    """Return class numbers from 0 for each part (such as train), the number of classes, and their names (empty: none).
 
     Text labels, and parts with different names, are numbered by the names of all parts in the order of `in_order`. Raises
     ValueError for a label that is not a class number or has no name, and for names in only some parts.

@@ -42,12 +42,12 @@ class ImageCache:
 
 
 def folder() -> Path:
-    """Return $XDG_CACHE_HOME/fedloom/divisions, usually in ~/.cache. It may be deleted at any time."""
+    """Return the folder of cached divisions, fedloom/divisions in $XDG_CACHE_HOME or ~/.cache. It may be deleted."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom" / "divisions"
 
 
 def cached(key: str, make: Callable[[], tuple[Positions, ...]]) -> tuple[Positions, ...]:
-    """Return the result of `make`, from disk if it is cached for `key`, a digest of everything it depends on.
+    """Return the positions that `make` returns, from disk if cached under `key`, a digest of everything they depend on.
 
     With the cache, a worker does not import flwr_datasets (2 s, half a GiB).
     """

@@ -33,8 +33,8 @@ from fedloom.conf.schema import DataConfig
 class Domain:
     """A data set with labels 0 to `classes` - 1. The first source that has it is read.
 
-    `names`: of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one output
-    layer may differ in it; labels for one network may not.
+    `names`: names of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one
+    output layer may have different `things`; labels for one network may not.
     """
 
     classes: int
@@ -75,10 +75,10 @@ DOMAINS: dict[str, Domain] = {
 
 @dataclass(frozen=True)
 class Place:
-    """The source and folder of a domain in this process.
+    """Where this process reads a domain: the source and the folder.
 
-    `name`: the short name, which seeds the random splits. `state`: a digest of the files, so that caches keyed by the place
-    end when a file changes.
+    `name`: the short name, which seeds the random splits. `state`: a digest of the files, so that caches with the place as
+    key end when a file changes.
     """
 
     name: str
@@ -88,12 +88,12 @@ class Place:
     state: str = ""
 
     def labels(self, part: str) -> Labels:
-        """Return the labels of a part, int64 [n]. Raises UserError for a file that cannot be read."""
+        """Return the labels of a part (train, test or all), int64 [n]. Raises UserError for a file that cannot be read."""
         with self._legible():
             return self.source.labels(self.folder, part)
 
     def images(self, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """Return images: uint8 [len(index), h, w] or [len(index), h, w, 3], or a lazy iterable of different sizes.
+        """Return a part's images at the positions `index`: uint8 [n, h, w] or [n, h, w, 3], or an iterable of any sizes.
 
         Raises UserError for a file that cannot be read.
         """
@@ -118,7 +118,7 @@ def domain_names() -> list[str]:
 
 
 def known(name: str) -> bool:
-    """Return whether a domain is a shipped name or a path, and so needs no import of a user's module."""
+    """Return whether a domain's name is a shipped one or has a path, so that no user's module must be imported."""
     return name in DOMAINS or name.partition(":")[0] in KINDS
 
 
@@ -153,7 +153,7 @@ def data_folder(data: DataConfig) -> Path:
 
 
 def locate(name: str, data: DataConfig) -> Place:
-    """Return the place of a domain. Downloads it first if it is missing and data.download is true.
+    """Return the Place that a domain is read from. Downloads it first if it is missing and data.download is true.
 
     Raises UserError for an unknown or missing domain, a missing data.root, or a failed download.
     """

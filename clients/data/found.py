@@ -20,8 +20,8 @@ Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 class Contents:
     """A user's domain by part (train and test, or all): int64 labels, and a function from positions to images.
 
-    `names`: of the classes; empty if they are numbers. `files`: image files that are opened one by one. `left_out`:
-    descriptions of what is not read.
+    `classes`: their number. `names`: their names; empty if they are numbers. `files`: image files that are opened one by
+    one. `left_out`: descriptions of what is not read.
     """
 
     labels: Mapping[str, Labels]
@@ -33,13 +33,13 @@ class Contents:
 
 
 def has_path(domain: str) -> bool:
-    """Return whether the domain has a path, such as images:PATH."""
+    """Return whether a domain's name has a path, as in images:PATH."""
     kind, _, rest = domain.partition(":")
     return kind in KINDS and bool(rest)
 
 
 def path_of(domain: str) -> Path:
-    """Return the absolute path of a domain that has one."""
+    """Return the absolute path in a domain's name, such as images:PATH."""
     text = domain.partition(":")[2]
     if domain.startswith("dataset:") and not _path(text).exists():
         text = text.partition("?")[0]
@@ -70,7 +70,7 @@ def short(domain: str) -> str:
 
 
 def absolute(domain: str) -> str:
-    """Return the domain with an absolute path."""
+    """Return a domain's name with its path, if it has one, made absolute."""
     if not has_path(domain):
         return domain
     kind, _, rest = domain.partition(":")
@@ -79,18 +79,18 @@ def absolute(domain: str) -> str:
 
 
 def origin(domain: str) -> str:
-    """Return where a domain comes from, as the user wrote it."""
+    """Return the path in a domain's name as the user wrote it, or else the name."""
     return domain.partition(":")[2] if domain.partition(":")[0] in KINDS else domain
 
 
 def wrong(domain: str, why: str) -> UserError:
-    """Return the error about a domain. `why` continues the sentence that begins with its origin."""
+    """Return a UserError about a domain. `why` continues the sentence that begins with the domain's path or name."""
     return UserError(f"domain '{short(domain)}': {origin(domain)} {why}")
 
 
 @contextmanager
 def legible(domain: str, place: str = "") -> Iterator[None]:
-    """Turn any error of reading into a UserError that names the domain and the place (default: its origin)."""
+    """Enter a context that turns any error into a UserError: `place` in a domain (default: its path) cannot be read."""
     try:
         yield
     except UserError:
@@ -102,7 +102,7 @@ def legible(domain: str, place: str = "") -> Iterator[None]:
 
 @contextmanager
 def fitting(domain: str) -> Iterator[None]:
-    """Turn a ValueError about contents into a UserError that names the domain."""
+    """Enter a context that turns a ValueError about a domain's contents into a UserError that names the domain."""
     try:
         yield
     except UserError:

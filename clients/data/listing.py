@@ -23,7 +23,7 @@ _RUN = ""  # the run in this process
 def state(path: Path, counts: Counts = lambda name: True) -> str:
     """Return a digest of the names, sizes and times of a file, or of all files below a folder, existing or not.
 
-    `counts`: whether a file of a folder counts, by its name; always the same for the same folder.
+    Contexts such as `held` cache it. `counts`: whether a file counts, by its name; always the same for the same folder.
     """
     known = _LISTED.get()
     if known is None:
@@ -34,13 +34,13 @@ def state(path: Path, counts: Counts = lambda name: True) -> str:
 
 
 def run_now() -> str:
-    """Return this process's current run, or an empty text. A user's function that returns images is called once per run."""
+    """Return the id or name of the current run, or an empty text. A user's function for images is called once per run."""
     return _RUN or _AT.get()
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Enter a context in which each file's state is read at most once."""
+    """Enter a context in which `state` examines each path at most once."""
     token = _LISTED.set({}) if _LISTED.get() is None else None
     try:
         yield
@@ -51,7 +51,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def of_run() -> Iterator[None]:
-    """Enter the context of one run in this process."""
+    """Enter a context in which `run_now` returns one id everywhere in this process."""
     global _RUN
     before, _RUN = _RUN, _RUN or uuid4().hex
     try:
@@ -62,9 +62,9 @@ def of_run() -> Iterator[None]:
 
 @contextmanager
 def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
-    """Enter the context of a round's message, in which each file's state is read once per round.
+    """Enter the context of a message of round `number`, in which `state` examines each path once per round.
 
-    `afresh`: read the states again.
+    `afresh`: forget what is cached for the round.
     """
     if afresh:
         _MOMENTS.pop((run, number), None)
@@ -80,7 +80,7 @@ def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
 
 
 def fresh(path: Path, counts: Counts = lambda name: True) -> str:
-    """Return the digest of `state`, read now without any cache."""
+    """Return the same digest as `state`, but computed now, without any cache."""
     digest = hashlib.blake2b(digest_size=16)
     for name, entry in _entries(path, str(path), frozenset()):
         if isinstance(entry, os.DirEntry) and not counts(entry.name):

@@ -17,7 +17,7 @@ NARROW = 64  # of 256 levels
 
 @lru_cache(maxsize=64)
 def looks(place: Place) -> str:
-    """Check a sample of a user's images. Returns a line about what is odd, or an empty text.
+    """Check if a sample of a user's images shows anything. Returns a warning about single colours, or an empty text.
 
     Raises UserError if nearly all images have the same single colour, or if all use a small part of the range.
     """

@@ -49,13 +49,13 @@ class Own:
 
 @dataclass(frozen=True)
 class OwnSplit(Own):
-    """A user's source with its own test part."""
+    """A user's source that has its own test images: its parts are train and test."""
 
     parts: ClassVar[tuple[str, ...]] = OFFICIAL
 
 
 def state_of(domain: str) -> str:
-    """Return a digest of the domain's files. For a function's domain, return the current run."""
+    """Return a digest of a domain's files, or the id of the current run for a domain that a user's function returns."""
     return listing.state(path_of(domain), _counts(domain)) if has_path(domain) else listing.run_now()
 
 
@@ -118,7 +118,7 @@ def _check_files(domain: str, state: str) -> None:
 
 
 def left_out(domain: str) -> str:
-    """Describe in a line what is at the domain's path and is not read; empty if everything is read."""
+    """Return a line about the files at a domain's path that are not read; empty if everything is read."""
     descriptions = contents(domain).left_out if has_path(domain) else ()
     return f"domain '{short(domain)}': left out: {', '.join(descriptions)}" if descriptions else ""
 

@@ -20,7 +20,7 @@ VERSION = 1  # version of the partitioners below; a new one makes cached divisio
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to divide a domain. `key`: the option that only this way has. `asked` and `mend` are texts for errors.
+    """A way to divide a domain. `key`: the option that only it has. `asked`, `mend`: its name and a remedy, for errors.
 
     `partitioner` makes the partitioner from (flwr_datasets' module, options, number of images, number of parts, seed).
     """
@@ -59,7 +59,7 @@ WAYS = {
 
 
 def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: str) -> tuple[Positions, ...]:
-    """Divide images among sites, at random by (seed, name). Returns disjoint positions in `labels`, int64 [n_k] ascending.
+    """Divide images among `parts` sites, seeded by (seed, name). Returns each site's positions in `labels`, int64 ascending.
 
     iid, size and dirichlet (arXiv 1905.12022) use every image. classes (arXiv 2102.02079) omits the images of classes that
     no site has drawn. A user's function is called as function(labels=, parts=, **partition.options), with NumPy's
@@ -80,7 +80,7 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
 
 
 def check_way(how: PartitionConfig) -> None:
-    """Raise UserError for an unknown partition.name, or for options that it does not take."""
+    """Raise UserError for an unknown partition.name, or for options that this way of division does not take."""
     find_way(how.name)
     for name, way in WAYS.items():
         if way.key and name != how.name and getattr(how, way.key) != getattr(PartitionConfig(), way.key):
@@ -147,10 +147,10 @@ def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: s
 
 
 def divide_alike(labels: Labels, parts: Sequence[Labels], random: np.random.Generator) -> tuple[Positions, ...]:
-    """Divide images in the same proportions as other images, whose labels are `parts`. Returns as `divide` does.
+    """Divide images as other images are already divided: `parts` has each site's labels. Returns as `divide` does.
 
-    Every part gets its share of each class, up to one image. The remaining images are drawn so that a part's total number
-    also follows its shares. Images of a class that no part has are omitted.
+    Every site gets its share of each class, up to one image. The remaining images are drawn so that a site's total number
+    also follows its shares. Images of a class that no site has are omitted.
     """
     known = np.unique(np.concatenate(parts))
     members = [np.flatnonzero(labels == name) for name in known]
@@ -169,7 +169,7 @@ def divide_alike(labels: Labels, parts: Sequence[Labels], random: np.random.Gene
 
 
 def sizes(count: int, parts: int, growth: float) -> list[int]:
-    """Divide `count` images among `parts` sites: site k gets a number in proportion to (k + 1) ** growth, at least 1.
+    """Return how many of `count` images each of `parts` sites gets: site k in proportion to (k + 1) ** growth, at least 1.
 
     Every site gets one image and its share of the others, rounded down. The rest goes to the largest remainders.
     """

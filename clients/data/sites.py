@@ -56,7 +56,7 @@ def site_images(config: Config, site: Site) -> Images:
 
 @held()
 def class_counts(config: Config, site: Site) -> dict[int, int]:
-    """Return the site's number of training images by class, for classes that it has. Reads only labels."""
+    """Return the number of the site's training images by class, without classes that it lacks. Reads only labels."""
     pool, part, size = _share(config, site)
     y = _relabelled(labels(pool.place, _drawn(config, site, part, size)), pool.variant)
     return {int(name): int(count) for name, count in zip(*np.unique(y, return_counts=True), strict=True)}
@@ -93,7 +93,7 @@ def site_sizes(config: Config) -> list[int]:
 
 @held()
 def remarks(config: Config) -> list[str]:
-    """Return lines about files of the domains that are not read, and about odd images."""
+    """Return warnings about the domains' files that are not read, and about images of a single colour."""
     pairs = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
     return [line for pair in pairs for line in pair if line]
 
@@ -106,7 +106,7 @@ def site_size(config: Config, site: Site) -> int:
 
 @held()
 def validation_images(config: Config, spec: SiteConfig) -> Images:
-    """Return the variant's validation images, uint8 [n, c, size, size]. No site of the domain trains on them.
+    """Return the validation images of the variant in `spec`, uint8 [n, c, size, size]. No site of its domain trains on them.
 
     n is 0 if data.validation is 0, or if a small validation part has none of the variant's classes.
     """
@@ -117,7 +117,7 @@ def validation_images(config: Config, spec: SiteConfig) -> Images:
 
 @held()
 def test_images(config: Config, spec: SiteConfig) -> Images:
-    """Return the variant's test images, uint8 [n, c, size, size], at most data.test_limit, drawn at random."""
+    """Return the test images of the variant in `spec`, uint8 [n, c, size, size]; at most data.test_limit, random ones."""
     place = locate(spec.domain, config.data)
     selection = split(place, config.seed, config.data.validation, config.data.validation_limit).test
     return _watched(config, place, spec, "test", selection, config.data.test_limit)

@@ -23,7 +23,7 @@ WHOLE = ("all",)
 
 
 class Source(Protocol):
-    """A place that may have a domain. `parts`: train and test, or all if the source has no split."""
+    """A place that may have a domain, such as a file. `parts`: train and test, or all without a split."""
 
     parts: ClassVar[tuple[str, ...]]
 
@@ -32,7 +32,7 @@ class Source(Protocol):
         ...
 
     def found(self, folder: Path) -> bool:
-        """Return whether the domain exists there."""
+        """Return whether this source has the domain; `folder`: the data folder."""
         ...
 
     def state(self, folder: Path) -> str:
@@ -40,11 +40,11 @@ class Source(Protocol):
         ...
 
     def labels(self, folder: Path, part: str) -> Labels:
-        """Return the labels, int64 [n], from 0."""
+        """Return the labels of all images of a part, int64 [n], from 0."""
         ...
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """Return images in the order of `index`: uint8 [n, h, w] (grey) or [n, h, w, 3], or of different sizes."""
+        """Return a part's images at the positions `index`: uint8 [n, h, w] (grey) or [n, h, w, 3], or of different sizes."""
         ...
 
 
@@ -161,7 +161,7 @@ class Torchvision:
             self.open(folder, part, download=True)
 
     def open(self, folder: Path, part: str, download: bool = False) -> Any:
-        """Return torchvision's data set object."""
+        """Return torchvision's data set object for a part."""
         from torchvision import datasets
 
         which = {"split": part} if self.by_split else {"train": part == "train"}

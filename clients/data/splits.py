@@ -24,13 +24,13 @@ class Selection:
         return len(self.index)
 
     def at(self, positions: Positions) -> "Selection":
-        """Return the images at these positions of this selection."""
+        """Return a smaller Selection: the images at `positions` within this one."""
         return Selection(self.part, np.sort(self.index[positions]))
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Three disjoint selections."""
+    """The training, validation and test images of a domain: three disjoint selections."""
 
     train: Selection
     validation: Selection
@@ -56,7 +56,7 @@ def labels(place: Place, selection: Selection) -> Labels:
 
 
 def of_classes(place: Place, selection: Selection, classes: tuple[int, ...]) -> Selection:
-    """Select the images of these classes (empty: of all). Raises UserError for a class that the domain lacks."""
+    """Return the selected images of these classes (empty: of all). Raises UserError for a class that the domain lacks."""
     if not classes:
         return selection
     if max(classes) >= place.classes:
@@ -65,7 +65,7 @@ def of_classes(place: Place, selection: Selection, classes: tuple[int, ...]) -> 
 
 
 def at_most(place: Place, selection: Selection, limit: int, seed: int) -> Selection:
-    """Select a stratified random subset of at most `limit` images (0: all)."""
+    """Return a stratified random subset of at most `limit` of the selected images (0: all)."""
     if limit == 0 or limit >= len(selection):
         return selection
     drawn, _ = _draw(labels(place, selection), limit, generator(seed, place.name, "limit", selection.part))

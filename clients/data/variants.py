@@ -36,7 +36,7 @@ class Variant:
 
 
 def variant(spec: SiteConfig) -> Variant:
-    """Return the variant of a site's images. Flips are not part of it: they belong to training."""
+    """Return the variant that a site's configuration `spec` sets. Flips are not part of it: they belong to training."""
     return Variant(spec.domain, spec.rotation, spec.invert, tuple(sorted(set(spec.classes))), spec.relabel)
 
 
@@ -46,7 +46,7 @@ def label(spec: SiteConfig) -> str:
 
 
 def domain_specs(config: Config) -> dict[str, SiteConfig]:
-    """Return the first spec with each label, in the order of the roster.
+    """Return, by label of a variant, the configuration of the first site that has it, in the order of the roster.
 
     Raises UserError if a label would stand for two variants.
     """
@@ -65,7 +65,7 @@ def domain_specs(config: Config) -> dict[str, SiteConfig]:
 
 
 def class_count(spec: SiteConfig) -> int:
-    """Return the number of classes: labels are 0 to class_count - 1.
+    """Return the number of classes of a site's labels, which are 0 to class_count - 1.
 
     A subset of classes retains its domain's numbers unless `relabel` is true. Raises UserError for an unknown domain.
     """
@@ -90,13 +90,13 @@ def _of_classes(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
-    """Return the first class number for which both have different names, or None."""
+    """Return the first class number at which two lists of class names differ, or None. Compares the common length."""
     return next((k for k, (name, other_name) in enumerate(zip(names, others, strict=False)) if name != other_name), None)
 
 
 @held()
 def check_shared(config: Config) -> None:
-    """Raise UserError if domains that share data.classes outputs have more classes, or different ones."""
+    """Raise UserError if domains that share data.classes outputs have more classes than that, or different class names."""
     if config.data.heads != "shared" or not config.data.classes:
         return  # the domains themselves determine the number of outputs
     specs = domain_specs(config)
@@ -128,7 +128,7 @@ def num_classes(config: Config) -> int:
 
 
 def outputs(config: Config, spec: SiteConfig) -> slice:
-    """Return the outputs for a site's domain: all, or its block (data.heads=task)."""
+    """Return which of the network's outputs a site's domain uses: all, or the block of its task (data.heads=task)."""
     if config.data.heads == "own":
         return slice(0, class_count(spec))
     return _blocks(config)[label(spec)]

@@ -46,7 +46,7 @@ def count_right(network: nn.Module, images: Images, batch: int, device: torch.de
 
 
 def score(network: nn.Module, images: Images, batch: int, device: torch.device) -> Score:
-    """Score the network, in evaluation mode, on all images and by class."""
+    """Return the number of right answers of a network in evaluation mode, on all images and by class."""
     if not len(images):
         return Score(0, 0)
     right, total = by_class(images.y, hits(network, images, batch, device).cpu())
@@ -55,13 +55,13 @@ def score(network: nn.Module, images: Images, batch: int, device: torch.device) 
 
 
 def by_class(labels: Tensor, right: Tensor, classes: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the number of right answers and of images by class: two int64 [n], with n at least `classes`."""
+    """Return the numbers of right answers and of images by class: two int64 [n], n >= `classes`. `right`: from `hits`."""
     total = torch.bincount(labels, minlength=classes)
     return torch.bincount(labels[right], minlength=len(total)), total
 
 
 def score_numbers(scores: Mapping[str, Score], images: int, classes: bool) -> dict[str, int | float | list[int]]:
-    """Convert scores on the same images to the numbers of a reply; `classes`: with those of each class."""
+    """Convert scores by name, all on the same images, to the numbers of a reply. `classes`: also add those of each class."""
     numbers: dict[str, int | float | list[int]] = {**{name: score.right for name, score in scores.items()}, TOTAL: images}
     if classes and images:
         size = 1 + max(name for score in scores.values() for name in score.classes)

@@ -1,7 +1,7 @@
-"""What a site tells of a network on its own images, so that the server can set it right: means, of which no image follows.
+"""Statistics of a network on a site's images, with which the server corrects it: means, which do not show single images.
 
-All are means over the site's training images: those of several sites, weighted by their numbers of images, are those of all
-their images together.
+All are means over the site's training images. The mean over several sites, weighted by their numbers of images, is the
+mean over all their images.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def moments(network: nn.Module, images: Images, batch: int, device: torch.device
 
 
 def check_classes(state: State) -> None:
-    """Raise ReplyError for impossible class statistics."""
+    """Raise ReplyError if a reply's class statistics contradict each other, as no images could."""
     count, total, square = (state[name].double() for name in (COUNT, SUM, SQUARE))
     if bool((count < -ROUNDING).any()) or abs(float(count.sum()) - 1.0) > ROUNDING:
         raise ReplyError(f"record '{CLASS_STATISTICS}': '{COUNT}' must be shares of images that add up to 1")
@@ -92,7 +92,7 @@ def check_classes(state: State) -> None:
 
 
 def check_moments(state: State) -> None:
-    """Raise ReplyError for impossible moments."""
+    """Raise ReplyError if a reply's mean is larger than the mean square allows."""
     for name in (name.removeprefix(MEAN_OF) for name in state if name.startswith(MEAN_OF)):
         mean, square = state[MEAN_OF + name], state[SQUARE_OF + name]
         if bool((mean.square() > square * (1.0 + ROUNDING) + ROUNDING).any()):

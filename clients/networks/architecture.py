@@ -27,7 +27,7 @@ class Architecture:
         return _spec(self.network).empty(self.channels, self.size, self.classes)
 
     def made(self) -> Network:
-        """Build the network as its code does: on torch's default device, with weights drawn there."""
+        """Build the network on torch's default device, with the initial weights that its own code draws."""
         return _spec(self.network).build(self.channels, self.size, self.classes)
 
     @property
@@ -38,7 +38,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Model:
-    """A network that can be measured and saved: architecture and state.
+    """A network that the server can measure and save: its architecture and its state.
 
     `domains`: labels of the domains to measure it on; None: all. `facts`: more entries for the summary, by key.
     """

@@ -40,11 +40,11 @@ class NetworkSpec(ABC):
 
     @property
     def constants(self) -> bool:
-        """Whether modules may have constants, which a network built without memory would lose."""
+        """Whether modules may have constant tensors outside the state, which building without memory would lose."""
         return False
 
     def empty(self, channels: int, size: int, classes: int) -> Network:
-        """Build the network with undefined weights, first without memory so that it draws no random numbers."""
+        """Build the network with undefined weights and no random draws: it is built without memory, then gets memory."""
         if self.constants:
             return self.build(channels, size, classes)
         try:
@@ -70,7 +70,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 class Starting(ABC):
-    """A part of a network that changes its initial weights after `initialise` has drawn them all."""
+    """A module that changes its initial weights after `initialise` has drawn all weights of the network."""
 
     @abstractmethod
     def start(self) -> None:
@@ -78,7 +78,7 @@ class Starting(ABC):
 
 
 class SelfStarting(ABC):
-    """A network whose own code draws its weights."""
+    """A network whose own code draws its initial weights, instead of `initialise`."""
 
     @abstractmethod
     def restart(self, seed: int) -> None:
@@ -118,5 +118,5 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
 
 
 def parameter_count(network: nn.Module) -> int:
-    """Return the number of parameters."""
+    """Return the number of a network's parameters, counted by entry."""
     return sum(parameter.numel() for parameter in network.parameters())

@@ -19,7 +19,7 @@ SHARED = "shared"  # seeds the shared initialisation; a site's name seeds its ow
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Enter a context where no site may start from its own weights.
+    """Enter a context where `initial_state` raises UserError for a site's own weights.
 
     Otherwise a server could choose a seed with which only one site's network trains, and read its contribution.
     """
@@ -31,9 +31,9 @@ def alike() -> Iterator[None]:
 
 
 def initial_state(config: Config, who: str = SHARED, site: Site | None = None) -> State:
-    """Return the shared initial state theta_0 (`who` = SHARED), or one site's own (`who` = its name).
+    """Return the initial state that all sites share, theta_0 (`who` = SHARED), or one site's own (`who` = its name).
 
-    `site`: the site whose architecture it has, which may be its own (clients.networks.architecture_of).
+    `site`: the site whose network it is for; None: the configuration's. Raises UserError for one's own inside `alike`.
     """
     if who != SHARED and _ALIKE.get():
         raise UserError("objective.initialisation: under masks all sites must start from the same weights; "

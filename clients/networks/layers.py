@@ -41,7 +41,7 @@ NORM_HELP = (
 
 
 def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list[nn.Module]:
-    """Return the norm layer after a convolution with `width` outputs, or no layer.
+    """Return a list of the norm layer for `width` channels, or an empty list for norm=none.
 
     Raises UserError if `groups` does not divide the width.
     """

@@ -45,7 +45,7 @@ class OwnSpec(NetworkSpec):
         return True
 
     def module(self, channels: int, size: int, classes: int) -> nn.Module:
-        """Make the user's module."""
+        """Return the user's module. Raises UserError if it is not a torch module with float32 weights."""
         facts = {"classes": classes, "channels": channels, "size": size}
         made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
         if not isinstance(made, nn.Module):
@@ -59,7 +59,7 @@ class OwnSpec(NetworkSpec):
         return made.eval()
 
     def refused(self, why: str) -> UserError:
-        """Return the error for a module that cannot be used."""
+        """Return a UserError that names the user's module; `why` continues the sentence."""
         return UserError(f"{self.where}: '{self.name}' {why}")
 
     def _ours(self, facts: Mapping[str, int]) -> dict[str, int]:
@@ -104,7 +104,7 @@ class OwnNetwork(Network, SelfStarting):
 
 @NETWORKS.adapter
 def own_network(name: str, made: Any, options: Mapping[str, Any], where: str) -> NetworkSpec:
-    """Return the options of a user's network: a module class, or a function that makes a module."""
+    """Wrap a user's network `made`, a module class or a function that makes a module. Raises UserError for anything else."""
     if isinstance(made, nn.Module) or not callable(made):
         got = "is a module" if isinstance(made, nn.Module) else f"has the type {type(made).__name__}"
         raise UserError(f"{where}.name: '{name}' {got}; it must be a class derived from torch.nn.Module or a function")

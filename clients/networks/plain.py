@@ -29,7 +29,7 @@ class StandardisedConv2d(nn.Conv2d):
 
 @dataclass(frozen=True)
 class PlainSpec(NetworkSpec):
-    """Options of the plain networks. `layout` lists the widths of convolutions, and POOL for a pooling."""
+    """Options of the plain networks. `layout`: in order, the width of each convolution, or POOL for a max-pooling."""
 
     layout: ClassVar[tuple[int, ...]] = ()
 

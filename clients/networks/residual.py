@@ -29,7 +29,7 @@ def _channels_first(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 class Residual(nn.Module, Starting):
-    """A branch and a shortcut around it. `zero`: the last convolution of the branch starts at 0."""
+    """Base class of blocks: a branch and a shortcut around it. `zero`: the branch's last convolution starts at 0."""
 
     branch: nn.Sequential
 
@@ -96,7 +96,7 @@ class ResidualSpec(NetworkSpec):
     head_bias: bool = option(True, HEAD_HELP)
 
     def convolution(self, inputs: int, out: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
-        """Return a convolution that changes the image's size only by its stride."""
+        """Return a convolution from `inputs` to `out` channels, padded so that only the stride changes the image's size."""
         layer = nn.Conv2d(inputs, out, kernel, stride=stride, padding=kernel // 2, bias=self.bias)
         if kernel == 1 and stride > 1 and inputs < VECTOR:
             layer.register_forward_pre_hook(_channels_first)

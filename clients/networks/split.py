@@ -55,7 +55,7 @@ class _Cutting(NetworkSpec):
         return any(NETWORKS.build(section, where).constants for where, section in self.sections().items())
 
     def sections(self) -> dict[str, Mapping[str, Any]]:
-        """Return the sections of the networks that it consists of, by key."""
+        """Return the configuration's sections of the networks that this one is made of, by key."""
         return {"network.of": self.of}
 
     def cut(self, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Module, Network]:
@@ -157,7 +157,7 @@ class Rest(_Cutting):
 
 
 def split_points(network: Network, images: Tensor) -> dict[str, tuple[int, ...]]:
-    """Return the points where a network can be cut, in order, with the shape of one image's features there.
+    """Return the points where a network can be cut, in order, with the shape of the features of one of `images` there.
 
     Raises UserError for a network that torch.fx cannot trace.
     """
@@ -169,9 +169,9 @@ def split_points(network: Network, images: Tensor) -> dict[str, tuple[int, ...]]
 
 
 def pieces(network: Network, groups: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Divide a network into a chain of modules that share its weights.
+    """Divide a network into a chain of modules that share its weights. `groups`: names of layers, from the input.
 
-    There is one for each group of layers, with everything up to the next group, and last the head. Raises UserError, naming
+    There is one module for each group, with everything up to the next group, and last the head. Raises UserError, naming
     the layers, if the network cannot be cut between two groups.
     """
     graph = _traced(network)

@@ -51,7 +51,7 @@ class Averaged(Objective):
         return {**task.incoming[MODEL], **self.own_batchnorm(task)} if MODEL in task.incoming else None
 
     def own_batchnorm(self, task: Task) -> State:
-        """Return the tensors of the site's own BatchNorm; empty if it has none."""
+        """Return the site's own BatchNorm tensors; empty if sites average BatchNorm, or before its first round."""
         names = norms(task.network) if self.batchnorm == OWN else frozenset()
         return {name: tensor for name, tensor in (task.own or {}).items() if name in names} if names else {}
 
@@ -78,7 +78,7 @@ class AveragedSession(PlainSession):
 
     @functools.cached_property
     def sent(self) -> State:
-        """The server's weights. Read this before the first step."""
+        """A copy of the server's weights, made when first read. Read it before the first step."""
         return {name: weight.detach().clone() for name, weight in self.parts.items()}
 
     def constants(self) -> tuple[State, ...]:
@@ -98,7 +98,7 @@ class AveragedSession(PlainSession):
         return loss if extra is None else loss + extra
 
     def effective_steps(self) -> float:
-        """Return the sum of the weights with which the gradients so far enter the change of the network."""
+        """Return the total factor of the gradients so far in the network's change: without momentum, the rates' sum."""
         return gradient_weight(self.task.experiment.training, self.task.config.rounds, self.task.round, self.steps)
 
     def contribution(self) -> dict[str, State]:
@@ -112,7 +112,7 @@ class AveragedSession(PlainSession):
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: State) -> Tensor:
-    """Return ||weights - others||^2 over the tensors of `others`."""
+    """Return the scalar ||weights - others||^2 over the tensors in `others`."""
     return torch.stack([(weights[name] - other).square().sum() for name, other in others.items()]).sum()
 
 

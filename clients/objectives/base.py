@@ -23,7 +23,7 @@ from fedloom.fusion.state import State
 
 
 def nothing_held_out(split: str) -> Images:
-    """Raise UserError: the site has no held-out images."""
+    """Raise UserError, as Task.held_out of a site without held-out images."""
     raise UserError(f"{split}: this site has no {split} images")
 
 
@@ -65,7 +65,7 @@ class Task:
 
     @functools.cached_property
     def own(self) -> State | None:
-        """The site's own state after the previous round; None if it has not trained. Raises LostStateError if lost."""
+        """The site's own state after its previous round; None if it has not trained. Raises LostStateError if lost."""
         return self.load_local_state()
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Answer:
 class Objective(ABC):
     """Base class of a method's client half: a frozen dataclass of options.
 
-    A configuration's `baselines` name other values of `mode`.
+    A configuration's option `baselines` lists other values of `mode`.
     """
 
     mode: str = option("", "variant of the method, by name")
@@ -113,7 +113,7 @@ class Objective(ABC):
         raise UserError(f"order.kind: objective '{type(self).__name__}' does not know the question '{kind}'")
 
     def network(self, task: Task, images: Images) -> State | None:
-        """Return the state to measure at the site: the server's network (MODEL), else the site's own, else None.
+        """Return the state of the network to evaluate: the message's (MODEL), else the site's own, else None.
 
         A personalised method first fits it to `images`, the site's training images.
         """
@@ -208,7 +208,7 @@ class Experiment:
 
 
 def resolve(config: Config) -> Experiment:
-    """Resolve a configuration. Raises UserError for unknown names and options."""
+    """Build the objective and training recipe of a configuration. Raises UserError for unknown names and options."""
     return Experiment(config, objective_of(config), recipe_of(config.training))
 
 

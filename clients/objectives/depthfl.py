@@ -19,7 +19,7 @@ from fedloom.fusion.state import State
 @OBJECTIVES.register("depthfl")
 @dataclass(frozen=True)
 class DepthFL(Heterogeneous):
-    """sum_i CE(z_i, y) + weight / (d - 1) sum_{j != i} KL(softmax z_j || softmax z_i), z_j constant, for d classifiers."""
+    """sum_i CE(z_i, y) + weight / (d - 1) sum_{j != i} KL(softmax z_j || softmax z_i), z_j constant, for d logits z_i."""
 
     weight: float = option(1.0, "of what the classifiers learn from each other (lambda of the paper)", low=0.0)
 

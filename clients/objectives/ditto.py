@@ -24,7 +24,7 @@ PERSONAL = "personal/"  # prefix of the names of v's tensors
 @OBJECTIVES.register("ditto")
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    """min_v F_k(v) + lambda/2 ||v - w_t||^2 (Eq. 1)."""
+    """Minimises F_k(v) + strength/2 ||v - w_t||^2 (Eq. 1): the site's network v stays near the shared w_t."""
 
     strength: float = option(
         0.1, "weight of the distance between the site's network and the shared one (the paper's lambda)", low=0.0

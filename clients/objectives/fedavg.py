@@ -6,4 +6,4 @@ from fedloom.clients.objectives.base import OBJECTIVES
 
 @OBJECTIVES.register("fedavg")
 class FedAvg(Averaged):
-    """min F_k(w)."""
+    """Minimises F_k(w), the cross-entropy of the network w on the site's images."""

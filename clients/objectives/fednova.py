@@ -19,7 +19,7 @@ AVERAGE = "average"  # its tensor
 
 @OBJECTIVES.register("fednova")
 class FedNova(FedAvg):
-    """min F_k(w), for SGD with or without momentum."""
+    """Minimises F_k(w), the cross-entropy on the site's images, by SGD with or without momentum."""
 
     requires_strategy = "fednova"
 

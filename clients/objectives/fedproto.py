@@ -27,7 +27,7 @@ MEANS, KNOWN = "means", "known"  # down: by class, the mean feature, and 1 if th
 @OBJECTIVES.register("fedproto")
 @dataclass(frozen=True)
 class FedProto(Heterogeneous):
-    """CE + weight MSE(features, prototype of the label), for labels with a prototype (Eq. 7)."""
+    """Cross-entropy + weight * MSE(features, prototype of the label), for labels with a prototype (Eq. 7)."""
 
     weight: float = option(1.0, "weight of the distance to the classes' prototypes (the paper's lambda)", low=0.0)
 
@@ -49,7 +49,7 @@ class FedProto(Heterogeneous):
 
 
 def check_prototypes(state: State, samples: int, largest: float) -> None:
-    """Raise ReplyError for sums impossible with `samples` images, or features larger than `largest` (0: no bound)."""
+    """Raise ReplyError if a site's sums of features are impossible: for `samples` images, up to `largest` (0: no bound)."""
     sums, counts = state[SUMS].double(), state[COUNTS].double()
     least = counts[counts != 0].min() if counts.any() else 0.0
     if abs(float(counts.sum()) - 1.0) > ROUNDING or least < (1.0 - ROUNDING) / samples:
@@ -63,7 +63,7 @@ def check_prototypes(state: State, samples: int, largest: float) -> None:
 
 
 class ProtoSession(AloneSession):
-    """Session of FedProto. It trains the site's own network, and sends nothing of it."""
+    """Session of FedProto. It trains the site's own network, and sends none of its weights."""
 
     def __init__(self, weight: float, task: Task) -> None:
         super().__init__(task)

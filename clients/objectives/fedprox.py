@@ -15,7 +15,7 @@ from fedloom.fusion.state import State
 @OBJECTIVES.register("fedprox")
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """min F_k(w) + mu/2 ||w - w_t||^2 (Eq. 2)."""
+    """Minimises F_k(w) + mu/2 ||w - w_t||^2 (Eq. 2): cross-entropy, near the server's network w_t."""
 
     mu: float = option(0.01, "weight of the proximal term", low=0.0)
 
@@ -24,7 +24,7 @@ class FedProx(FedAvg):
 
 
 class FedProxSession(AveragedSession):
-    """Session of FedProx. w_t is the server's network."""
+    """Session of FedProx. It adds the proximal term; w_t is the server's network."""
 
     def constants(self) -> tuple[State, ...]:
         return (self.sent,)

@@ -40,7 +40,7 @@ class HeteroFL(Heterogeneous):
 
 
 def check_labels(state: State) -> None:
-    """Raise ReplyError unless every entry is 1 or 0, and at least one is 1."""
+    """Raise ReplyError unless each entry of a site's labels (HELD) is 1 or 0, and at least one is 1."""
     held = state[HELD]
     if not bool(((held == 0) | (held == 1)).all() and held.any()):
         raise ReplyError(

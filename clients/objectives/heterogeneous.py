@@ -30,7 +30,7 @@ class Heterogeneous(Local):
         return LocalSession(task) if self.mode == EXCLUSIVE else self.joint(task)
 
     def joint(self, task: Task) -> Session:
-        """Return the session for mode `fused`. Methods with another loss override it."""
+        """Return the session for mode `fused`. A method with another loss overrides this method."""
         return LocalSession(task)
 
 

@@ -14,7 +14,7 @@ AGGREGATE = "aggregate"  # an initialisation: from the aggregate of the sites th
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode of sum aggregation."""
+    """A mode of sum aggregation: what sites train and send, and what is summed."""
 
     sums: bool  # the server stores the sites' extractors and sums them exactly
     convolutions_only: bool  # only convolution weights are summed
@@ -47,7 +47,7 @@ MODES = {
 
 
 def mode_of(objective: Objective) -> Mode:
-    """Return the mode of an objective. Raises UserError for an unknown one."""
+    """Return the Mode that objective.mode names. Raises UserError for an unknown name."""
     if objective.mode not in MODES:
         raise unknown("objective.mode", objective.mode, MODES)
     return MODES[objective.mode]

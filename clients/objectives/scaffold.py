@@ -20,7 +20,7 @@ CONTROL = "control/"  # prefix of parameters' names: c from the server, c_i to t
 
 @OBJECTIVES.register("scaffold")
 class Scaffold(FedAvg):
-    """min F_k(w) with control variates, for SGD with or without momentum."""
+    """Minimises F_k(w), the cross-entropy, with control variates, by SGD with or without momentum."""
 
     requires_strategy = "scaffold"
 
@@ -47,7 +47,7 @@ class ScaffoldSession(AveragedSession):
         return torch.stack([((y[name] - x[name]) * tensor).sum() for name, tensor in shift.items()]).sum()
 
     def controls(self) -> State:
-        """Return c_i after the steps so far, under its names in records."""
+        """Return the site's control variate c_i after the steps so far, with the prefix CONTROL before the names."""
         c_i = self.c_i
         if work := self.effective_steps():  # K rate
             c_i = {name: (x - self.parts[name].detach()) / work - self.shift[name] for name, x in self.sent.items()}

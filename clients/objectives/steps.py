@@ -5,7 +5,7 @@ from fedloom.clients.training.recipe import Recipe
 
 
 def gradient_weight(training: Recipe, rounds: int, round: int, steps: int) -> float:
-    """Return the sum of the weights with which the gradients of a round enter the change of the network.
+    """Return the total factor that the gradients of a round have in the network's change under SGD.
 
     Step t moves by rate_t times the sum over s <= t of momentum ** (t - s) g_s. The change is therefore a weighted sum of
     the gradients g_s. With a constant rate the result is rate * ||a_i||_1 of FedNova (Wang et al. 2020, Sec. 4.2). Without
@@ -18,7 +18,7 @@ def gradient_weight(training: Recipe, rounds: int, round: int, steps: int) -> fl
 
 
 def momentum_of(training: Recipe) -> float | None:
-    """Return the momentum of the sites' SGD; None for other optimisers and variants of SGD with another sum."""
+    """Return the momentum of plain SGD; None for other optimisers, dampening, Nesterov's momentum or maximisation."""
     optimizer = training.optimizer
     if not isinstance(optimizer, SGD) or optimizer.dampening or optimizer.nesterov or optimizer.maximize:
         return None

@@ -168,11 +168,11 @@ class RegularisedSession(OwnSession):
         return entropy + self.objective.strength * self.penalty_of(weights, *drawn)
 
     def penalty(self) -> Tensor:
-        """Return penalty_of at the current weights."""
+        """Return `penalty_of` at the current weights: how far N* is from the sum."""
         return self.penalty_of(self.weights(), *self.per_step_inputs())
 
     def penalty_of(self, weights: Mapping[str, Tensor], mean: State, begin: State) -> Tensor:
-        """Return the penalty on W* - (S + k (W_i - W_i at the start)), with k = n (`alike`) or 1 (`still`).
+        """Return the penalty, a scalar, on W* - (S + k (W_i - W_i at the start)), with k = n (`alike`) or 1 (`still`).
 
         It is the sum over convolutions of the (squared) Frobenius norm.
         """

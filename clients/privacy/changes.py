@@ -1,8 +1,8 @@
-"""The change of a round: what a site sends minus where it started, which the site must never be the only one to know.
+"""The change of a round: what a site sends minus its start. The site must never be the only one that knows this start.
 
 A record starts at what the server has sent in this round (Session.from_server), or else at what this site sent last.
-If a session says that a record starts at the server's values, they must be there, to the bit: a server can leave out
-values, and a session then falls back to others.
+If a session says that a record starts at the server's values, the start must equal them, to the bit: a server can leave
+out values, and a session then falls back to others.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True)
 class Changes:
-    """By record, in units of 2**-scale_bits (int64): where it started, and how far training has moved it.
+    """The change of each record in a round, int64 in units of 2**-scale_bits: its start `begin`, and `moved` by training.
 
-    `kept`: records that start at what was sent last, also in the next round. `first`: in this round, these too start
-    at what the server knows.
+    `kept`: records that start at what this site sent last, also in the next round. `first`: in this round, these too
+    start at what the server knows.
     """
 
     begin: dict[str, State]
@@ -34,21 +34,21 @@ class Changes:
     first: bool
 
     def is_known(self, record: str) -> bool:
-        """Return whether the server knows where a record starts."""
+        """Return whether the server knows the start (`begin`) of this record."""
         return self.first or record not in self.kept
 
     def whole(self) -> dict[str, State]:
-        """Return the current records."""
+        """Return the records after training: begin + moved."""
         return {record: {name: self.begin[record][name] + change for name, change in state.items()}
                 for record, state in self.moved.items()}  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
-        """Return the moves of all tensors."""
+        """Return all tensors of `moved`, in the order of their names."""
         return [self.moved[record][name] for record in sorted(self.moved) for name in sorted(self.moved[record])]
 
 
 def changes(job: Job, session: Session, start: Mapping[str, State], given: Mapping[str, State]) -> Changes:
-    """Return the change of what a session sends. `start`: what it would send without training.
+    """Return the change from `start`, what a session would send without training, to `given`, what it sends.
 
     Raise LostStateError if what the site sent last is not in its store. Raise UserError if a record should start at
     what the server has sent, but does not.
@@ -83,7 +83,7 @@ def _same(sent: Tensor, tensor: Tensor) -> bool:
 
 
 def keep_sent(job: Job, changed: Changes, sent: Mapping[str, State]) -> None:
-    """Save where the next round's records start. `sent`: the records as the server will sum them, int64."""
+    """Save the records that the next round's changes start from. `sent`: all records as the server will sum them, int64."""
     order, store = job.order, Sent(job.store)
     names = changed.kept | ({order.slot} if order.secure else set())  # masked contributions are changes of the last one
     integers = {record: dict(state) for record, state in sent.items() if record in names}

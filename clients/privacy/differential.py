@@ -30,7 +30,7 @@ MOST_DELTA = 1e-5  # for a site's own limit, whatever delta a run reports
 
 
 def private(changed: Changes, bits: int, privacy: PrivacyConfig, share: float = 1.0) -> dict[str, State]:
-    """Return what a site sends: begin + clip(moved) + noise, with all records clipped together (L2 norm).
+    """Return the records with differential privacy: begin + clip(moved) + noise, all clipped together (L2 norm).
 
     `bits`: results are int64, in units of 2**-bits. `share`: the share of the noise's variance that this site adds.
     Raise UserError if the site's part of the noise is so small that all parts do not sum to a discrete Gaussian.
@@ -51,7 +51,7 @@ def private(changed: Changes, bits: int, privacy: PrivacyConfig, share: float = 
 
 
 def discrete_gaussian(deviation: float, count: int) -> Tensor:
-    """Return int64 [count], each k with a probability proportional to exp(-k**2 / (2 deviation**2)).
+    """Draw int64 [count] from the discrete Gaussian: k has a probability proportional to exp(-k**2 / (2 deviation**2)).
 
     Canonne, Kamath and Steinke 2020, Alg. 1 to 3, for all entries at once, with probabilities of 53 bits.
     """
@@ -71,12 +71,12 @@ def discrete_gaussian(deviation: float, count: int) -> Tensor:
 
 
 def epsilon(times: Mapping[float, int], delta: float) -> float:
-    """Return epsilon for the number of rounds with each noise multiplier, by dp-accounting's Renyi accountant."""
+    """Return the epsilon of `times`, the number of rounds by noise multiplier, by dp-accounting's Renyi accountant."""
     return _epsilon(tuple(sorted(times.items())), delta)
 
 
 def spend(job: Job) -> float:
-    """Count one more round of this site, in any run, and return the epsilon of all. Raise UserError above a limit."""
+    """Charge one more round to this site. Returns the epsilon of its rounds in all runs. Raise UserError above a limit."""
     privacy, own = job.config.privacy, job.policy.epsilon
 
     def check(times: Mapping[float, int]) -> None:

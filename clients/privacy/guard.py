@@ -25,7 +25,7 @@ _OPTION = re.compile(
 
 
 def failed(error: BaseException, message: Message, full: bool) -> Message:
-    """Return the reply to a message that raised an error. `full`: with the error's text, otherwise only known parts."""
+    """Return the reply to a message that raised an error. `full`: with the error's text, else without the site's values."""
     if isinstance(error, LostStateError):  # the server can repair this
         return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, UnknownConfigurationError):
@@ -51,7 +51,7 @@ def told_here(error: BaseException) -> str:
 
 
 def told_outside(error: BaseException) -> str:
-    """Return what any recipient can know about an error."""
+    """Return an error's type and option as text for the server, without its message. A DivergedError stays in full."""
     if isinstance(error, DivergedError):
         return str(error)
     kind = type(error).__name__

@@ -31,7 +31,7 @@ class Limits:
     batch: int = 0
 
     def check(self, config: Config, site: Site) -> None:
-        """Raise RefusedError if the network is larger or the batches are smaller than the site allows."""
+        """Raise RefusedError if the network is larger, the batch smaller or training.steps more than the site allows."""
         if config.training.batch < self.batch:
             raise RefusedError(f"training.batch: got {config.training.batch}, but this site trains on batches of at least "
                                f"{self.batch} (site.yaml: min_batch)")  # fmt: skip
@@ -56,7 +56,7 @@ class Limits:
 
 
 def check_harmless(config: Config) -> None:
-    """Raise RefusedError for augmentation that could single out images.
+    """Raise RefusedError for an augmentation other than flips, because it could single out images.
 
     Some changes can erase most images, or mark a few (the border of a crop). With a chosen seed, only one image of
     one site would then affect the training.
@@ -70,7 +70,7 @@ def check_harmless(config: Config) -> None:
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(architecture: Architecture) -> int:
-    """Return the number of weights of a network, without memory for them if its code allows that."""
+    """Return the number of entries in a network's state. Allocates no memory for them if the network's code allows that."""
     with torch.device("meta"):
         network = architecture.made()
     return sum(tensor.numel() for tensor in network.state_dict().values())

@@ -1,4 +1,4 @@
-"""What a site remembers over all its runs: what its rounds have cost, and over which sites its sums were read.
+"""What a site remembers over all its runs: the privacy cost of its rounds, and the sites of each sum that was read.
 
 One SQLite file in the site's own store. It does not depend on the server's names of runs and sites, and no request
 erases it. Otherwise a server could reset it. Every change is one transaction, so processes do not conflict.
@@ -31,7 +31,7 @@ create table if not exists begun (site text, run text, round integer, primary ke
 
 @dataclass(frozen=True)
 class Disclosure:
-    """A sum that is about to be read.
+    """A sum over sites that the server is about to read.
 
     Attributes:
         run: The run.
@@ -40,7 +40,7 @@ class Disclosure:
         same_base: Those of the sites that continue from the same round as this one.
         first: Whether no site continues from a round: all start from what the server sends.
         config: A digest of the configuration.
-        sketches: By summed record, a sketch of what the server does not know of this site's part.
+        sketches: By summed record, a sketch of what the server does not know about this site's contribution.
         leaving: Sites that are forgotten in this round, whose common masks are removed.
         idle: Whether no site trains in this round.
     """
@@ -58,7 +58,7 @@ class Disclosure:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory in the folder of a site's store. `site`: its name in a simulation, where sites share a folder."""
+    """A site's memory, a database in the folder `root`. `site`: its name in a simulation, where sites share a folder."""
 
     root: Path
     site: str = ""
@@ -68,7 +68,7 @@ class Memory:
         object.__setattr__(self, "_path", self.root / FILE)
 
     def spend(self, noise: float, check: Callable[[Mapping[float, int]], None]) -> dict[float, int]:
-        """Count one more round with this noise multiplier, and return all rounds by noise. `check` can raise UserError."""
+        """Count one more round with this noise multiplier. Returns all rounds by noise, unless `check` of them raises."""
         with self._opened() as db:
             times = self._spent(db)
             times[noise] = times.get(noise, 0) + 1
@@ -96,7 +96,7 @@ class Memory:
             self._check(db, disclosure)
 
     def add(self, disclosure: Disclosure) -> None:
-        """Check the sum, and record that it is read."""
+        """Check the sum as `check` does, and record that the server reads it."""
         with self._opened() as db:
             self._check(db, disclosure)
             counted, same_base, leaving = (

@@ -42,7 +42,7 @@ class Policy:
 
     Attributes:
         data: The folder with its data.
-        domain: Its own data, in any form that `domain:` takes; it replaces the server's.
+        domain: Its own data, in any form that `domain:` takes; it replaces the domain in the server's configuration.
         networks: Names of networks that it runs; empty: all that this project ships, nothing from outside.
         objectives: The same for objectives.
         optimizers: The same for optimizers.
@@ -54,14 +54,14 @@ class Policy:
         largest_order: The largest message that it answers, in MB; 0: any.
         masks: `required`: what it trains leaves only under secure aggregation, and it answers no question that
             reveals more about its images than their number.
-        epsilon: What all its rounds together can cost of its privacy; 0: no limit.
-        identity: How it signs, and knows others' signatures.
+        epsilon: The most that all its rounds together can cost of its privacy; 0: no limit.
+        identity: Its key for signatures, and others' public keys.
         name: The site's own name; empty: the name at its index in the server's roster.
         disclose: What the server can know: `scores` (losses and accuracies) also where the site hides what it trains;
             `classes` (right answers by class).
         min_members: Fewest sites of a masked sum; None: see clients.privacy.secure_aggregation.members.
         min_known: Fewest of them whose keys are in `peers`; None: see the same.
-        limits: What one order can cost.
+        limits: The most that one order can cost.
     """
 
     data: str = ""
@@ -85,7 +85,7 @@ class Policy:
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
-        """Return the policy of a node-config, whose names are separated by commas."""
+        """Return the policy in a node-config. Lists are texts with commas. Raises UserError for an invalid value."""
         values = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
         names = {key: _names(values[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
@@ -109,7 +109,7 @@ class Policy:
                       min_known=_count(node_config, "min_known"), **names)  # fmt: skip
 
     def hides(self, config: Config) -> bool:
-        """Return whether the server can only know a sum over sites, or noised values, of this site's images."""
+        """Return whether masks or noise, of this policy or the run, hide what this site trains."""
         return bool(self.masks or self.epsilon or config.federation.secure_aggregation or config.privacy.noise)
 
     def tells_scores(self, config: Config) -> bool:
@@ -135,14 +135,14 @@ class Policy:
             raise RefusedError(f"order.kind: '{EVALUATE}' asks for accuracies, but this site {reason}")
 
     def check_secure_aggregation(self, order: TaskInstructions) -> None:
-        """Raise RefusedError for an order whose answer would reveal what this policy hides."""
+        """Raise RefusedError, under `masks`, for an order whose answer would reveal more than masked sums."""
         if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and order.secure):
             return
         reason = "participates only under masks (site.yaml: masks); set federation.secure_aggregation=true for the run"
         raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site {reason}")
 
     def check_privacy_budget(self, order: TaskInstructions, config: Config) -> None:
-        """Raise RefusedError for an order whose answer would cost privacy that `epsilon` does not count."""
+        """Raise RefusedError, under `epsilon`, for an order whose answer is not noised, and so not counted."""
         if not self.epsilon or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and config.privacy.noise):
             return
         reason = "sends only what is noised (site.yaml: epsilon); set privacy.clip and privacy.noise for the run"
@@ -156,7 +156,7 @@ class Policy:
             raise RefusedError(f"order: {reason} (site.yaml: largest_order)")
 
     def apply(self, config: Config, place: int) -> Config:
-        """Return the server's configuration as the site at index `place` of the roster follows it, with its own data paths.
+        """Return the server's configuration with this policy's data folder and device, for site `place` of the roster.
 
         A domain with any name is allowed if no one looks it up: shared heads with data.classes outputs, own data at
         this site. Raise RefusedError if the policy does not allow a name. This is checked before anything is imported
@@ -201,7 +201,7 @@ class Policy:
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)
 
     def source(self, config: Config, site: Site) -> Site:
-        """Return the site with the domain that its images are read from: all of it, if it is the policy's own.
+        """Return the site with the domain to read: the server's, or the whole of the policy's own domain if there is one.
 
         Raise UserError if the domain has more classes than the server's configuration has for the site.
         """
@@ -219,7 +219,7 @@ class Policy:
         return own
 
     def filter_published(self, state: State) -> State:
-        """Return the tensors of components that this policy allows to publish."""
+        """Return only the tensors of `state` that belong to components in `publish`; all if `publish` is empty."""
         prefixes = tuple(PARTS[name] for name in self.publish if name in PARTS)
         return {
             name: tensor for name, tensor in state.items() if not self.publish or (prefixes and name.startswith(prefixes))

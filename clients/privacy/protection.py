@@ -19,23 +19,23 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True, eq=False)
 class Protection:
-    """The protection of one job's contribution."""
+    """Protects one job's contribution. Call `begin` before training and `hidden` after it."""
 
     job: Job
 
     @functools.cached_property
     def cost(self) -> float:
-        """What the site's privacy has cost, with this round; reading it the first time charges the round."""
+        """The epsilon of all the site's rounds, with this one; reading it the first time charges the round."""
         return spend(self.job)
 
     @functools.cached_property
     def ready(self) -> Ready:
-        """The masked order with its shares opened."""
+        """The checked masked round, with the other sites' shares opened."""
         return ready(self.job)
 
     @functools.cached_property
     def sketch_key(self) -> bytes:
-        """The key of sketches; reading it the first time records the start of a masked round."""
+        """The site's secret key for sketches; reading it the first time records the start of a masked round."""
         return self.job.memory.begin(self.job.order.run, self.job.order.round)
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class Protection:
     def hidden(
         self, session: Session, given: dict[str, State], start: Mapping[str, State], steps: int
     ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
-        """Return the records with noise, masks or both, and what the noise has cost. `start`: `given` before training."""
+        """Return the records `given` with noise, masks or both, and the noise's cost. `start`: `given` before training."""
         job, privacy, bits = self.job, self.job.config.privacy, self.job.config.federation.scale_bits
         changed = changes(job, session, start, given)
         cost = {"epsilon": self.cost} if privacy.noise else {}

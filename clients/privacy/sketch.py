@@ -17,7 +17,7 @@ Sketch = NDArray[np.float32]
 
 
 def sketch(vector: Tensor, key: bytes) -> Sketch:
-    """Return float32 [BUCKETS]: each entry of a vector [n] is added to a bucket, with a sign. Sketches can be summed.
+    """Return float32 [BUCKETS]: sums of a vector's entries, in random buckets with random signs. Sketches can be summed.
 
     `key`: 16 secret bytes that determine buckets and signs.
     """
@@ -40,10 +40,9 @@ def sketches(state: Mapping[str, Tensor], key: bytes) -> dict[str, Sketch]:
 
 
 def likeness(one: Mapping[str, Sketch], other: Mapping[str, Sketch]) -> float:
-    """Return the largest absolute cosine between sketches of both; 1 if any is not finite.
+    """Return the largest absolute cosine between a sketch in `one` and one in `other`; 1 if any is not finite.
 
-    Names do not matter, because the server names tensors. Sketches of tensors with different sizes have cosines near
-    0.
+    Names do not matter, because the server names tensors. Tensors of different sizes have cosines near 0.
     """
     if not one or not other:
         return 0.0
@@ -60,10 +59,10 @@ def _directions(sketches: Mapping[str, Sketch]) -> NDArray[np.float64]:
 
 
 def packed(sketches: Mapping[str, Sketch]) -> dict[str, str]:
-    """Return the sketches as text."""
+    """Return the sketches as hexadecimal texts, for JSON."""
     return {name: vector.tobytes().hex() for name, vector in sketches.items()}
 
 
 def unpacked(texts: Mapping[str, str]) -> dict[str, Sketch]:
-    """Return the sketches of `packed`."""
+    """Return the sketches from the texts that `packed` returned."""
     return {name: np.frombuffer(bytes.fromhex(text), np.float32) for name, text in texts.items()}

@@ -25,7 +25,7 @@ def encode(tensor: Tensor) -> Array:
 
 
 def decode(array: Array) -> Tensor:
-    """Decode to a new tensor on the CPU. Raises NumPy's errors for bytes that are not a .npy file."""
+    """Decode a Flower array to a new tensor on the CPU. Raises NumPy's errors for bytes that are not a .npy file."""
     try:
         header = _header(array.dtype, tuple(array.shape)) if len(array.shape) <= MOST_DIMENSIONS else b""
     except TypeError:  # not a NumPy dtype: array.numpy() below raises

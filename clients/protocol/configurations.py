@@ -21,12 +21,12 @@ _TEXTS: OrderedDict[str, str] = OrderedDict()
 
 @functools.lru_cache(maxsize=MOST)
 def parsed(text: str, run: str = "") -> Config:
-    """Parse a configuration. Within a run the same object is returned, since caches of the run's data hang on it."""
+    """Parse a configuration's JSON. Returns the same object for the same run: it carries caches of the run's data."""
     return from_json(text)
 
 
 def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
-    """Return a configuration's JSON, from the message or from the cache. `store`: the site's folder, or None: memory only.
+    """Return the JSON of the configuration with this digest: from memory, the message, or a site's folder `store` if any.
 
     Raises UnknownConfigurationError if neither has it, and UserError for one that is invalid or has another digest.
     """

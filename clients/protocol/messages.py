@@ -77,9 +77,9 @@ ROUND = "round"  # up: averaged over this round's replies, and stored for no sit
 
 @dataclass(frozen=True)
 class TaskInstructions:
-    """An order to a site: train, or answer a question.
+    """The server's order to a site: train, or answer a question.
 
-    Where nodes store contributions, `before` is a blob's digest. The node `holder` has the blob, or the message (BEFORE).
+    Where nodes store contributions, `before` is a contribution's digest. The node `holder` has it, or the message (BEFORE).
     """
 
     config: str  # sha256 of the configuration's JSON (CONFIG)
@@ -107,7 +107,7 @@ class TaskInstructions:
         return (str(self.round), f"again {self.again}") if self.again else (str(self.round),)
 
     def record(self) -> ConfigRecord:
-        """Convert to a Flower record."""
+        """Return the order as a Flower record."""
         return ConfigRecord({"json": json.dumps(asdict(self), separators=(",", ":"))})
 
 
@@ -146,12 +146,12 @@ def read_order(content: RecordDict) -> TaskInstructions:
 
 
 def measured_record(number: int) -> str:
-    """Return the record's name for one of several networks to measure."""
+    """Return the name of the record of a network to measure, when a message has several, numbered."""
     return f"{MODEL}/{number}"
 
 
 def right_of(record: str) -> str:
-    """Return the metric's name for the right answers of the network in this record."""
+    """Return the metric's name for the right answers of the network in the record with this name."""
     return RIGHT + record.removeprefix(MODEL)
 
 

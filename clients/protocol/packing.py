@@ -63,12 +63,12 @@ bf16: |x' - x| <= 2^-8 |x| + 2^-134. int16: |x' - x| <= (1/65534 + 2^-24) max|x|
 
 
 def packed(state: Mapping[str, Tensor], name: str) -> ArrayRecord:
-    """Pack a state's float32 tensors into a Flower record. A tensor that packing would make infinite stays unpacked."""
+    """Pack a state's float32 tensors by packing `name` into a Flower record; those that would become infinite stay whole."""
     return ArrayRecord({key: _packed(tensor.detach().cpu(), name) for key, tensor in state.items()})
 
 
 def unpacked(record: ArrayRecord) -> State:
-    """Unpack a record, packed or not. Raises ValueError for bytes of neither form."""
+    """Return the state in a Flower record, packed or not. Raises ValueError for bytes of neither form."""
     return {key: _unpacked(array) for key, array in record.items()}
 
 

@@ -48,11 +48,11 @@ ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Exact sums over the replies of some sites. Either all of these sites count, or none.
+    """Exact sums over the replies of some sites. The server must use all of these replies, or none.
 
-    `messages`: ids of the answered messages. `samples`: by site. `addends`: their number by record. `records`: int64 sums;
-    for contributions, the change of the sum. If a `node` stores the records, `ticket` is their name there, and `blobs` are
-    the digests of the sites' contributions.
+    `messages`: ids of the answered messages. `samples`: by site. `addends`: by record, how many are added. `records`: int64
+    sums; for contributions, the change of the sum. If a `node` stores the records, `ticket` is their name there, and `blobs`
+    are the digests of the sites' contributions.
     """
 
     run: str
@@ -70,20 +70,20 @@ class Keeping(Protocol):
     """A node's store of contributions and sums."""
 
     def put(self, run: str, state: State) -> str:
-        """Store a contribution and return its digest."""
+        """Store a contribution to the run and return its digest."""
         ...
 
     def get(self, run: str, digest: str, holder: str) -> State:
-        """Return a contribution, from this node or from the node `holder`."""
+        """Return the contribution with this digest, from this node or from the node `holder`."""
         ...
 
     def leave(self, sum: PartialSum) -> PartialSum:
-        """Store the records of a sum. Returns the sum without records, with `node` and `ticket` set."""
+        """Store the records of a sum on this node. Returns the sum without records, with `node` and `ticket` set."""
         ...
 
 
 def expected_record(likes: Mapping[str, Mapping[str, Tensor]]) -> ArrayRecord:
-    """Return the names and shapes that summed records must have, as one record for all sites."""
+    """Return the names and shapes of the tensors in `likes`, by record, as the record EXPECTED of a message."""
     return text_record(json.dumps({record: {name: list(tensor.shape) for name, tensor in like.items()} for record, like in
                                    likes.items()}))  # fmt: skip
 
@@ -93,8 +93,8 @@ def combine(
 ) -> tuple[list[Message], list[PartialSum]]:
     """Sum the records of the replies whose orders allow it. Returns the replies, and one sum for each run and round.
 
-    A summed reply retains only METRICS. A reply that cannot be added becomes an error of its site. `part`: the node's store
-    of contributions and sums; None: the server's ledger folder.
+    `asked`: the message of each reply. A summed reply retains only METRICS. One that cannot be added becomes an error of its
+    site. `part`: the node's store of contributions and sums; None: the server's ledger folder.
     """
     sums: dict[tuple[str, int, str], _Sums] = {}
     answers = []

@@ -95,7 +95,7 @@ def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> 
 
 
 def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> dict[str, float]:
-    """Return the numbers in a reply to a question. Raises ReplyError if one of `names` is missing."""
+    """Return all finite numbers in a reply to a question, by name. Raises ReplyError if one of `names` is missing."""
     numbers = check_numbers(content, names)
     if "samples" in numbers:
         check_samples(numbers["samples"], bounds)
@@ -104,7 +104,7 @@ def asked_numbers(content: RecordDict, names: Sequence[str], bounds: Bounds) -> 
 
 
 def check_samples(samples: object, bounds: Bounds) -> None:
-    """Raise ReplyError unless the number of samples is positive and at most the number that the site has."""
+    """Raise ReplyError unless a site's number of samples is positive and at most bounds.most_samples (0: no bound)."""
     if not isinstance(samples, int) or not 1 <= samples < 2**31:
         raise ReplyError("the reply's number of samples is not positive")
     if bounds.most_samples and samples > bounds.most_samples:
@@ -149,12 +149,12 @@ def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
 
 
 def can_be(right: float, total: float) -> bool:
-    """Return whether both counts are whole numbers, with no more right answers than images."""
+    """Return whether `right` answers on `total` images are possible: whole numbers, right at most total."""
     return isinstance(right, int) and isinstance(total, int) and 0 <= right <= total <= MOST_IMAGES
 
 
 def check_score(content: RecordDict, name: str) -> Score:
-    """Return the right answers with this name in a reply, also by class if the reply has them.
+    """Return the right answers that a reply reports under `name`, and all images, also by class if the reply has them.
 
     Raises ReplyError unless all counts are possible and those of the classes add up to the totals.
     """
@@ -175,7 +175,7 @@ def check_score(content: RecordDict, name: str) -> Score:
 
 
 def check_numbers(content: RecordDict, names: Sequence[str]) -> dict[str, float]:
-    """Return the finite numbers in a reply. Raises ReplyError if one of `names` is missing."""
+    """Return all finite numbers in a reply's METRICS, by name. Raises ReplyError if one of `names` is missing."""
     metrics = content.metric_records.get(METRICS) or {}
     numbers = {str(name): value for name, value in metrics.items() if isinstance(value, int | float)}
     finite: dict[str, float] = {name: value for name, value in numbers.items() if abs(value) < MOST_LOSS}

@@ -38,7 +38,7 @@ class Identity:
         return _private(self.key).sign(text, ECDSA(SHA384())) if self.key else b""
 
     def sign(self, *parts: object) -> ConfigRecord | None:
-        """Sign a statement. Returns a record with the signature and the public key, or None without a key."""
+        """Sign a statement of these parts. Returns a record of the signature and the public key, or None without a key."""
         if not self.key:
             return None
         public = _private(self.key).public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
@@ -62,7 +62,7 @@ def signing_payload(*parts: object) -> bytes:
 
 
 def update_payload(run: str, site: str, round: int, content: RecordDict) -> tuple[object, ...]:
-    """Return the statement that a site sent the arrays of a reply (a digest of all their names and bytes)."""
+    """Return the parts of the statement "this site sent these arrays in this round", with a digest of the arrays."""
     total = hashlib.sha256()
     for record, arrays in sorted(content.array_records.items()):
         for name, array in sorted(arrays.items()):
@@ -71,7 +71,7 @@ def update_payload(run: str, site: str, round: int, content: RecordDict) -> tupl
 
 
 def erased_words(run: str, site: str, files: int, size: int, request: str) -> tuple[object, ...]:
-    """Return the statement that a site deleted all its files of a run, for a request."""
+    """Return the parts of the statement "this site deleted all its files of this run", with their number and bytes."""
     return "erased", run, site, files, size, *([request] if request else [])
 
 
@@ -87,7 +87,7 @@ def verified_signature(content: RecordDict, *parts: object) -> dict[str, str]:
 
 
 def fingerprint(public: str) -> str:
-    """Return Flower's SHA-256 of a public key; empty for an invalid key."""
+    """Return the SHA-256 (hex) of a public key (an OpenSSH line), as Flower computes it; empty for an invalid key."""
     try:
         key = load_ssh_public_key(public.encode())
     except (ValueError, UnsupportedAlgorithm):

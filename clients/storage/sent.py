@@ -22,7 +22,7 @@ class Sent:
     store: SiteStore
 
     def summed(self, round: int) -> State:
-        """Return the contribution in the sum after a round. Raises LostStateError if it is missing."""
+        """Return the site's contribution to the server's sum after a round. Raises LostStateError if it is missing."""
         return self._read(SUMMED, round)
 
     def keep(self, round: int, base: int, contribution: State) -> None:

@@ -17,7 +17,7 @@ HEADER = 8  # bytes that hold the length of a safetensors file's header
 
 
 def round_file(root: Path, name: str, round: int) -> Path:
-    """Return the path of the state of `name` after a round."""
+    """Return the path of the file for the state of `name` (a site) after a round."""
     return root / name / f"round-{round:06d}.safetensors"
 
 
@@ -45,12 +45,12 @@ def _private(path: str, flags: int) -> int:
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write a state (any shapes and dtypes) with string metadata."""
+    """Write a state (any shapes and dtypes) with string metadata to a safetensors file."""
     write_bytes(path, _packed(state, metadata))
 
 
 def write_private_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write a state that only the user may read."""
+    """Write a state to a safetensors file that only the user may read."""
     write_bytes(path, _packed(state, metadata), private=True)
 
 
@@ -70,7 +70,7 @@ def _ordered(packed: bytes) -> bytes:
 
 
 def read_state(path: Path) -> State:
-    """Read a state. Raises UserError for a file that is missing or not in the safetensors format."""
+    """Return the state in a file. Raises UserError for a file that is missing or not in the safetensors format."""
     try:
         return dict(sorted(load_file(path).items()))  # safetensors has no order
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def read_state(path: Path) -> State:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read the metadata of a state on disk, without its tensors. Raises UserError."""
+    """Return a safetensors file's metadata, without its tensors. Raises UserError for an unreadable file."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -89,7 +89,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_names(path: Path) -> list[str]:
-    """Read the names of a state's tensors on disk, without the tensors. Raises UserError."""
+    """Return the names of a safetensors file's tensors. Raises UserError for an unreadable file."""
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())

@@ -42,14 +42,14 @@ class SiteStore:
         return read_state(path)
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
-        """Save the state after `round`. Retain the one of round `base`; delete older ones."""
+        """Save the state after `round`, and delete the states of earlier rounds, except round `base`."""
         write_private_state(self._path(round), state)
         for other in self.rounds():
             if other < round and other != base:
                 self._path(other).unlink()
 
     def rounds(self) -> list[int]:
-        """Return the rounds whose states are stored."""
+        """Return the rounds whose states are stored, in order."""
         if not self.folder.is_dir():
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _ROUND.fullmatch(path.name)))

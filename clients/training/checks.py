@@ -17,7 +17,7 @@ from fedloom.conf.schema import EngineConfig, TrainingConfig
 
 
 def check_training(experiment: Experiment, architectures: Iterable[Architecture]) -> None:
-    """Raise UserError for training options that do not fit the networks or the images."""
+    """Raise UserError for training options that do not fit the networks or the images. The optimiser tries a step."""
     config, training, optimizer = experiment.config, experiment.config.training, experiment.training.optimizer
     if isinstance(optimizer, SGD):
         _step(optimizer, [torch.zeros(1)], training)

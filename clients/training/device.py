@@ -7,7 +7,7 @@ from fedloom.conf.schema import EngineConfig
 
 
 def pick_device(name: str, share: float = 1.0) -> torch.device:
-    """Return the device of engine.device. `auto` takes a GPU if this process sees one.
+    """Return the device that `name` (engine.device) stands for. `auto` takes a GPU if this process sees one.
 
     `share`: the largest share of the GPU's memory for this process. Raises UserError for `cuda` without a GPU.
     """

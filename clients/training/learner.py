@@ -42,7 +42,7 @@ def learn(
     session: Session, images: Images, experiment: Experiment, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Train a session for training.epochs or steps. All randomness comes from (seed, site, words). Raises DivergedError.
+    """Train a session for a round (training.epochs or steps), seeded by (seed, site, words). Raises DivergedError.
 
     `words`: names of the round's draw (TaskInstructions.words); empty: the first one. `least`: fewest images of a batch; a
     smaller last batch of an epoch is left out.
@@ -144,7 +144,7 @@ def _drawn(images: int, batch: int, per_epoch: int, generator: torch.Generator) 
 
 
 def clip_all(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
-    """Scale the gradients so that their joint norm is at most `limit`."""
+    """Return the gradients, scaled so that their joint L2 norm is at most `limit`."""
     scale = (limit / (get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
     return [gradient * scale for gradient in gradients]
 
@@ -183,7 +183,7 @@ def _precise(training: Recipe, device: torch.device) -> contextlib.AbstractConte
 
 
 def outcome(losses: Tensor, samples: int, site: Site, round: int) -> Outcome:
-    """Return the outcome of a round with losses [steps] on `samples` images. Raises DivergedError."""
+    """Return the outcome of a round with losses [steps] on `samples` images. Raises DivergedError for NaN or infinity."""
     mean = float(losses.mean())
     if not math.isfinite(mean):
         raise DivergedError(f"{site.name}: the loss is {mean} in round {round}; try a smaller training.rate")

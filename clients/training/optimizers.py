@@ -49,7 +49,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def bind(self, parameters: Sequence[Tensor], training: Rates) -> Step:
-        """Return the step function, which updates the parameters in place from a learning rate and their gradients.
+        """Return a function step(rate, gradients), which updates the parameters in place.
 
         Raises UserError for invalid options.
         """
@@ -118,7 +118,7 @@ class OwnOptimizer(Optimizer):
 
 @OPTIMIZERS.adapter
 def own_optimizer(name: str, made: Any, options: Mapping[str, Any], where: str) -> Optimizer:
-    """Wrap the user's optimiser `name`. Raises UserError if it is not callable."""
+    """Return the user's optimiser class or function `made` as an Optimizer. Raises UserError if it is not callable."""
     if not callable(made):
         raise UserError(f"{where}.name: '{name}' has the type {type(made).__name__}; it must be an optimiser class "
                         "or a function that returns an optimiser")  # fmt: skip

@@ -68,7 +68,7 @@ class Cosine(Schedule):
 @SCHEDULES.register("step")
 @dataclass(frozen=True)
 class Steps(Schedule):
-    """Multiplies the rate by `gamma` after every `every` rounds."""
+    """Multiplies the rate by `gamma` each time that `every` rounds have passed."""
 
     every: int = option(10, "rounds between two changes", low=1)
     gamma: float = option(0.1, "factor of the rate", low=0.0, high=1.0)

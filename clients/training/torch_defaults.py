@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Enter a context where new tensors are float32 on the CPU and gradients are computed. Restore the rest after it."""
+    """Enter a context where new tensors are float32 on the CPU and gradients are computed, whatever was set outside."""
     kind, device = torch.get_default_dtype(), torch.get_default_device()
     elsewhere = device.type != "cpu"
     torch.set_default_dtype(torch.float32)

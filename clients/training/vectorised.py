@@ -27,7 +27,7 @@ class Functional(Protocol):
     """The additional methods of a session that can be stacked with others."""
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained weights by name. Names and shapes are the same for all sites of a configuration."""
+        """Return the weights to train, by name. Names and shapes are the same for all sites of a configuration."""
         ...
 
     def per_step_inputs(self) -> tuple[State, ...]:
@@ -127,7 +127,7 @@ def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tenso
 
 
 def clip_each(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
-    """Apply learner.clip_all to each of the k networks whose gradients are stacked, [k, ...]."""
+    """Clip each of k networks on its own: scale its gradients to a joint norm of at most `limit`. Gradients are [k, ...]."""
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
     factors = (limit / (norms + 1e-6)).clamp(max=1.0)
     return [gradient * factors.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]

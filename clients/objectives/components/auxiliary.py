@@ -33,18 +33,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class Auxiliary(ABC):
-    """Base class of tasks with a shared head. Register your own in AUXILIARY, or name it as `module:attribute`."""
+    """Base class of auxiliary tasks; all sites share the heads. Register yours in AUXILIARY, or name `module:attribute`."""
 
     weight: float = option(1.0, "weight of the task's loss", low=0.0)
 
     @property
     def supervised(self) -> bool:
-        """Whether the task needs classes that all sites have in common."""
+        """Whether the task learns from labels, of the classes that all sites have in common."""
         return False
 
     @abstractmethod
     def outputs(self, common: int) -> int:
-        """Return the number of outputs of the head for `common` common classes."""
+        """Return the number of the head's outputs when all sites have `common` classes in common."""
 
     def draw(self, generator: torch.Generator, images: int) -> State:
         """Return the random draws for the next batch's loss, for at most `images` images."""

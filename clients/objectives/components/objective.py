@@ -65,7 +65,7 @@ class Components(Objective):
 
     @property
     def sharing(self) -> Sharing:
-        """The part of the network that sites share."""
+        """The parts of the network that sites share, average and fit, by `mode`."""
         return SHARING[self.mode]
 
     def session(self, task: Task) -> Session:
@@ -101,7 +101,7 @@ class Components(Objective):
             task.network.train()  # the next site trains in it
 
     def published(self, site: str) -> tuple[str, ...]:
-        """Return the prefixes of the tensors that a site publishes."""
+        """Return the name prefixes of the tensors that a site publishes (extractor, head)."""
         if odd := next((part for part in self.publish if part not in PARTS), ""):
             raise unknown("objective.publish", odd, PARTS)
         return () if site in self.private else tuple(PARTS[part] for part in self.publish)

@@ -34,7 +34,7 @@ class SharedParts(PlainSession):
         super().__init__(task)
 
     def start(self) -> State:
-        """Return the site's own or first state, with the server's tensors in place of its own."""
+        """Return the site's state of its last round, or `first`, with the server's shared tensors in place of its own."""
         return {**(self.task.own or self.first()), **self.task.incoming.get(MEAN, {})}
 
     def first(self) -> State:
@@ -86,7 +86,7 @@ class CompatibleSession(SharedParts):
         self.near = self._near(sent, own) if pull else {}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the site's network and, unless frozen, its copies of the auxiliary heads."""
+        """Return the weights to train: of the site's network and, unless frozen, of its copies of the auxiliary heads."""
         heads = {} if self.frozen else self.heads
         copies = {
             f"{AUXILIARY_HEADS}.{name}.{key}": weight
@@ -99,7 +99,7 @@ class CompatibleSession(SharedParts):
         return [(1.0, self.parameters())]
 
     def per_step_inputs(self) -> tuple[State, ...]:
-        """Return the site's own inputs of the loss, and each task's random draws."""
+        """Return the site's own inputs of the loss (common classes, pull targets), and each task's random draws."""
         images = self.task.config.training.batch
         mine = {COMMON: self.common, **self.near}
         return mine, *(auxiliary.draw(self.task.generator, images) for auxiliary in self.tasks.values())
@@ -165,6 +165,6 @@ def head_of(architecture: Architecture, outputs: int) -> nn.Module:
 
 @functools.lru_cache(maxsize=64)
 def class_tensors(architecture: Architecture) -> frozenset[str]:
-    """Return the names of the head's tensors that have a row for each class."""
+    """Return the names of the head's tensors whose shape depends on the number of classes."""
     heads = [head_of(architecture, architecture.classes + more).state_dict() for more in (0, 1)]
     return frozenset(name for name, tensor in heads[0].items() if tensor.shape != heads[1][name].shape)

@@ -30,7 +30,7 @@ COUNTED: dict[str, Callable[[int, int], Configuration]] = {
 
 
 def named(text: str, groups: int, where: str) -> Configuration:
-    """Return the configuration with a name.
+    """Return the configuration that `text` names, for this number of groups of layers.
 
     Names are all, none, alternating, top-K, bottom-K, only-2-4 (these groups, from 1), and quoted digits such as "0101".
     Raises UserError for another name.

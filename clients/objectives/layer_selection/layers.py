@@ -33,11 +33,11 @@ class Layers:
         return [name for group in self.groups for name in group]
 
     def group_of(self, name: str) -> int:
-        """Return the group of a shared parameter, by its name."""
+        """Return the index of the group that the shared parameter with this name belongs to."""
         return next(number for number, group in enumerate(self.groups) if name.rpartition(".")[0] in group)
 
     def shared(self, config: Config, site: Site) -> State:
-        """Return the initial shared parameters, by layer and part, such as `extractor.0.weight`."""
+        """Return the initial shared parameters, by layer and tensor, such as `extractor.0.weight`."""
         start = initial_state(config, site=site)
         return self._drawn(self.learner.shared, start, config.seed, SHARED)
 
@@ -47,7 +47,7 @@ class Layers:
         return self._drawn(self.learner.own, start, config.seed, site.name)
 
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of shared layers, by their names in the network."""
+        """Return the shared layers' tensors, computed from shared and own parameters, by their names in the network."""
         weights: dict[str, Tensor] = {}
         for layer in self.names:
             made = self.learner.weights(_below(shared, layer), _below(own, layer))
@@ -71,9 +71,9 @@ class Layers:
 def grouped(
     architecture: Architecture, names: tuple[str, ...], sizes: tuple[int, ...], learner: BaseLearner, most: int
 ) -> Layers:
-    """Group layers with these names (empty: all convolutions, or else all linear layers).
+    """Group the layers with these names (empty: all convolutions, or else all linear layers).
 
-    `sizes`: of the groups; empty: one layer each. Raises UserError for an unknown layer, sizes that do not match the layers,
+    `sizes`: layers of each group; empty: 1. Raises UserError for an unknown layer, sizes that do not match the layers,
     more than `most` groups, and groups that the network cannot be cut between.
     """
     network = architecture.build()

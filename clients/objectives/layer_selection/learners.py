@@ -21,7 +21,7 @@ WEIGHT, BIAS = "weight", "bias"
 class BaseLearner(ABC):
     """Base class of base learners. Register your own in BASE_LEARNERS, or name it as `module:attribute`.
 
-    A layer's state has "weight", [out, in, k, k] or [out, in], and "bias", [out], if the layer has one.
+    It computes a shared layer's tensors: "weight", [out, in, k, k] or [out, in], and "bias", [out], if the layer has one.
     """
 
     @abstractmethod
@@ -34,7 +34,7 @@ class BaseLearner(ABC):
 
     @abstractmethod
     def weights(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the layer's tensors, differentiable in both kinds of parameters."""
+        """Return the layer's weight and bias, computed from shared and own parameters, and differentiable in both."""
 
     def check(self, layer: State, name: str) -> None:
         """Raise UserError for a layer that the learner does not support."""

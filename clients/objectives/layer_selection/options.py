@@ -56,12 +56,12 @@ class SelectionOptions(Objective):
 
     @functools.cached_property
     def base(self) -> BaseLearner:
-        """The base learner."""
+        """The base learner, which computes shared layers."""
         return BASE_LEARNERS.build(self.learner, "objective.learner")
 
     @functools.cached_property
     def way(self) -> Search:
-        """The search for the M-step's gradients."""
+        """The way to compute the M-step's gradients, of the option `search`."""
         return SEARCHES.build(self.search, "objective.search")
 
     def layers_of(self, config: Config, site: Site) -> Layers:
@@ -70,13 +70,13 @@ class SelectionOptions(Objective):
         return grouped(architecture, tuple(self.layers), tuple(self.groups), self.base, self.limit)
 
     def configurations(self, groups: int, warms_up: bool = False) -> list[Configuration]:
-        """Return the configurations to choose from."""
+        """Return the transfer configurations to consider: all, or only that of `mode` or of a warm-up."""
         if self.mode == LEARNED or self.certainty < 1.0:
             return every(groups)
         return [named("all" if warms_up else self.mode, groups, "objective.mode")]
 
     def fixed(self, configurations: Sequence[Configuration], warms_up: bool = False) -> Tensor | None:
-        """Return the fixed posterior, of `mode` or of a warm-up; None if it is learned."""
+        """Return the fixed probability of each configuration, of `mode` or of a warm-up; None if it is learned."""
         if self.mode == LEARNED and not warms_up:
             return None
         certainty, mode = (1.0, "all") if warms_up else (self.certainty, self.mode)

@@ -12,12 +12,12 @@ TIED = 1e-9  # posteriors that differ by a smaller share are equal
 
 
 def mean_likelihood(log_probabilities: Tensor) -> Tensor:
-    """Return the logarithm of the mean probability of the images' labels, as in the authors' code."""
+    """Return log-likelihoods [k]: the logarithm of the mean probability of n labels, as in the authors' code."""
     return torch.logsumexp(log_probabilities, -1) - torch.log(torch.tensor(float(log_probabilities.shape[-1])))
 
 
 def joint_likelihood(log_probabilities: Tensor) -> Tensor:
-    """Return the logarithm of the joint probability of the images' labels."""
+    """Return log-likelihoods [k]: the logarithm of the joint probability of n labels."""
     return log_probabilities.sum(-1)
 
 
@@ -26,13 +26,13 @@ LIKELIHOODS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_likelihood, "
 
 
 def by_winner(counts: Tensor, posterior: Tensor) -> Tensor:
-    """Add 1 to the count of the most probable configuration (Eq. 1). Equally probable ones share it."""
+    """Return the counts [k], plus 1 for the most probable configuration (Eq. 1). Equally probable ones share the 1."""
     winners = (posterior >= posterior.max() * (1.0 - TIED)).to(counts.dtype)
     return counts + winners / winners.sum()
 
 
 def by_posterior(counts: Tensor, posterior: Tensor) -> Tensor:
-    """Add the posterior to the counts, an alternative to Eq. 1 that the paper mentions and its code uses."""
+    """Return counts + posterior [k], an alternative to Eq. 1 that the paper mentions and its code uses."""
     return counts + posterior
 
 
@@ -60,14 +60,14 @@ class Belief:
     smoothing: float = 1.0
 
     def prior(self) -> Tensor:
-        """Return the prior (Eq. 1), float64 [k]."""
+        """Return the prior probability of each configuration (Eq. 1), float64 [k]."""
         if self.fixed is not None:
             return self.fixed
         smoothed = self.counts + self.others + self.smoothing
         return smoothed / smoothed.sum()
 
     def posterior(self, log_likelihood: Tensor, indices: Tensor) -> Tensor:
-        """Return the posterior (Eq. 2), float64 [k].
+        """Return the probability of each configuration after a batch (Eq. 2), float64 [k].
 
         `log_likelihood` belongs to the configurations with these indices. The posterior of all others is 0.
         """
@@ -83,14 +83,14 @@ class Belief:
             self.counts = self.update(self.counts, posterior)
 
     def likely(self, left_out: float) -> Tensor:
-        """Return the indices of the fewest configurations with a total prior of at least 1 - left_out, in order."""
+        """Return the sorted indices of the most probable configurations, as few as have a total prior of 1 - left_out."""
         prior = self.prior()
         order = prior.argsort(descending=True, stable=True)
         enough = int((prior[order].cumsum(0) < 1.0 - left_out).sum()) + 1
         return order[:enough].sort().values
 
     def watched(self, left_out: float) -> Tensor:
-        """Return the indices of the `likely` configurations and, if they are learned, one other in rotation."""
+        """Return the indices of the `likely` configurations and, if they are learned, of one more, another each time."""
         likely = self.likely(left_out)
         others = torch.ones(len(self.counts), dtype=torch.bool).index_fill(0, likely, False).nonzero().flatten()
         if self.fixed is not None or not len(others):
@@ -104,5 +104,5 @@ class Belief:
 
 
 def shares(belief: Belief, posterior: Tensor) -> Tensor:
-    """Return the probability of each group of layers that it is shared, [groups]."""
+    """Return the probability that each group of layers is shared, [groups], under a posterior [k]."""
     return posterior @ torch.tensor(belief.configurations, dtype=posterior.dtype)

@@ -26,7 +26,7 @@ Likelihood = Callable[[Tensor], Tensor]
 
 @dataclass
 class Step:
-    """The inputs of a step: a batch of images [n, c, h, w] with labels [n], and the weights of shared layers by name.
+    """The inputs of an optimiser's step: a batch of images [n, c, h, w], labels [n], and shared layers' weights by name.
 
     `held`: posterior of an earlier batch that is still valid; None: an E-step is due. `evidence`: held-out images and labels
     for the E-step; None: it uses the batch. `smoothing`: of labels in the M-step.
@@ -80,7 +80,7 @@ class Step:
         return posterior
 
     def weighted(self, posterior: Tensor, indices: Tensor, losses: Tensor) -> Tensor:
-        """Return the sum of the mean losses of these configurations, weighted by the posterior (gradient: Eq. 3 and 4)."""
+        """Return the sum over configurations of posterior * mean loss, a scalar. Its gradient is that of Eq. 3 and 4."""
         weights = posterior[indices].to(losses)
         return (weights * losses.mean(1)).sum()
 
@@ -182,10 +182,10 @@ class Pace:
     left: int = 0
 
     def due(self) -> Tensor | None:
-        """Return the valid posterior; None if an E-step is due."""
+        """Return the last posterior while it is valid; None if the next batch needs an E-step."""
         return self.posterior if self.left > 0 else None
 
     def took(self, posterior: Tensor) -> None:
-        """Store a step's posterior."""
+        """Store the posterior that a step used, and count the step."""
         self.left = (self.left if self.left > 0 else self.m_steps) - 1
         self.posterior = posterior

@@ -98,7 +98,7 @@ class SelectionSession(Session):
 
 
 def belief_of(objective: SelectionOptions, groups: int, stored: State, others: Mapping[str, Tensor], round: int) -> Belief:
-    """Return a site's stored belief, or a uniform one. It is fixed if `mode` is, and in a warm-up.
+    """Return the Belief in a site's stored state, or a uniform one. It is fixed if `mode` is, and in a warm-up.
 
     A site that has already trained its own layers does not warm up again.
     """

@@ -57,7 +57,7 @@ def _chosen(features: Tensor, rows: list[int]) -> Tensor:
 
 
 def operations(costs: Sequence[float], configurations: Iterable[Configuration]) -> float:
-    """Return the cost of one evaluation of the tree. `costs`: of one evaluation of each segment; the last is the head."""
+    """Return the cost of `Tree.scores`. `costs`: cost of one evaluation of each group of layers; the last: of the head."""
     chosen = list(configurations)
     prefixes = [len({configuration[: depth + 1] for configuration in chosen}) for depth in range(len(costs) - 1)]
     return sum(cost * number for cost, number in zip(costs, [*prefixes, len(set(chosen))], strict=True))

@@ -25,7 +25,7 @@ from fedloom.conf.errors import UserError
 
 
 def confirm(job: Job) -> Answer:
-    """Sign which sites' contributions count (1) and which dropped out (0).
+    """Answer SECURE_CONFIRM: sign the server's list of the sites whose contributions count (1) or that dropped out (0).
 
     A site signs one list in an attempt, of sites that have signed the same training. If one site trained differently,
     the server could know its contribution, and the difference to a second sum would reveal the rest. Raise
@@ -71,7 +71,7 @@ def _check_trained(job: Job, attempt: Attempt, counted: list[str]) -> None:
 
 
 def unmask(job: Job) -> Answer:
-    """Return shares of each site's secret, once in an attempt, if enough sites have signed the same list as this one.
+    """Answer SECURE_UNMASK, once in an attempt: a share of one secret of each site, if enough sites signed the same list.
 
     For sites whose contributions count, these are shares of the individual mask; for sites that dropped out, of their
     common masks.

@@ -21,7 +21,7 @@ def state_of(job: Job, record: str) -> State:
 
 
 def incoming(job: Job, record: str, size: int = 0) -> dict[str, bytes]:
-    """Return bytes by site, as the server passes them on. Raise UserError for invalid content."""
+    """Return bytes by site from one record of the message. Raise UserError if invalid, or not `size` bytes each (0: any)."""
     state = state_of(job, record)
     known = {site.name for site in job.config.roster}
     valid = state.keys() <= known and len(state) <= MOST_SITES and all(one.dtype == torch.uint8 for one in state.values())
@@ -32,7 +32,7 @@ def incoming(job: Job, record: str, size: int = 0) -> dict[str, bytes]:
 
 
 def check_enough(attempt: Attempt, sites: int) -> None:
-    """Raise UserError if so few sites are left that a sum over them would reveal too much."""
+    """Raise UserError if `sites`, the number of sites left, is below the attempt's threshold, or the threshold below 2."""
     if not 2 <= attempt.threshold <= sites:
         raise UserError(
             f"secure aggregation: {sites} sites are too few; at least {max(2, attempt.threshold)} must participate"
@@ -40,12 +40,12 @@ def check_enough(attempt: Attempt, sites: int) -> None:
 
 
 def words(job: Job) -> tuple[str, str, str]:
-    """Return what keys of an attempt are derived for: run, round and attempt."""
+    """Return the words that an attempt's keys derive from: run, round and id of the attempt."""
     return job.order.run, str(job.order.round), job.order.secure
 
 
 def attempt_of(job: Job) -> Attempt:
-    """Return the attempt that an order continues. Raise UserError for another attempt, or one begun by another order."""
+    """Return the stored attempt that an order continues. Raise UserError for another attempt, or one with another order."""
     attempt = Secrets(job.store).attempt(attempt_id(job))
     if attempt.order != fixed(job.order):
         raise UserError("order: the masked round was begun with another configuration, run or round; all of its "
@@ -54,14 +54,14 @@ def attempt_of(job: Job) -> Attempt:
 
 
 def attempt_id(job: Job) -> str:
-    """Return the attempt that an order names. Raise UserError if it names none."""
+    """Return the id of the attempt that an order names. Raise UserError if it names none."""
     if not job.order.secure:
         raise UserError("order.secure: has no attempt at a round")
     return job.order.secure
 
 
 def fixed(order: TaskInstructions) -> str:
-    """Return what must be equal in all steps of an attempt, so that checks of one step hold in the next."""
+    """Return the parts of an order that must be equal in all steps of an attempt, as JSON, so that checks still hold."""
     return json.dumps([order.config, order.run, order.site, order.round, order.rounds, order.members])
 
 

@@ -53,7 +53,7 @@ OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between si
 def masked(
     job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
 ) -> dict[str, ArrayRecord]:
-    """Return what a site sends for a round's records: for each, an int64 vector that looks random; only sums can be read.
+    """Return the masked records to send: for each, an int64 vector that looks random; only sums over sites can be read.
 
     For the contribution that the server stores, it is the change since the last one that counted. Masks in common
     with a leaving site (LIFT) are removed from it at the same time. The site also signs a digest of what determined
@@ -160,7 +160,7 @@ def _configured(job: Job) -> str:
 
 
 def noise_share(job: Job, ready: Ready) -> float:
-    """Return the share of the sum's noise variance that a site adds, so that it suffices with the fewest sites.
+    """Return the share of the sum's noise variance that a site adds, so that the noise suffices with the fewest sites.
 
     A site with a budget relies only on the noise of sites whose keys it knows. If its contribution stays in the sum,
     it relies on no other site: in later rounds without it, the others' noise is drawn again and can be averaged away.
@@ -178,7 +178,7 @@ def flat(state: State) -> Tensor:
 
 
 def bounded(job: Job, changed: Changes, given: Mapping[str, State]) -> Changes:
-    """Return the change with no entry beyond federation.largest_weight, so that images cannot decide if a sum fits.
+    """Return the change with entries clipped to federation.largest_weight, so that images cannot decide if a sum fits.
 
     If the server knows the start, the move is clipped: the server could send a network just below the limit, and
     would know all that is clipped. `given`: the records as floats; counters stay unchanged.
@@ -232,7 +232,7 @@ def _lifted(job: Job, lifts: Mapping[str, list[int]], record: str, size: int) ->
 
 
 def contents(state: State) -> list[list[object]]:
-    """Return each tensor's name, dtype, shape and digest: different states have different results."""
+    """Return each tensor's name, dtype, shape and digest, as lists for JSON. Different states have different results."""
     return [[name, str(tensor.dtype), list(tensor.shape), hashlib.sha256(_flat_bytes(tensor)).hexdigest()]
             for name, tensor in sorted(state.items())]  # fmt: skip
 

@@ -17,7 +17,7 @@ ALWAYS, USUALLY = 2, 3  # fewest members of a sum: always, and by default for a 
 
 
 def fewest(policy: Policy) -> int:
-    """Return how many sites a sum must have: `min_members`, or more than half of the sites with known keys."""
+    """Return the fewest sites of a sum that the policy allows: `min_members`, or over half of the sites with known keys."""
     if policy.min_members is not None:
         return max(ALWAYS, policy.min_members)
     known = len(policy.identity.known())
@@ -47,7 +47,7 @@ def _manner(config: Config, site: Site, own: bool) -> tuple[object, ...]:
 
 
 def check_members(policy: Policy, names: Collection[str]) -> None:
-    """Raise UserError if these sites are too few, or too few of them have keys that this site knows."""
+    """Raise UserError if these sites of a sum are too few, or if this site knows the keys of too few of them."""
     needed = fewest(policy)
     if len(names) < needed:
         raise UserError(f"secure aggregation: a sum over {len(names)} sites; this site participates in sums over {needed} "

@@ -19,7 +19,7 @@ LEAST_BITS = 20  # of scale_bits: with coarser units, repeated changes would loo
 
 @dataclass(frozen=True)
 class Ready:
-    """An attempt whose shares are opened.
+    """A checked masked round: its attempt, with the other sites' shares opened.
 
     `base`: the agreement of the round that it continues from. `lifts`: by leaving site, the rounds of the common
     masks. `bases`: by site, the round that it continues from.
@@ -32,7 +32,7 @@ class Ready:
 
 
 def ready(job: Job) -> Ready:
-    """Return the checked attempt. Raise UserError, or BlamedError for wrong shares, for an order that this site refuses."""
+    """Check a masked order, and open its shares. Raise UserError for an order to refuse, BlamedError for wrong shares."""
     attempt = attempt_of(job)
     _check_sums(job)
     attempt.held = opened(job, attempt)

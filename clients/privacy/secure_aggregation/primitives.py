@@ -44,12 +44,12 @@ class PublicKeys:
     signing: bytes
 
     def packed(self) -> bytes:
-        """Return the keys as they are sent."""
+        """Return the four keys as 128 bytes, as they are sent."""
         return self.channel + self.pair + self.own + self.signing
 
     @staticmethod
     def read(content: bytes) -> "PublicKeys":
-        """Return the keys of `packed` bytes. Raise UserError for another length."""
+        """Return the keys in bytes that `packed` returned. Raise UserError for another length."""
         if len(content) != PUBLIC:
             raise UserError(f"secure aggregation: public keys have {len(content)} bytes instead of {PUBLIC}")
         return PublicKeys(*(content[start : start + KEY] for start in range(0, PUBLIC, KEY)))
@@ -64,12 +64,12 @@ def secret() -> bytes:
 
 
 def derived(secret: bytes, *words: str) -> bytes:
-    """Derive a key of 32 bytes from a secret, for one purpose only."""
+    """Return a key of 32 bytes, derived from a secret for one purpose only, which `words` name."""
     return HKDF(SHA256(), KEY, salt=None, info="\n".join((LABEL, *words)).encode()).derive(secret)
 
 
 def commitment(secret: bytes) -> bytes:
-    """Return 32 bytes that identify a secret without revealing it."""
+    """Return a hash (32 bytes) that identifies a secret without revealing it."""
     return hashlib.sha256(derived(secret, "commitment")).digest()
 
 
@@ -84,27 +84,27 @@ def signing_key(seed: bytes) -> bytes:
 
 
 def signature(seed: bytes, text: bytes) -> bytes:
-    """Sign a text: 64 bytes."""
+    """Return the signature (64 bytes) of a text by the key that derives from a seed."""
     return _signing(seed).sign(text)
 
 
 def trained_words(attempt: str, digest: str) -> bytes:
-    """Return what a site signs after training: a digest (hex) of what determined it."""
+    """Return the text that a site signs after training: a digest (hex) of what determined the training."""
     return f"fedloom trained\n{attempt}\n{digest}".encode()
 
 
 def history_words(attempt: str, history: bytes) -> bytes:
-    """Return what a site signs about its history: the agreement of the round that it continues from (32 bytes)."""
+    """Return the text that a site signs about its history: a digest (32 bytes) of what it agreed on in its base round."""
     return "\n".join(("fedloom history", attempt, history.hex())).encode()
 
 
 def counted_words(attempt: str, digest: str, counted: Sequence[str]) -> bytes:
-    """Return what a site signs about a sum: its sites, all of which trained in the same way."""
+    """Return the text that a site signs about a sum: its sites, all of which trained in the same way (`digest`)."""
     return "\n".join(("fedloom counted", attempt, digest, *sorted(counted))).encode()
 
 
 def is_signature(public: bytes, text: bytes, signed: bytes) -> bool:
-    """Return whether the holder of the signature key signed this text."""
+    """Return whether `signed` is a signature of this text by the holder of the public key."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signed, text)
     except (InvalidSignature, ValueError):
@@ -113,7 +113,7 @@ def is_signature(public: bytes, text: bytes, signed: bytes) -> bool:
 
 
 def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
-    """Return the key of 32 bytes that the holders of two key pairs agree on. Raise UserError for an invalid public key."""
+    """Return the key (32 bytes) that two sites share, from a seed and the other's public key. Raise UserError if invalid."""
     try:
         both = _private(seed).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -122,7 +122,7 @@ def agreed(seed: bytes, public: bytes, *words: str) -> bytes:
 
 
 def mask(key: bytes, record: str, size: int) -> Tensor:
-    """Return int64 [size] that look random modulo 2**64 without the key."""
+    """Return the mask of a record, int64 [size], computed from a key. Without the key it looks random modulo 2**64."""
     return torch.from_numpy(
         np.frombuffer(stream(derived(key, "mask", record), 8 * size), dtype="<i8").astype(np.int64, copy=False)
     )
@@ -136,13 +136,13 @@ def stream(key: bytes, size: int) -> bytearray:
 
 
 def seal(key: bytes, text: bytes, about: str) -> bytes:
-    """Encrypt a text, and authenticate it together with its context `about`."""
+    """Return the encrypted text. `unseal` opens it only with the same key and context `about`."""
     nonce = os.urandom(NONCE)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, text, about.encode())
 
 
 def unseal(key: bytes, sealed: bytes, about: str) -> bytes | None:
-    """Decrypt a sealed text; None if it is not authentic."""
+    """Return the text that `seal` encrypted; None if the key or `about` differs, or bytes were changed."""
     try:
         return ChaCha20Poly1305(key).decrypt(sealed[:NONCE], sealed[NONCE:], about.encode())
     except (InvalidTag, ValueError):
@@ -150,7 +150,7 @@ def unseal(key: bytes, sealed: bytes, about: str) -> bytes | None:
 
 
 def shared_out(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return `count` shares, 16 bytes each, of a 16-byte secret: `threshold` of them reveal it, fewer reveal nothing."""
+    """Split a secret of 16 bytes into `count` shares of 16 bytes: `threshold` of them reveal it, fewer reveal nothing."""
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
@@ -160,12 +160,12 @@ def share_commitment(share: bytes) -> bytes:
 
 
 def rebuilt(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret of these shares, by their indices from 1."""
+    """Return the secret that these shares reveal together; they are by index, from 1."""
     return Shamir.combine(list(shares.items()), ssss=False)
 
 
 def check_room(most: int, times: int) -> None:
-    """Raise UserError if `times` vectors with entries of this size could sum to more than 64 bits hold."""
+    """Raise UserError if the sum of `times` entries of at most `most` could exceed 64 bits (signed)."""
     if most * times >= 2**63:
         raise UserError("federation.scale_bits: sums over all sites would not fit under masks; use fewer bits, or "
                         "strategy.weighting=equal")  # fmt: skip
@@ -181,12 +181,12 @@ def threshold_of(share: float, sites: int) -> int:
 
 
 def places(names: Iterable[str]) -> dict[str, int]:
-    """Return the index of each site's share, from 1."""
+    """Return the index of each site's share, from 1, in the order of names."""
     return {name: index for index, name in enumerate(sorted(names), 1)}
 
 
 def sign(mine: str, other: str) -> int:
-    """Return the sign with which `mine` adds the common mask: one of two sites adds it, the other subtracts it."""
+    """Return 1 or -1: the sign with which `mine` adds its common mask with `other`, who uses the other sign."""
     return 1 if mine < other else -1
 
 

@@ -21,14 +21,14 @@ AGREED, READ = "secure-agreed.json", "read"
 
 @dataclass(frozen=True)
 class Agreed:
-    """A round whose list of sites a site has signed. `statement`: what determined the training. `counted`: the sites."""
+    """What a site has signed in a round: `statement`, a digest of what determined the training, and the list `counted`."""
 
     statement: str = ""
     counted: list[str] = field(default_factory=list)
 
     @property
     def digest(self) -> bytes:
-        """32 bytes, equal for all sites that have signed the same."""
+        """A hash of 32 bytes, equal for all sites that have signed the same."""
         return hashlib.sha256(json.dumps([self.statement, self.counted]).encode()).digest()
 
 
@@ -45,12 +45,12 @@ class Attempt:
         pair: The secret of the key pair that common masks derive from.
         own: The secret of the mask that only this site has.
         signing: The secret of the signature key.
-        order: What all steps of the attempt share.
+        order: The parts of the order that are equal in all steps, as JSON.
         threshold: How many sites must answer.
         peers: Every site's public keys.
         held: Others' shares for this site.
         shares: Its share of its own secret `own`.
-        statement: What determined its training.
+        statement: A digest of what determined its training.
         bases: By site, the round that it continues from.
         sketches: Of what the server does not know about its contribution.
         config: A digest of the configuration.
@@ -93,18 +93,18 @@ class Attempt:
         return PublicKeys(public_key(channel), public_key(pair), commitment(own), signing_key(signing))
 
     def keys(self, site: str) -> PublicKeys:
-        """Return a site's public keys."""
+        """Return the public keys of a site in `peers`."""
         return PublicKeys.read(bytes.fromhex(self.peers[site]))
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """The files of one site in one run."""
+    """The files of one site's secrets and agreements in one run."""
 
     store: SiteStore
 
     def attempt(self, id: str) -> Attempt:
-        """Return the current attempt. Raise UserError if it is another one."""
+        """Return the current attempt. Raise UserError if its id is not `id`."""
         content = self._read(ROUND)
         if content.get("id") != id:
             raise UserError("order.secure: is not the attempt at a round that this site has begun")
@@ -114,16 +114,16 @@ class Secrets:
             raise UserError("order.secure: another version of fedloom began this attempt; begin the round again") from None
 
     def save(self, attempt: Attempt) -> None:
-        """Save an attempt in place of the one before."""
+        """Save an attempt as the current one, in place of the one before."""
         self._write(ROUND, asdict(attempt))
 
     def masks(self) -> dict[int, dict[str, bytes]]:
-        """Return the keys of common masks, by round and site."""
+        """Return the keys of the masks that this site has in common with others, by round and site."""
         return {int(round): {site: bytes.fromhex(key) for site, key in keys.items()}
                 for round, keys in self._read(KEYS).items()}  # fmt: skip
 
     def masked(self, round: int, keys: Mapping[str, bytes]) -> None:
-        """Save the keys of a round's masks. Those of an earlier attempt at it, and of later rounds, are removed."""
+        """Save the keys of a round's common masks, by site. Removes those of earlier attempts at it, and of later rounds."""
         rounds = {number: masks for number, masks in self.masks().items() if number < round} | {round: dict(keys)}
         self._write(KEYS, {number: {site: key.hex() for site, key in masks.items()} for number, masks in rounds.items()})
 
@@ -132,12 +132,12 @@ class Secrets:
         return unpacked(self._read(MOVED).get(str(round), {}))
 
     def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
-        """Save these sketches, with those of the base round and of agreed rounds."""
+        """Save the sketches for `moved`. Retain those of the base round and of agreed rounds, and delete all others."""
         numbers = {base, *(int(one) for one in self._read(AGREED) if one != READ)} - {round}
         self._write(MOVED, {**{str(one): packed(self.moved(one)) for one in numbers}, str(round): packed(sketches)})
 
     def agreed(self, round: int) -> "Agreed | None":
-        """Return what this site has agreed on in a round; None if it has since sent something else, or nothing."""
+        """Return what this site has signed in a round; None if it has since sent something else, or nothing."""
         content = self._read(AGREED).get(str(round))
         return Agreed(**content) if content else None
 
@@ -146,7 +146,7 @@ class Secrets:
         return not (self.store.folder / AGREED).is_file()
 
     def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
-        """Save the agreement of a round (None: not yet), with that of its base round."""
+        """Save what this site has signed in a round (None: nothing yet). Retain the base round's, and delete all others."""
         agreements = {
             str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))
         }
@@ -161,11 +161,11 @@ class Secrets:
         self._write(AGREED, {**self._read(AGREED), READ: max(round, self.last_read())})
 
     def lifted(self) -> dict[str, int]:
-        """Return, by 'SITE ROUND', the round in which a sum was read without that site's common mask of that round."""
+        """Return, by 'SITE ROUND' of a removed common mask, the round whose sum was read without this mask."""
         return {str(name): int(round) for name, round in self._read(LIFTED).items()}
 
     def keep_lifted(self, attempt: Attempt, round: int) -> None:
-        """Record that the sum of an attempt is read, in which masks were removed."""
+        """Record which common masks (attempt.lifts) were removed from the sum of this round, now that it is read."""
         if attempt.lifts:
             now = {f"{name} {one}": round for name, rounds in attempt.lifts.items() for one in rounds}
             self._write(LIFTED, self.lifted() | now)

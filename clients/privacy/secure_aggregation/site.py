@@ -46,7 +46,7 @@ from fedloom.fusion.state import State
 
 
 def keys(job: Job) -> Answer:
-    """Begin an attempt: draw four secrets, and answer with the public keys (128 bytes) and their signature."""
+    """Answer SECURE_KEYS: begin an attempt, draw four secrets, and return the public keys (128 bytes) and a signature."""
     attempt = Attempt.begin(attempt_id(job), fixed(job.order))
     Secrets(job.store).save(attempt)
     public = attempt.public().packed()
@@ -56,7 +56,7 @@ def keys(job: Job) -> Answer:
 
 
 def shares(job: Job) -> Answer:
-    """Receive every site's keys, and share two secrets among all sites, each share sealed for its recipient.
+    """Answer SECURE_SHARES: receive all sites' keys, and split two secrets into shares, each sealed for its recipient.
 
     The answer has the sealed shares, and for the server the commitments to all of them, in the order of the sites'
     names.
@@ -120,7 +120,7 @@ def _about(job: Job, attempt: Attempt) -> str:
 
 
 def opened(job: Job, attempt: Attempt) -> dict[str, str]:
-    """Return others' shares for this site, of both of their secrets, as hex.
+    """Return the shares that other sites sent to this one, of both of their secrets, by site, as hex.
 
     Raise UserError if a share comes from a site outside of this round. Raise BlamedError if a share does
     not match the server's commitment (64 bytes after the sealed text), or cannot be opened. The latter also happens
