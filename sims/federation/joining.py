@@ -169,7 +169,7 @@ def changes(folder: Path, new: Members) -> list[list[str]]:
     held = _held_authority(folder / (sheet.certificate or AUTHORITY))
     rows = [["the server's authority", _change(held, new.authority), new.authority]]
     if new.superlink != sheet.superlink:
-        rows.append(["the server's address", f"none: {sheets.SITE} has {sheet.superlink}", new.superlink])
+        rows.append(["the server's address", f"stays {sheet.superlink}, as in {sheets.SITE}", new.superlink])
     for name in sorted({*before, *new.sites}):
         old, now = (fingerprint(keys[name]) if name in keys else "" for keys in (before, new.sites))
         rows.append([name, _change(old, now), now or old])

@@ -102,7 +102,7 @@ def test_images_that_became_flat_or_dark_are_refused_before_the_run_and_at_a_sit
 ])  # fmt: skip
 def test_arrays_that_show_nothing_or_use_a_small_part_of_the_range_are_refused(tmp_path: Path, array: np.ndarray):
     np.savez(tmp_path / "flat.npz", x=array, y=np.arange(40) % 2)
-    with pytest.raises(UserError, match=r"domain 'flat': .*(one and the same colour|of 0 to 255 alone)"):
+    with pytest.raises(UserError, match=r"domain 'flat': .*(the same single colour|use only the levels)"):
         data.site_sizes(config({"domain": f"npz:{tmp_path}/flat.npz"}))
 
 

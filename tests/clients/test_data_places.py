@@ -103,7 +103,7 @@ def test_a_download_is_asked_for_once_and_its_failure_told(tmp_path: Path, monke
 
     settings = config({"domain": "usps"}, data={"root": str(tmp_path / "new"), "download": True})
     monkeypatch.setattr(domains.Torchvision, "fetch", fail)
-    with pytest.raises(UserError, match=r"domain 'usps': torchvision's download into .* failed \(no network\); check"):
+    with pytest.raises(UserError, match=r"domain 'usps': torchvision's download into .* failed \(no network\)\. Check"):
         data.site_sizes(settings)
     monkeypatch.setattr(domains.Torchvision, "fetch", fetch)
     assert data.site_sizes(settings) == [36]

@@ -103,9 +103,9 @@ def huge(path: Path) -> None:
 @pytest.mark.parametrize(
     "make, name, message",
     [
-        (Path.mkdir, "x.png", "is not a regular file"),
-        (dangling, "x.png", "is not a regular file"),
-        (os.mkfifo, "x.png", "is not a regular file"),
+        (Path.mkdir, "x.png", "has the name of an image, but is not a regular file; remove it"),
+        (dangling, "x.png", "has the name of an image, but is not a regular file; remove it"),
+        (os.mkfifo, "x.png", "has the name of an image, but is not a regular file; remove it"),
         (Path.touch, "x.png", r"cannot be read \(UnidentifiedImageError"),
         (cut, "x.png", r"cannot be read \("),
         (cut, "x.jpg", r"cannot be read \(OSError: image file is truncated"),

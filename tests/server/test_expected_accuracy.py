@@ -90,7 +90,8 @@ EXPECTED: dict[str, tuple[str, list[str], str, float, float]] = {
 
 
 def test_every_strategy_has_an_expected_accuracy() -> None:
-    assert set(EXPECTED) == set(STRATEGIES.names())
+    shipped = set(filter(STRATEGIES.shipped, STRATEGIES.names()))
+    assert set(EXPECTED) == shipped
 
 
 @pytest.mark.parametrize("strategy", EXPECTED)

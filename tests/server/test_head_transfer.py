@@ -221,7 +221,8 @@ def test_sites_start_from_extractors_that_were_trained_before(done, tmp_path):
             weights = [name for name in state if name.startswith("extractor.") and name.endswith((".weight", ".bias"))]
             assert weights and all(torch.equal(state[name], start[name]) for name in weights)
     with pytest.raises(
-        UserError, match=r"strategy\.pretrained: .*'extractor\.block1\.0\.weight' is \[6, 1, 3, 3\], site-0000's"
+        UserError,
+        match=r"strategy\.pretrained: .*'extractor\.block1\.0\.weight' is \[6, 1, 3, 3\], but site-0000's network takes",
     ):
         check(configured(tmp_path, f"strategy.pretrained=[{files[0]}]", "network.of.widths=[7,8]"))
     with pytest.raises(UserError, match="nowhere: the file does not exist"):

@@ -249,7 +249,7 @@ def test_the_same_basis_moves_no_channel():
     assert torch.equal(same_plan(3, 3).outgoing, torch.eye(3).double())
     assert torch.equal(same_plan(4, 2).outgoing, torch.eye(4, 2).double())
     assert not same_plan(4, 2).incoming[2:].any()
-    with pytest.raises(UserError, match="at most 2 channels"):
+    with pytest.raises(UserError, match="got 3 channels, but there are at most 2"):
         same_plan(2, 3)
     network = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
     other = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))

@@ -61,7 +61,7 @@ def test_of_equally_many_the_first_counts_and_sites_that_name_nothing_do_not():
     roll = ClientMetadata()
     for place, names in enumerate([(), ("cat", "elk"), ("elk", "cat"), ("cat",)]):
         roll.take(answered(place, 20, names))
-    assert roll.unlike() == {"site-0002": "its class 0 is 'elk', that of site-0001 'cat'"}
+    assert roll.unlike() == {"site-0002": "its class 0 is 'elk', but class 0 of site-0001 is 'cat'"}
 
 
 @pytest.mark.parametrize(

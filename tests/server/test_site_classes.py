@@ -56,7 +56,7 @@ def test_a_site_whose_classes_are_others_is_not_asked(tmp_path: Path, caplog: py
     grid.domains = tuple(folders(tmp_path / str(place), *each) for place, each in enumerate(names))
     with caplog.at_level("INFO"):
         summary = run_experiment(grid, config, LogListener())
-    assert "site-0001 is not asked: its class 1 is 'elk', that of site-0000 'dog'" in caplog.text
+    assert "site-0001 is not asked: its class 1 is 'elk', but class 1 of site-0000 is 'dog'" in caplog.text
     assert (summary["status"], [site["samples"] for site in summary["sites"]]) == ("finished", ["at the site"] * 3)
     assert summary["class_names"] == {"0": "cat", "1": "dog", "2": "owl"}  # as those call them that take part
     stores = store_folder(config)

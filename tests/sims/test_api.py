@@ -92,7 +92,7 @@ def run_folder(request: pytest.FixtureRequest) -> Path:
 
 def test_what_is_no_experiment_is_told():
     for odd in (None, 3, ["digits"]):
-        with pytest.raises(UserError, match="takes a name such as 'digits', the path of a file or a dictionary"):
+        with pytest.raises(UserError, match="takes a name such as 'digits', the path of a YAML file or a dictionary"):
             run(odd)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="takes words such as"):
         run("digits", {"rounds": 5})  # type: ignore[arg-type]

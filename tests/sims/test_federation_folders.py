@@ -202,7 +202,7 @@ def test_an_address_of_no_federation_is_refused_before_anything_is_started(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "flwr").mkdir()
     (tmp_path / "flwr" / "config.toml").write_text('[superlink]\ndefault="lab"\n[superlink.lab]\naddress="127.0.0.1:1"\n')
-    refused(fedloom(*words), "(Flower's own: lab)")
+    refused(fedloom(*words), "(it has lab)")
     assert _connection("lab") == ({}, "lab")
 
 

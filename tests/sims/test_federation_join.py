@@ -116,7 +116,7 @@ def test_a_key_is_one_sites_alone(fedloom: Command, operator: Path):
     key = (home / "key.pub").read_text().strip()
     signature = Identity(str(home / "key")).signed(signing_payload("join", "south", key)).hex()
     (operator.parent / "again").write_text(write_yaml({"name": "south", "key": key, "signature": signature}))
-    told = "south: its key is north's already"
+    told = "south: north has the same key"
     refused(fedloom("federation", "admit", operator.parent / "again", "--folder", operator, "--yes"), told)
 
 
@@ -140,7 +140,7 @@ def test_a_members_file_is_not_believed_blindly(fedloom: Command, operator: Path
         refused(fedloom(*take), told)
     assert not (north / "peers").exists() and not (north / "ca.crt").exists()
     other.write_text(write_yaml({**given, "superlink": "127.0.0.1:9000"}))
-    assert "keeps it" in " ".join(fedloom(*take).out.split())
+    assert "stays" in " ".join(fedloom(*take).out.split())
     assert read(SiteSheet, north / SITE).superlink == "127.0.0.1:8000"
 
 

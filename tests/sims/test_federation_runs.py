@@ -66,7 +66,7 @@ def test_a_request_that_waits_for_the_federation_is_left_to_it_while_others_are_
 
 def test_resuming_says_how_to_and_touches_nothing(run: Config):
     before = kept(run)
-    with pytest.raises(UserError, match=r"start it with `flwr run \. --run-config .*run\.resume=true"):
+    with pytest.raises(UserError, match=r"start the run with `flwr run \. --run-config .*run\.resume=true"):
         resume(folder(run))
     assert kept(run) == before
 

@@ -126,7 +126,7 @@ def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_th
         ),
         (["network.hiden=3"], "unknown option of 'mine.nets:TinyNet' 'network.hiden'; did you mean 'network.hidden'?"),
         (["network.name=mine.net:TinyNet"], "network.name: cannot find module 'mine.net'"),
-        (["sites.0.domain=images:fotos"], "there is no"),
+        (["sites.0.domain=images:fotos"], "does not exist"),
         (["sites.0.domain=image:photos"], "domain: cannot find module 'image'"),
         (["sites.0.partition.name=mine.ways:evn"], "partition.name: 'mine.ways:evn' has no 'evn'; did you mean 'uneven'?"),
         (["sites.0.partition.options.shar=1"], "'partition.options.shar'; did you mean 'partition.options.share'?"),

@@ -81,7 +81,7 @@ def test_tables_tell_means_over_sites_and_each_sites_layers() -> None:
     each = sites_table(found)
     assert each.title == "learned: what sites chose"
     assert each.rows == [[A, "10", "60.0%", "80.0%", "0.75"], [B, "10", "40.0%", "40.0%", "1.00"]]
-    assert "from the input on: block1, block2 to block3." in each.note
+    assert "from the input on: block1, block2 to block3;" in each.note
     many = sites_table(selection(sites=45))
     assert len(many.rows) == 20 and "45 sites" in many.note
 
