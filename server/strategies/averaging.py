@@ -6,7 +6,7 @@ contributions (`next_state`). So when a site is forgotten, the server's last ste
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.renamed import OF_AVERAGING, refuse_renamed
+from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import Slot, Sum
@@ -42,7 +43,7 @@ MEAN_OF_NORMS = (
 class Averaging(Strategy):
     """A method that computes the next network from the last one and a mean over the sites that answered.
 
-    Subclasses override `step`, and if needed `memory`, `initial_memory`, `extra_broadcast` and `extra_records`.
+    Subclasses override `step`, and if needed `memory`, `initial_memory`, `extra_broadcast`, `extra_records` and `trainees`.
     """
 
     default_objective: ClassVar[str] = "fedavg"
@@ -102,7 +103,11 @@ class Averaging(Strategy):
         own = states[NETWORK].keys() - shared(context.experiment, states[NETWORK]).keys()
         like = {name: tensor for name, tensor in sent.items() if name not in own}
         sent_records = {MEAN: sent, **self.extra_records(context)}
-        context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)})
+        context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
+
+    def trainees(self, context: RoundContext) -> Sequence[Site]:
+        """Return the participants that train in this round: all. A subclass may ask them something first, and choose."""
+        return context.participants
 
     def extra_records(self, context: RoundContext) -> dict[str, State]:
         """Return further records to send with the network, by name. Sites do not send these back."""

@@ -1,6 +1,6 @@
 """The standard averaging methods: what they reduce to, and that forgetting makes the last step of the server again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.learner import batches, learn
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
+from fedloom.conf.sites import Site
 from fedloom.fusion.state import State, digest
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.averaging import NETWORK, NETWORKS
 from fedloom.server.strategies.base import strategy_of
@@ -66,6 +68,20 @@ def test_a_method_may_work_in_place_on_what_it_is_handed(tmp_path: Path):
     words = ["strategy.momentum=0.5", "rounds=3", "objective.name=fedavg", "evaluation.every=1"]
     plain = played(tmp_path / "plain", "strategy.name=fedavgm", *words)
     assert same(played(tmp_path / "in place", f"strategy.name={__name__}:InPlace", *words), plain)
+
+
+@dataclass(frozen=True)
+class OnlyTheFirst(FedAvgM):
+    """Of the participants, the first one trains."""
+
+    def trainees(self, context: RoundContext) -> Sequence[Site]:
+        return context.participants[:1]
+
+
+def test_a_method_may_choose_who_trains(tmp_path: Path):
+    run = played(tmp_path, f"strategy.name={__name__}:OnlyTheFirst", "objective.name=fedavg", "rounds=2")
+    view = run.aggregate.view()
+    assert [view.last_put(site.name) for site in view.sites if view.has(NETWORKS, site.name)] == [2]
 
 
 def test_with_its_own_a_method_is_not_fedavg(tmp_path: Path, fedavg: Run):
