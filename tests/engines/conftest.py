@@ -16,6 +16,14 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
         ray.shutdown()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_other_ray(request: pytest.FixtureRequest) -> None:
+    """Stop the shared Ray before a file that does not use it."""
+    items = (item for item in request.session.items if item.path == request.path)
+    if not any("one_ray" in getattr(item, "fixturenames", ()) for item in items):
+        ray.shutdown()
+
+
 @pytest.fixture(scope="module")
 def one_ray() -> None:
     """One Ray for all files of this folder: to start it takes longer than most of their tests."""

@@ -35,7 +35,6 @@ from tests.engines.parts import final_states
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """Two nodes of one core each; the last test loses one."""
-    ray.shutdown()  # of other files
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)

@@ -84,7 +84,6 @@ def test_what_a_node_keeps_is_read_by_its_digest(tmp_path: Path):
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes of one core each, each with a folder of its own under the same name ($PART)."""
-    ray.shutdown()  # of other files
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
                                                             "env_vars": {"PART": str(tmp_path / "part-0")}})  # fmt: skip
     try:
