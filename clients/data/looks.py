@@ -10,7 +10,7 @@ from fedloom.clients.data.own import Own
 from fedloom.conf.errors import UserError
 
 SAMPLE = 64  # images to check
-FEWEST = 5  # with fewer images there is no check
+FEWEST = 5  # images; with fewer, the check is skipped
 NEARLY_ALL = 0.9
 NARROW = 64  # of 256 levels
 

@@ -37,7 +37,7 @@ def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
             rounds = event.body["round"]
             first = first if first <= rounds else 0
         if event.kind == "round" and not first and wanted & event.body["contributions"].keys():
-            first = rounds  # in round 0, every site has what the method began with, which is no site's work
+            first = rounds  # in round 0, every site has the initial state, to which no site contributed
         if event.kind == "forgotten" and first and wanted & set(event.body["sites"]):
             longest = max(longest, rounds - first + 1)
     return longest if names else rounds
