@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedloom.clients.data.found import KINDS, short
 from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
+from fedloom.clients.data.schema import IMAGES, Schema
 from fedloom.clients.data.sources import (
     Arrays,
     Idx,
@@ -25,22 +26,24 @@ from fedloom.clients.data.sources import (
     scikit_learn_digits,
 )
 from fedloom.clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import DataConfig
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A data set with labels 0 to `classes` - 1. The first source that has it is read.
+    """A data set. The first source that has it is read.
 
-    `names`: names of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one
-    output layer may have different `things`; labels for one network may not.
+    `classes`: the number of classes, which are 0 to `classes` - 1; or of labels, target numbers or tokens. `names`: their
+    names; empty if they have none. `things`: what class numbers stand for, if known. Tasks on one output layer may have
+    different `things`; labels for one network may not.
     """
 
     classes: int
     sources: tuple[Source, ...]
     names: tuple[str, ...] = ()
     things: tuple[str, ...] = ()
+    schema: Schema = IMAGES
 
     @property
     def download(self) -> Torchvision | None:
@@ -86,19 +89,27 @@ class Place:
     folder: Path
     classes: int
     state: str = ""
+    schema: Schema = IMAGES
 
     def labels(self, part: str) -> Labels:
-        """Return the labels of a part (train, test or all), int64 [n]. Raises UserError for a file that cannot be read."""
+        """Return the targets of a part (train, test or all). Raises UserError for a file that cannot be read."""
         with self._legible():
             return self.source.labels(self.folder, part)
 
     def images(self, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """Return a part's images at the positions `index`: uint8 [n, h, w] or [n, h, w, 3], or an iterable of any sizes.
+        """Return a part's inputs at the positions `index`: an array, or an iterable of images of any sizes.
 
         Raises UserError for a file that cannot be read.
         """
         with self._legible():
             return self.source.images(self.folder, part, index)
+
+    def column(self, part: str, name: str) -> Labels:
+        """Return a table's column, [n] numbers or texts. Raises UserError for a domain without this column."""
+        columns = self.source.columns(part) if isinstance(self.source, Own) else {}
+        if name not in columns:
+            raise UserError(f"partition.column: {unknown(f'column of {self.name}', name, columns)}")
+        return columns[name]
 
     @contextmanager
     def _legible(self) -> Iterator[None]:
@@ -136,7 +147,7 @@ def _outside(name: str, state: str) -> Domain:
         return domain
     content = contents(name)
     source = OwnSplit(name) if "train" in content.labels else Own(name)
-    return Domain(content.classes, (source,), content.names)
+    return Domain(content.classes, (source,), content.names, schema=content.schema)
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -191,7 +202,9 @@ def _fetched(name: str, folder: Path, download: bool) -> Place:
 def _present(name: str, folder: Path) -> Place | None:
     domain = find(name)
     present = next((source for source in domain.sources if source.found(folder)), None)
-    return Place(short(name), present, folder, domain.classes, present.state(folder)) if present else None
+    if present is None:
+        return None
+    return Place(short(name), present, folder, domain.classes, present.state(folder), domain.schema)
 
 
 def _absent(name: str, folder: Path) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data.arrays import Named, image_of, numbered
-from fedloom.clients.data.found import Contents, Select, columns_of, fitting, legible, wrong
+from fedloom.clients.data.arrays import Labelled, image_of, numbered
+from fedloom.clients.data.found import Contents, Select, fitting, legible, query_of, wrong
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
 from fedloom.conf.errors import plain
 from fedloom.conf.formatting import count
@@ -29,9 +29,9 @@ def read_dataset(path: Path, domain: str) -> Contents:
     columns = {use: _column(use, parts, domain) for use in NAMES}
     image, label = columns["image"], columns["label"]
 
-    def named(rows: Any) -> Named:
+    def named(rows: Any) -> Labelled:
         kind = rows.features[label]
-        return Named(None, np.asarray(rows[label][:]), tuple(kind.names) if isinstance(kind, ClassLabel) else ())
+        return Labelled(None, np.asarray(rows[label][:]), tuple(kind.names) if isinstance(kind, ClassLabel) else ())
 
     with fitting(domain):
         labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()})
@@ -53,7 +53,7 @@ def read_dataset(path: Path, domain: str) -> Contents:
 def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
     """Return the column of images or labels: the one in the domain's query, else the only one that fits."""
     features = next(iter(parts.values())).features
-    if (asked := columns_of(domain).get(use)) is not None:
+    if (asked := query_of(domain).get(use)) is not None:
         if missing := [part for part, rows in parts.items() if asked not in rows.features]:
             raise wrong(domain, f"has no column '{asked}' in {missing[0]}; has {', '.join(features)}")
         return asked

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from fedloom.clients.data import listing
 
-Pixels = NDArray[np.uint8]
-Labels = NDArray[np.int64]
+Pixels = NDArray[Any]  # inputs: images of uint8, uint16 or float32; float32 numbers; int64 tokens
+Labels = NDArray[Any]  # targets: int64 classes or next tokens, float32 numbers
 Positions = NDArray[np.int64]
 
 OFFICIAL = ("train", "test")
@@ -40,11 +40,12 @@ class Source(Protocol):
         ...
 
     def labels(self, folder: Path, part: str) -> Labels:
-        """Return the labels of all images of a part, int64 [n], from 0."""
+        """Return the targets of all examples of a part: int64 [n] classes from 0, or as schema.Schema says."""
         ...
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """Return a part's images at the positions `index`: uint8 [n, h, w] (grey) or [n, h, w, 3], or of different sizes."""
+        """Return a part's inputs at the positions `index`: images [n, h, w] (grey) or [n, h, w, c], or of different sizes;
+        or inputs [n, ...] of another kind."""
         ...
 
 
