@@ -33,10 +33,12 @@ def convert(inputs: Any, count: int, kind: str = "") -> tuple[Any, Schema]:
         array = np.asarray(inputs)
     except ValueError:  # images of different sizes
         return _images(inputs, count)
+    if 0 in array.shape:
+        raise ValueError(f"has inputs of shape {list(array.shape)}: nothing to learn from")
     kind = kind or _kind(array)
     if kind == IMAGE:
         return _images(inputs, count)
-    if array.ndim != DIMENSIONS.get(kind, array.ndim) or array.ndim < 2 or 0 in array.shape:
+    if array.ndim != DIMENSIONS.get(kind, array.ndim) or array.ndim < 2:
         raise ValueError(f"has inputs of shape {list(array.shape)}, which are not {kind}. {CHOOSE.format('KIND')}")
     return _tokens(array) if kind == TOKENS else _floats(array, kind)
 

@@ -33,7 +33,7 @@ def convert(
     chosen = task or _task(arrays, parts, schema)
     names = next(iter(parts.values())).names
     if chosen == CLASS:
-        labels, classes, names = numbered({part: replace(named, labels=_single(arrays[part]))
+        labels, classes, names = numbered({part: replace(named, targets=_single(arrays[part]))
                                            for part, named in parts.items()}, certain=bool(task))  # fmt: skip
         return labels, replace(schema, task=CLASS), classes, names
     if chosen == NEXT:
