@@ -61,7 +61,7 @@ def imported(reference: str, key: str) -> Any:
         if lacks and f"{module}.".startswith(f"{lacks}."):
             hint = "install it, or start fedloom in the folder that contains it"
             raise UserError(f"{key}: cannot find module '{lacks}' (of '{reference}'); {hint}") from None
-        raise UserError(f"{key}: module '{module}' cannot be imported ({told(error)})") from error
+        raise UserError(f"{key}: module '{module}' cannot be imported ({error_summary(error)})") from error
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, target)}")
@@ -83,7 +83,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
         usual = {parameter.name: repr(parameter.default) for parameter in parameters(function)[0]}
         changed = [f"{key}={value!r}" for key, value in options.items() if usual.get(key) != repr(value)]
         options_text = f" with {plain(', '.join(changed))[:MOST_CHARACTERS]}" if changed else ""
-        raise UserError(f"{where}: '{name}' failed{options_text} ({told(error)})") from error
+        raise UserError(f"{where}: '{name}' failed{options_text} ({error_summary(error)})") from error
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
@@ -109,7 +109,7 @@ def _known_code(file: str) -> bool:
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in (*ours, *theirs))))
 
 
-def told(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Return an error as text: its type and its message's first line; only the type if the message is unreadable."""
     try:
         text = str(error)

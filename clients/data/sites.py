@@ -6,11 +6,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from fedloom.clients.data.blank_images import check_not_blank
 from fedloom.clients.data.cache import ImageCache
 from fedloom.clients.data.domains import Place, locate
 from fedloom.clients.data.images import Images
 from fedloom.clients.data.listing import held
-from fedloom.clients.data.looks import looks
 from fedloom.clients.data.own import check_files, left_out
 from fedloom.clients.data.partition import check_way, divide, divide_alike
 from fedloom.clients.data.remembered import while_same
@@ -87,14 +87,14 @@ def site_sizes(config: Config) -> list[int]:
         check_files(domain)
     sizes = [_share(config, site)[2] for site in config.roster]
     for domain in config.domains:
-        looks(locate(domain, config.data))
+        check_not_blank(locate(domain, config.data))
     return sizes
 
 
 @held()
 def remarks(config: Config) -> list[str]:
     """Return warnings about the domains' files that are not read, and about images of a single colour."""
-    pairs = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
+    pairs = [(left_out(domain), check_not_blank(locate(domain, config.data))) for domain in config.domains]
     return [line for pair in pairs for line in pair if line]
 
 
@@ -162,7 +162,7 @@ def _chosen(place: Place, selection: Selection, change: Variant, limit: int, see
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
     y = labels(place, chosen)
-    looks(place)
+    check_not_blank(place)
     x = render(place.images(chosen.part, chosen.index), data.size, data.grey, change.rotation, change.invert)
     return Images(x, torch.from_numpy(_relabelled(y, change)))
 

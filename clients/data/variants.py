@@ -78,10 +78,10 @@ def class_names(spec: SiteConfig) -> tuple[str, ...]:
     return _of_classes(spec, find(spec.domain).names)
 
 
-def class_things(spec: SiteConfig) -> tuple[str, ...]:
+def class_meanings(spec: SiteConfig) -> tuple[str, ...]:
     """Return the names of the classes, or what the numbers of a shipped data set stand for; empty if unknown."""
     domain = find(spec.domain)
-    return _of_classes(spec, domain.names or domain.things)
+    return _of_classes(spec, domain.names or domain.meanings)
 
 
 def _of_classes(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ class Sent:
         """Return the site's contribution to the server's sum after a round. Raises LostStateError if it is missing."""
         return self._read(SUMMED, round)
 
-    def keep(self, round: int, base: int, contribution: State) -> None:
+    def save(self, round: int, base: int, contribution: State) -> None:
         """Save the contribution of a round. Retain the one of round `base`, which it replaces; delete older ones."""
         self._write(SUMMED, round, base, contribution)
 
@@ -37,7 +37,7 @@ class Sent:
             records.setdefault(record, {})[tensor_name] = tensor
         return records
 
-    def keep_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
+    def save_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
         """Save the other records of a round. Retain those of round `base`; delete older ones."""
         joined = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
         self._write(OTHERS, round, base, joined)

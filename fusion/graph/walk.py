@@ -217,7 +217,7 @@ class Walk:
         """Return whether some channel in the factor can move, as far as known now."""
         return not self.atoms.is_pinned(factor)
 
-    def settled(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
+    def compressed(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
         """Return the factor compressed. If a channel has several entries, they get atoms in the order of `positions()`."""
         factor = self.atoms.compressed(factor)
         if not self.atoms.repeated(factor):

@@ -20,11 +20,11 @@ from fedloom.fusion.refit.selection import (
     Choice,
     Pool,
     best_groups,
+    choice_of,
     choose,
     importance,
     keeping,
     pooled,
-    settled,
     side_by_side,
 )
 from fedloom.fusion.refit.sensitivity import sensitivities
@@ -72,7 +72,7 @@ def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: 
         return {each.index: keeping(pools.sizes(each)) for each in (axis, *_below(pools, axis))}
     several = [pool for pool in candidates if pool is not None]
     blocks = best_groups(side_by_side(several), count)
-    chosen = {member.index: settled(pool, blocks) for member, pool in zip(members, several, strict=True)}
+    chosen = {member.index: choice_of(pool, blocks) for member, pool in zip(members, several, strict=True)}
     return {axis.index: keeping(pools.sizes(axis), blocks), **chosen}
 
 

@@ -131,7 +131,7 @@ def _twins(prints: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def choose(pool: Pool, blocks: int) -> Choice:
     """Return the best Choice of `blocks` groups. If too few channels differ, add others, the first network's first."""
-    return settled(pool, best_groups(pool, blocks))
+    return choice_of(pool, best_groups(pool, blocks))
 
 
 def best_groups(pool: Pool, count: int) -> Tensor:
@@ -144,7 +144,7 @@ def best_groups(pool: Pool, count: int) -> Tensor:
     return torch.tensor(sorted(order))
 
 
-def settled(pool: Pool, blocks: Tensor) -> Choice:
+def choice_of(pool: Pool, blocks: Tensor) -> Choice:
     """Return the Choice of the channels of some groups, with weights that estimate the other channels from them.
 
     `blocks`: indices of the groups.

@@ -116,7 +116,7 @@ class Evaluator:
                     scores[site.name] = score(view, images, self.config.evaluation.batch, self.device)
         return scores
 
-    def settled(self, model: Model) -> Model:
+    def with_statistics(self, model: Model) -> Model:
         """Return the model as it is measured: with new BatchNorm statistics if evaluation.statistics=recomputed."""
         if self.config.evaluation.statistics != RECOMPUTED:
             return model

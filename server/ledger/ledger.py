@@ -130,7 +130,7 @@ class Ledger(Records):
             raise LedgerError(f"round {round}: keep must be 'latest' or 'all', not '{keep}'")
         if wrong := {contribution.round for contribution in contributions.values()} - {round}:
             raise LedgerError(f"round {round}: a contribution belongs to round {min(wrong)}; commit each in its own round")
-        self.blobs.settle(_blobs(contributions, states))
+        self.blobs.flush(_blobs(contributions, states))
         with self._replacing() as db:
             check_round(db, round)
             check_sites(db, contributions, forgotten=False)
@@ -211,7 +211,7 @@ class Ledger(Records):
         contributions: Mapping[str, Contribution],
         request: str | None,
     ) -> None:
-        self.blobs.settle(_blobs(contributions, body["states"]))
+        self.blobs.flush(_blobs(contributions, body["states"]))
         with self._replacing() as db:
             if not db.execute("SELECT 1 FROM rounds").fetchone():
                 raise LedgerError(f"{self.folder}: no round is committed yet, so there is nothing to change")

@@ -46,7 +46,7 @@ from fedloom.fusion.state import State
 from fedloom.server.rounds.context import Content, RoundContext, Transport
 from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
 from fedloom.server.rounds.record_spec import RecordSpec
-from fedloom.server.rounds.schedules import FEWEST_MASKED
+from fedloom.server.rounds.schedules import MIN_MASKED_SITES
 
 DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of a failure's reason
@@ -136,7 +136,7 @@ class MaskedExchange:
     @property
     def threshold(self) -> int:
         """How many sites must answer each exchange."""
-        return max(FEWEST_MASKED, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
+        return max(MIN_MASKED_SITES, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
         """Return the names and shapes of a masked record's tensors, as tensors on the meta device."""

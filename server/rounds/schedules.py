@@ -9,7 +9,7 @@ from fedloom.conf.randomness import generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
-FEWEST_MASKED = 2  # sites among which masks cancel
+MIN_MASKED_SITES = 2  # sites among which masks cancel
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,19 @@ class OneByOne(Schedule):
 
 def sample_size(config: Config, members: int) -> int:
     """Return how many of `members` sites a round asks: federation.fraction, at least 1 (secure aggregation: 2)."""
-    fewest = min(members, FEWEST_MASKED) if config.federation.secure_aggregation else 1
+    fewest = min(members, MIN_MASKED_SITES) if config.federation.secure_aggregation else 1
     return max(fewest, 1, round_half_up(config.federation.fraction * members))
 
 
 def check_asked(config: Config) -> None:
     """Raise UserError if a round asks fewer sites than secure aggregation or federation.min_replies needs."""
     federation, sites = config.federation, len(config.roster)
-    if federation.secure_aggregation and sites < FEWEST_MASKED:
+    if federation.secure_aggregation and sites < MIN_MASKED_SITES:
         raise UserError("federation.secure_aggregation: the sum of one site is its contribution; use more sites")
-    if federation.secure_aggregation and round_half_up(federation.fraction * sites) < FEWEST_MASKED:
+    if federation.secure_aggregation and round_half_up(federation.fraction * sites) < MIN_MASKED_SITES:
         raise UserError(f"federation.fraction: got {federation.fraction:g}, so a round asks one of {sites} sites; secure "
-                        f"aggregation needs {FEWEST_MASKED}; set it to {FEWEST_MASKED / sites:.2g} or more")  # fmt: skip
+                        f"aggregation needs {MIN_MASKED_SITES}; "
+                        f"set it to {MIN_MASKED_SITES / sites:.2g} or more")  # fmt: skip
     asked = sample_size(config, sites)
     if federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {federation.min_replies}, but a round asks only {asked} sites")

@@ -72,7 +72,7 @@ class ServerState:
         )
         self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
-        self.membership = Membership(self.slots, self._settle)
+        self.membership = Membership(self.slots, self._recompute_derived)
         self.leaving: list[str] = []  # sites to forget in the next round, in which others remove shared masks
         if self.ledger.last_round() is None:
             self.strategy.begin(self.round_context())
@@ -211,7 +211,7 @@ class ServerState:
             raise UserError(f"strategy '{self.config.strategy['name']}': residue() must return ResidualInfluence objects")
         return traces
 
-    def _settle(self) -> None:
+    def _recompute_derived(self) -> None:
         run = self.round_context(self.view().round)
         end(run)
         self.strategy.recompute_derived(run)

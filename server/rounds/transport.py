@@ -127,7 +127,7 @@ class RoundTransport:
         messages, waiting = TaskMessages(self, asking, content, expected or {}), deque((site, False) for site in sites)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
 
-        def settled(reply: RawReply) -> RawReply | None:
+        def accepted(reply: RawReply) -> RawReply | None:
             """Return the reply; None if its site is asked again."""
             if reply.content is not None and UNKNOWN not in reply.content.config_records:
                 self._has.add(reply.site.name)
@@ -145,7 +145,7 @@ class RoundTransport:
                 asked = [waiting.popleft() for _ in range(len(waiting))]
                 orders = ((site, messages.order(site, lost)) for site, lost in asked)
                 timeout = self.config.federation.timeout
-                yield map(settled, self.channel.ask(asking.kind, orders, asking.site_round, timeout))
+                yield map(accepted, self.channel.ask(asking.kind, orders, asking.site_round, timeout))
 
         return filter(None, chain.from_iterable(turns()))
 

@@ -233,7 +233,7 @@ class TrainingRun:
             measured.measure(backwards, "", state.aggregate(again))
         if not measured.models or state.strategy.personal:
             measured.measure(measured.accuracy, PERSONAL, None, measured.sites)
-        measured.settle()
+        measured.measure_queued()
         return {
             "aggregate": measured.aggregate,
             "accuracy": {name: shares for name, shares in measured.accuracy.items() if shares},

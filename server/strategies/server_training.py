@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import class_count, class_things, differing, domain_specs, label, to_float
+from fedloom.clients.data import class_count, class_meanings, differing, domain_specs, label, to_float
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
@@ -78,9 +78,9 @@ class ServerTraining:
 
 def _other_classes(experiment: Experiment, public: SiteConfig) -> str:
     """Return how a public domain's classes differ from all sites' classes. Empty if they do not, or are unknown."""
-    theirs, difference = class_things(public), ""
+    theirs, difference = class_meanings(public), ""
     for name, spec in domain_specs(experiment.config).items() if has_data(experiment.config) else ():
-        ours = class_things(spec)
+        ours = class_meanings(spec)
         if (k := differing(ours, theirs)) is None:
             return ""
         difference = difference or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"

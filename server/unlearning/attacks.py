@@ -22,7 +22,7 @@ from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 
 EVALUATION_BATCH = 500
-FEWEST = 20  # images on each side of a membership attack
+MIN_IMAGES = 20  # images on each side of a membership attack
 
 Floats = NDArray[np.float64]
 Sides = tuple[Floats, Floats]  # scores of members and of others
@@ -62,11 +62,11 @@ def membership(
 
     `loss`: the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). `logistic`: a logistic
     regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone). Raises
-    UserError for fewer than FEWEST images on a side, or if an output is not finite.
+    UserError for fewer than MIN_IMAGES images on a side, or if an output is not finite.
     """
     for side, images in (("members", members), ("others", others)):
-        if len(images) < FEWEST:
-            raise UserError(f"a membership attack needs at least {FEWEST} images on each side, got {len(images)} {side}")
+        if len(images) < MIN_IMAGES:
+            raise UserError(f"a membership attack needs at least {MIN_IMAGES} images on each side, got {len(images)} {side}")
     inside, outside = features(network, members), features(network, others)
     scores = {"loss": [(-inside[:, 0], -outside[:, 0])], "logistic": cross_fitted(inside, outside, seed)}
     return {name: _attack(parts, generator(seed, "membership", name), resamples) for name, parts in scores.items()}

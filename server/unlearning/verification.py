@@ -32,11 +32,11 @@ _TOLD = 100  # characters of each side of a mismatch
 
 @dataclass(frozen=True)
 class Finding:
-    """One compared fact. `verdict`: match, mismatch, not checkable, or says (not compared); `told`: why."""
+    """One compared fact. `verdict`: match, mismatch, not checkable, or says (not compared); `reason`: why."""
 
     what: str
     verdict: str
-    told: str = ""
+    reason: str = ""
 
 
 def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Finding]:

@@ -24,7 +24,7 @@ from fedloom.sims.report.tables import Cell, Table
 from fedloom.sims.sweeps.plan import Planned
 from fedloom.sims.sweeps.work import carry_out, ready
 
-LONGEST = 200  # characters of a result that are printed
+MAX_PRINTED = 200  # characters of a result that are printed
 
 
 @dataclass(frozen=True)
@@ -193,4 +193,4 @@ def _read(path: Path) -> dict[str, Any]:
 def _short(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("test"), list):
         return ", ".join(f"{100 * share:.1f}" for share in value["test"]) + " %"
-    return str(value)[:LONGEST]
+    return str(value)[:MAX_PRINTED]

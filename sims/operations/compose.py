@@ -45,7 +45,7 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
         if ledger.last_round() is None:
             raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
         model, parts = ledger.steady(lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).state, order))
-    model = evaluator.settled(model)
+    model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     tables = [Table("Made of", ["site", "coefficient"], parts)]
     if order.measure:

@@ -20,7 +20,7 @@ from fedloom.clients.training.loss import task_loss
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import option
 
-FEWEST = 2  # images of an E-step: BatchNorm needs more than one
+MIN_BATCH = 2  # images of an E-step: BatchNorm needs more than one
 Likelihood = Callable[[Tensor], Tensor]
 
 
@@ -162,7 +162,7 @@ class Sampled(Search):
         if posterior is None:
             everything = torch.arange(len(step.belief.configurations))
             with torch.no_grad():
-                part = max(FEWEST, round(self.part * len(step.images)))
+                part = max(MIN_BATCH, round(self.part * len(step.images)))
                 _, entropies = step.losses(everything, part, evidence=True)
             posterior = step.expect(everything, entropies)
         if not bool(torch.isfinite(posterior).all()):  # training has diverged: a loss of NaN reports it

@@ -88,9 +88,9 @@ def masked(
     attempt.statement, attempt.bases, attempt.config = _trained(job, steps), ready.bases, _configured(job)
     records[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
     if not charged:
-        secrets.keep_moved(order.round, order.base, moved)
-    secrets.agree(order.round, order.base, None)
-    secrets.masked(order.round, common)
+        secrets.save_sketches(order.round, order.base, moved)
+    secrets.save_agreement(order.round, order.base, None)
+    secrets.save_mask_keys(order.round, common)
     secrets.save(attempt)
     return records
 
@@ -141,7 +141,7 @@ def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple
     starts at what this site sent last, it is of the whole record, or of the contribution's change.
     """
     order, unknown, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
-    before = secrets.moved(order.base) if order.base else {}
+    before = secrets.sketches(order.base) if order.base else {}
     whole = changed.whole()
     for record, state in changed.moved.items():
         replaces, known = record == order.slot and order.base > 0, changed.is_known(record)
@@ -222,7 +222,7 @@ def _trained(job: Job, steps: int) -> str:
 
 def _lifted(job: Job, lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
     """Return the masks that this site's contribution has in common with leaving sites, from the rounds that count."""
-    total, masks_by_round = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
+    total, masks_by_round = torch.zeros(size, dtype=torch.int64), Secrets(job.store).mask_keys() if lifts else {}
     for name, rounds in lifts.items():
         for round in rounds:
             if name not in masks_by_round.get(round, {}):

@@ -117,26 +117,26 @@ class Secrets:
         """Save an attempt as the current one, in place of the one before."""
         self._write(ROUND, asdict(attempt))
 
-    def masks(self) -> dict[int, dict[str, bytes]]:
+    def mask_keys(self) -> dict[int, dict[str, bytes]]:
         """Return the keys of the masks that this site has in common with others, by round and site."""
         return {int(round): {site: bytes.fromhex(key) for site, key in keys.items()}
                 for round, keys in self._read(KEYS).items()}  # fmt: skip
 
-    def masked(self, round: int, keys: Mapping[str, bytes]) -> None:
+    def save_mask_keys(self, round: int, keys: Mapping[str, bytes]) -> None:
         """Save the keys of a round's common masks, by site. Removes those of earlier attempts at it, and of later rounds."""
-        rounds = {number: masks for number, masks in self.masks().items() if number < round} | {round: dict(keys)}
+        rounds = {number: masks for number, masks in self.mask_keys().items() if number < round} | {round: dict(keys)}
         self._write(KEYS, {number: {site: key.hex() for site, key in masks.items()} for number, masks in rounds.items()})
 
-    def moved(self, round: int) -> dict[str, Sketch]:
+    def sketches(self, round: int) -> dict[str, Sketch]:
         """Return sketches of how far tensors moved in one of the last rounds, by record and tensor."""
         return unpacked(self._read(MOVED).get(str(round), {}))
 
-    def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
-        """Save the sketches for `moved`. Retain those of the base round and of agreed rounds, and delete all others."""
+    def save_sketches(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
+        """Save the sketches for `sketches`. Retain those of the base round and of agreed rounds, and delete all others."""
         numbers = {base, *(int(one) for one in self._read(AGREED) if one != READ)} - {round}
-        self._write(MOVED, {**{str(one): packed(self.moved(one)) for one in numbers}, str(round): packed(sketches)})
+        self._write(MOVED, {**{str(one): packed(self.sketches(one)) for one in numbers}, str(round): packed(sketches)})
 
-    def agreed(self, round: int) -> "Agreed | None":
+    def agreement(self, round: int) -> "Agreed | None":
         """Return what this site has signed in a round; None if it has since sent something else, or nothing."""
         content = self._read(AGREED).get(str(round))
         return Agreed(**content) if content else None
@@ -145,10 +145,10 @@ class Secrets:
         """Return whether the site has sent nothing in this run yet, or has lost its store."""
         return not (self.store.folder / AGREED).is_file()
 
-    def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
+    def save_agreement(self, round: int, base: int, agreed: "Agreed | None") -> None:
         """Save what this site has signed in a round (None: nothing yet). Retain the base round's, and delete all others."""
         agreements = {
-            str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))
+            str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreement(one))
         }
         self._write(AGREED, {**agreements, READ: self.last_read()})
 
@@ -156,19 +156,19 @@ class Secrets:
         """Return the last round in which this site has helped to remove masks; 0: none."""
         return int(self._read(AGREED).get(READ, 0))
 
-    def read(self, round: int) -> None:
+    def record_read(self, round: int) -> None:
         """Record that the sum of a round is read."""
         self._write(AGREED, {**self._read(AGREED), READ: max(round, self.last_read())})
 
-    def lifted(self) -> dict[str, int]:
+    def removed_masks(self) -> dict[str, int]:
         """Return, by 'SITE ROUND' of a removed common mask, the round whose sum was read without this mask."""
         return {str(name): int(round) for name, round in self._read(LIFTED).items()}
 
-    def keep_lifted(self, attempt: Attempt, round: int) -> None:
+    def save_removed_masks(self, attempt: Attempt, round: int) -> None:
         """Record which common masks (attempt.lifts) were removed from the sum of this round, now that it is read."""
         if attempt.lifts:
             now = {f"{name} {one}": round for name, rounds in attempt.lifts.items() for one in rounds}
-            self._write(LIFTED, self.lifted() | now)
+            self._write(LIFTED, self.removed_masks() | now)
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.store.folder / name

@@ -23,7 +23,7 @@ COMPARED: dict[str, Callable[[Config], Learner]] = {
 }
 Options = Mapping[str, Any]
 PLAN = {"epochs": (int, "a whole number"), "rate": (float, "a number")}  # of each task, which overrides may change
-MOST = 1e6
+MAX_OVERRIDE = 1e6
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_of(overrides: Sequence[str]) -> dict[str, float]:
             plan[key] = kind(value)
         except ValueError:
             raise UserError(f"{key}: got '{value}', takes {takes}") from None
-        if not 0 < plan[key] < MOST:
+        if not 0 < plan[key] < MAX_OVERRIDE:
             raise UserError(f"{key}: got {value}, takes {takes} above 0")
     return plan
 

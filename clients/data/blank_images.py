@@ -10,26 +10,26 @@ from fedloom.clients.data.own import Own
 from fedloom.conf.errors import UserError
 
 SAMPLE = 64  # images to check
-FEWEST = 5  # images; with fewer, the check is skipped
+MIN_IMAGES = 5  # images; with fewer, the check is skipped
 NEARLY_ALL = 0.9
 NARROW = 64  # of 256 levels
 
 
 @lru_cache(maxsize=64)
-def looks(place: Place) -> str:
+def check_not_blank(place: Place) -> str:
     """Check if a sample of a user's images shows anything. Returns a warning about single colours, or an empty text.
 
     Raises UserError if nearly all images have the same single colour, or if all use a small part of the range.
     """
     if not isinstance(place.source, Own):
         return ""
-    odd = [_looks(place, part) for part in place.source.parts]
+    odd = [_check_part(place, part) for part in place.source.parts]
     return next(filter(None, odd), "")
 
 
-def _looks(place: Place, part: str) -> str:
+def _check_part(place: Place, part: str) -> str:
     count = len(place.labels(part))
-    if count < FEWEST:
+    if count < MIN_IMAGES:
         return ""
     sample = place.images(part, np.unique(np.linspace(0, count - 1, SAMPLE).astype(np.int64)))
     seen = [(image.min((0, 1)), image.max((0, 1))) for image in sample]  # lowest and highest level of each channel
