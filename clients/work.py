@@ -212,7 +212,7 @@ def update(
         sent = {name: to_arrays(state, packing) for name, state in records.items()}
         local = as_sent(local, records, sent) if local is not None and packing != NONE else local
     else:
-        sent, cost = protection.hidden(session, records, start, outcome.steps)
+        sent, cost = protection.protect(session, records, start, outcome.steps)
         numbers |= cost
     if local is not None:
         job.store.save(job.order.round, job.order.base, local)

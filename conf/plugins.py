@@ -110,7 +110,7 @@ def _known_code(file: str) -> bool:
 
 
 def error_summary(error: BaseException) -> str:
-    """Return an error as text: its type and its message's first line; only the type if the message is unreadable."""
+    """Return an error in one line: its type, and its message's first line if that is readable."""
     try:
         text = str(error)
     except Exception:

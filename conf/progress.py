@@ -18,7 +18,11 @@ _CALLBACK: ContextVar[ProgressCallback] = ContextVar("progress_callback", defaul
 
 @contextlib.contextmanager
 def progress_to(callback: ProgressCallback) -> Iterator[None]:
-    """Send this thread's progress reports to the function `callback` (what, done, total) inside the context."""
+    """Send this thread's progress reports to a function, inside the context.
+
+    Args:
+        callback: Receives the name of the work, the number of finished parts, and the number of all parts (0: unknown).
+    """
     before = _CALLBACK.set(callback)
     try:
         yield

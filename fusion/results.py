@@ -62,10 +62,12 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a network, after it is brought to the result's depth, does on the probe set.
+    """What a network computes on the probe set, after it is brought to the result's depth.
 
-    `features`: values [channels, n] by node. `seen`: the mean and deviation of the channels by layer, for repair.
-    `own`: means and deviations that BatchNorm stored in training.
+    Attributes:
+        features: By node, its values, [channels, n].
+        seen: By layer, mean and deviation of its channels on the probe set. Repair uses them.
+        own: By layer, mean and deviation that BatchNorm stored in training.
     """
 
     features: Mapping[str, Tensor]

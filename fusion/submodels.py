@@ -45,11 +45,15 @@ class Submodel:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One input of `mean_over_holders`: a smaller network's state, its place in the larger one, and its weight.
+    """One input of `mean_over_holders`: a smaller network and its place in the larger one.
 
-    `lacking`: the relative weight of the neutral tensors for missing layers. `shares`: if the state is already a mean
-    in which missing entries count as 0, the share of the weight that holds each entry, by the larger network's
-    tensor. A share is broadcast to the smaller tensor.
+    Attributes:
+        submodel: The place of each tensor in the larger network.
+        state: The smaller network's tensors.
+        weight: Its weight in the mean.
+        lacking: The relative weight of the neutral tensors that replace its missing layers.
+        shares: Only if `state` is already a mean in which missing entries count as 0. By tensor of the larger network, the
+            share of the weight that holds each entry; it is broadcast to the smaller tensor.
     """
 
     submodel: Submodel

@@ -17,9 +17,13 @@ NARROW = 64  # of 256 levels
 
 @lru_cache(maxsize=64)
 def check_not_blank(place: Place) -> str:
-    """Check if a sample of a user's images shows anything. Returns a warning about single colours, or an empty text.
+    """Check that a sample of a user's images is not blank.
 
-    Raises UserError if nearly all images have the same single colour, or if all use a small part of the range.
+    Returns:
+        A warning if most images have a single colour each; "" if all is well, or for shipped data sets.
+
+    Raises:
+        UserError: Nearly all images have the same single colour, or all use a small part of the range of values.
     """
     if not isinstance(place.source, Own):
         return ""

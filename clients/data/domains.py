@@ -31,10 +31,14 @@ from fedloom.conf.schema import DataConfig
 
 @dataclass(frozen=True)
 class Domain:
-    """A data set with labels 0 to `classes` - 1. The first source that has it is read.
+    """A data set with labels 0 to `classes` - 1.
 
-    `names`: names of the classes; empty if they are numbers. `meanings`: what the numbers stand for, if known. Tasks on one
-    output layer may have different `meanings`; labels for one network may not.
+    Attributes:
+        classes: The number of classes.
+        sources: Where the data can be. The first source that has the data is read.
+        names: The names of the classes; empty if they are numbers.
+        meanings: What the class numbers stand for, such as "T-shirt/top"; empty if unknown. Domains that share an output
+            layer may differ in meanings, but not in names. Labelled images for one network may differ in neither.
     """
 
     classes: int

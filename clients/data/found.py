@@ -18,10 +18,15 @@ Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A user's domain by part (train and test, or all): int64 labels, and a function from positions to images.
+    """The content of a user's domain. Its parts are "train" and "test", or only "all".
 
-    `classes`: their number. `names`: their names; empty if they are numbers. `files`: image files that are opened one by
-    one. `left_out`: descriptions of what is not read.
+    Attributes:
+        labels: By part, the labels, int64 [n].
+        images: By part, a function that returns the images at some positions.
+        classes: The number of classes.
+        names: The names of the classes; empty if they are numbers.
+        files: Image files that are opened one by one.
+        left_out: Descriptions of files and images that are not read.
     """
 
     labels: Mapping[str, Labels]

@@ -79,7 +79,10 @@ def class_names(spec: SiteConfig) -> tuple[str, ...]:
 
 
 def class_meanings(spec: SiteConfig) -> tuple[str, ...]:
-    """Return the names of the classes, or what the numbers of a shipped data set stand for; empty if unknown."""
+    """Return what a site's class numbers stand for: the names of its classes, or the meanings known for a shipped data set.
+
+    Empty if unknown.
+    """
     domain = find(spec.domain)
     return _of_classes(spec, domain.names or domain.meanings)
 

@@ -43,7 +43,10 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
 
 
 def full_error_text(error: BaseException) -> str:
-    """Return an error as text, for the site's own use. If it is not a UserError, add its type and the place in the code."""
+    """Return an error as text for the site's own log, or for simulations.
+
+    If it is not a UserError, the text also has its type and its place in the code.
+    """
     if isinstance(error, UserError):
         return str(error)
     place = place_of(error)
@@ -51,7 +54,11 @@ def full_error_text(error: BaseException) -> str:
 
 
 def public_error_text(error: BaseException) -> str:
-    """Return an error's type and option as text for the server, without its message. A DivergedError stays in full."""
+    """Return the part of an error that the server may read: its type, and the option at fault.
+
+    The message may contain the site's own values, so it stays at the site. A DivergedError has no such values and is
+    returned in full.
+    """
     if isinstance(error, DivergedError):
         return str(error)
     kind = type(error).__name__

@@ -76,9 +76,18 @@ FREE = Bounds()
 
 
 def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> dict[str, float]:
-    """Return the loss, samples and privacy cost (`epsilon`, if present) of a reply to TRAIN. Raises ReplyError.
+    """Return the numbers in a reply to TRAIN.
 
-    `hidden`: sites hide their training, and may withhold the loss.
+    Args:
+        content: The reply's content.
+        bounds: The bounds on the site's samples.
+        hidden: Whether the run uses masks or noise. Then a site may withhold its loss.
+
+    Returns:
+        "samples", "loss" (if sent) and "epsilon" (the privacy cost, if sent).
+
+    Raises:
+        ReplyError: A number is missing or not valid.
     """
     metrics = content.metric_records.get(METRICS) or {}
     loss, samples, cost = (metrics.get(name) for name in ("loss", "samples", "epsilon"))

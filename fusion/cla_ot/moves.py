@@ -23,10 +23,13 @@ FEW = 4  # a plan with at most this many entries a row or column is processed as
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """How a network's channels move to another's: `plans` by axis index. Axes without a plan stay.
+    """How the channels of one network move to those of another. Axes (channels that move as one) without a plan stay.
 
-    `outgoing`: by layer name, [n, m], how its outputs move. `incoming`: how its inputs move, if plans are by layer
-    (fusion.cla_ot.reference). `costs`: of the plans, by layer.
+    Attributes:
+        outgoing: By layer name, [n, m]: how the layer's outputs move.
+        incoming: By layer name, [n, m]: how its inputs move.
+        costs: By layer name, the cost of the plan.
+        plans: By axis index, the transport plan; None if plans are by layer (fusion.cla_ot.reference).
     """
 
     outgoing: Mapping[str, Tensor]

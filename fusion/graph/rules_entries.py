@@ -123,7 +123,10 @@ def elementwise(walk: Walk, node: Node) -> Value:
 
 
 def add(walk: Walk, node: Node) -> Value:
-    """Return the labels of a sum or difference. Record a sum that can end a block: of two tensors of one shape."""
+    """Return the labels of a node that adds or subtracts.
+
+    Also record the node as a possible end of a residual block, if it adds two tensors of the same shape.
+    """
     operands = [
         operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node) and operand in walk.sources
     ]

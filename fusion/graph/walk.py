@@ -218,7 +218,14 @@ class Walk:
         return not self.atoms.is_pinned(factor)
 
     def compressed(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
-        """Return the factor compressed. If a channel has several entries, they get atoms in the order of `positions()`."""
+        """Return a factor in its smallest form (`Atoms.compressed`).
+
+        If a channel has several entries in the factor, each entry first gets its own atom.
+
+        Args:
+            factor: The atoms of a tensor's entries.
+            positions: Returns numbers that order the entries of one channel. It is called only if they are needed.
+        """
         factor = self.atoms.compressed(factor)
         if not self.atoms.repeated(factor):
             return factor

@@ -31,10 +31,12 @@ FLOAT = 1e-5  # relative to its size: the precision of float32
 
 @dataclass(frozen=True)
 class Refitted:
-    """What a refit did.
+    """What a refit changed.
 
-    `layers`: names of changed layers. `biased`: names of layers that got a bias. `short`: name, inputs and rows of
-    layers with more inputs than the probe set has rows.
+    Attributes:
+        layers: The names of the changed layers.
+        biased: The names of layers that got a bias.
+        short: Name, inputs and rows of each layer with more inputs than the probe set has rows.
     """
 
     layers: tuple[str, ...]

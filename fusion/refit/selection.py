@@ -145,9 +145,11 @@ def best_groups(pool: Pool, count: int) -> Tensor:
 
 
 def choice_of(pool: Pool, blocks: Tensor) -> Choice:
-    """Return the Choice of the channels of some groups, with weights that estimate the other channels from them.
+    """Return the Choice that retains the channels of some groups. Its weights estimate the other channels from them.
 
-    `blocks`: indices of the groups.
+    Args:
+        pool: The channels of all networks.
+        blocks: The indices of the groups.
     """
     chosen = pool.groups[blocks].flatten()
     return Choice(pool.sizes, chosen, blocks, _ones(chosen, len(pool.twins)), _followed(pool.covariance, chosen, pool.twins))

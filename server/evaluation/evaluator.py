@@ -117,7 +117,10 @@ class Evaluator:
         return scores
 
     def with_statistics(self, model: Model) -> Model:
-        """Return the model as it is measured: with new BatchNorm statistics if evaluation.statistics=recomputed."""
+        """Return the model in the form in which it is measured.
+
+        With evaluation.statistics=recomputed, it has new BatchNorm statistics; otherwise it is unchanged.
+        """
         if self.config.evaluation.statistics != RECOMPUTED:
             return model
         network = self.loaded(model)

@@ -69,7 +69,7 @@ class RemoteBlobStore(Protocol):
         ...
 
     def remove(self, digests: Collection[str]) -> None:
-        """Remove contributions, as far as their nodes are reachable."""
+        """Delete these contributions. Skip those on nodes that do not answer."""
         ...
 
     def end(self) -> None:

@@ -44,7 +44,7 @@ def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
 
 
 class Membership:
-    """Removes sites from a run's slots and readmits them. `before_commit`: called before a change is committed."""
+    """Removes sites from a run's slots and readmits them. `before_commit` is called before each change is committed."""
 
     def __init__(self, slots: Slots, before_commit: BeforeCommit = lambda: None) -> None:
         self.slots, self.ledger, self.before_commit = slots, slots.ledger, before_commit

@@ -19,9 +19,14 @@ from fedloom.server.ledger.ledger import Ledger
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """What a site puts into a slot.
+    """What one site puts into a slot in a round.
 
-    `state`: float tensors, or int64 in units of 2**-bits. `integers`: the latter, if known. `samples`: of its training.
+    Attributes:
+        slot: The slot's name.
+        site: The site's name.
+        state: The tensors: floats, or int64 in units of 2**-bits.
+        samples: The number of training images, for weighted sums.
+        integers: The state as int64, if it is already known.
     """
 
     slot: str

@@ -53,7 +53,7 @@ class ClientMetadata:
         return self._counted[site]
 
     def class_meanings(self) -> dict[str, tuple[str, ...]]:
-        """Return, by enrolled site, what its classes stand for, even if their names are numbers; empty if unknown."""
+        """Return, by enrolled site, what its classes stand for, also if their names are numbers; empty if unknown."""
         return dict(self._meanings)
 
     def class_names(self) -> dict[str, tuple[str, ...]]:

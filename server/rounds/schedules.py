@@ -14,7 +14,12 @@ MIN_MASKED_SITES = 2  # sites among which masks cancel
 
 @dataclass(frozen=True)
 class Participation:
-    """The sites that a round asks, and the round's number for them, on which their learning rate depends."""
+    """Who participates in a round.
+
+    Attributes:
+        sites: The sites that the round asks.
+        round: The round's number for these sites (Schedule.site_round). Their learning rate depends on it.
+    """
 
     sites: list[Site]
     round: int
@@ -24,11 +29,18 @@ class Schedule(ABC):
     """Chooses the participants of each round."""
 
     def length(self, rounds: int) -> int:
-        """Return how many rounds the run has if each site trains for `rounds`."""
+        """Return the number of rounds of the run.
+
+        Args:
+            rounds: The number of rounds in which each site trains (configuration key `rounds`).
+        """
         return rounds
 
     def site_round(self, round: int) -> int:
-        """Return the number that a round of the run has for the sites that it asks (both from 1)."""
+        """Convert a round's number in the run (from 1) to its number for the sites in it (from 1).
+
+        The two differ if sites train one after the other: each site starts with its round 1.
+        """
         return round
 
     @abstractmethod
@@ -55,7 +67,12 @@ class Sampling(Schedule):
 
 @dataclass(frozen=True)
 class OneByOne(Schedule):
-    """`each` rounds of the first site of `order`, then of the next, and so on."""
+    """Lets sites train one after the other.
+
+    Attributes:
+        order: The sites in their order.
+        each: The number of rounds of each site.
+    """
 
     order: Sequence[Site]
     each: int

@@ -116,7 +116,13 @@ class ServerState:
         self.slots.abandon()
 
     def restart(self, site: Site) -> State | None:
-        """Return what a site that lost its own state can start with (float32); None if nothing is suitable."""
+        """Return the state (float32) from which a site continues after it lost its own state.
+
+        It consists of the site's contributions in slots that declare them `resumable`.
+
+        Returns:
+            The state; None without such contributions, and under secure aggregation, where the server cannot read them.
+        """
         if self.config.federation.secure_aggregation:
             return None
         view = self.view()

@@ -38,11 +38,20 @@ class TooFewRepliesError(FailedError):
 
 @dataclass
 class RoundTransport:
-    """The transport between a run and its sites.
+    """Sends a round's questions to the sites and returns their replies. Implements server.rounds.context.Transport.
 
-    `run`: the run's id in the sites' stores. `length`: how many rounds the run has for the sites. `back`: the round that the
-    run has gone back to, after which all sites have lost their stores. `dropped`: the sites of this round whose replies do
-    not count, and why.
+    Attributes:
+        config: The run's configuration.
+        run: The run's id in the sites' stores.
+        channel: The connection to the sites.
+        state: The server's state.
+        listener: Receives the progress.
+        length: The number of rounds for the sites.
+        back: The round to which the run was rolled back: no site has its own state after it. -1: none.
+        dropped: By site of this round, why its reply does not count.
+        participants: What the server knows about each site.
+        digest: The digest of the configuration.
+        text: The configuration as a record for sites that lack it.
     """
 
     config: Config

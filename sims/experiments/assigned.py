@@ -38,7 +38,11 @@ THEIRS = {RANDOM: "small", TRAINED: TEST}  # the column that the paper prints
 
 @dataclass(frozen=True)
 class Few(Task):
-    """A task with `each` images of every class (0: all), drawn by `seed`. A smaller `each` selects a subset."""
+    """A task with the same number of images of every class, drawn by `seed`. A smaller number selects a subset.
+
+    Attributes:
+        each: Images of each class; 0: all.
+    """
 
     each: int = 0
 
@@ -57,7 +61,16 @@ MEDIUM = (100, Recipe(epochs=40, rate=0.01, batch=32))
 
 @dataclass(frozen=True)
 class Plan:
-    """A preset. `scales` has, for each amount of data, the images of each class (0: all) and the recipe to train theta_A."""
+    """The data and training of one preset of Tables 1 to 4.
+
+    Attributes:
+        scales: By name ("small", ...), an amount of data for theta_A: images of each class (0: all), and the recipe.
+        domain: The data set of theta_A.
+        others: The data sets of the trained networks to which the result is added.
+        size: Pixels of an image's side.
+        test: The number of test images.
+        other: The recipe for networks on `others`.
+    """
 
     scales: Mapping[str, tuple[int, Recipe]]
     domain: str = "cifar10"
@@ -67,7 +80,7 @@ class Plan:
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
-        """Return theta_A's task at a scale."""
+        """Return the task that theta_A learns at a scale: a data set with the scale's number of images of each class."""
         return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
 
     @property
@@ -99,7 +112,12 @@ def tables(study: Study) -> list[Table]:
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
-    """Return accuracies: of theta_A, `alone`[column]; of theta_A added to others, "TARGET HOW"[column][alpha][network]."""
+    """Return all accuracies of one seed.
+
+    Returns:
+        "alone": the accuracy of theta_A, by column (a scale, or TEST). "TARGET HOW", for each of TABLES: by column, a row
+        for each alpha, with the accuracy of each network to which theta_A (or its gradient) was added.
+    """
     network = plan.network.build().eval()
     few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
     images_by_column = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}

@@ -20,10 +20,17 @@ MAX_NAME_BYTES = 200  # bytes of a file's name; temporary names are longer
 
 @dataclass(frozen=True)
 class NetworkFiles:
-    """Networks in files, and the images for them.
+    """Networks in files, and the images on which to compare their layers.
 
-    `names`: the network in each file; '' where the file says it. `domain`, `samples`: the images on which layers are
-    compared. `classes`: for each network the names of its outputs, separated by commas; empty: the domain's classes.
+    Attributes:
+        paths: The files.
+        names: The network in each file; "" if the file names it.
+        domain: The domain of the images.
+        samples: The number of images.
+        size: Pixels of an image's side.
+        grey: Whether the images are grey.
+        root: The data folder; "": $FEDLOOM_DATA, or ./data.
+        classes: For each network, the names of its outputs, separated by commas; empty: the domain's classes.
     """
 
     paths: Sequence[Path]

@@ -19,10 +19,13 @@ LEAST_BITS = 20  # of scale_bits: with coarser units, repeated changes would loo
 
 @dataclass(frozen=True)
 class Ready:
-    """A checked masked round: its attempt, with the other sites' shares opened.
+    """A masked round that has passed all checks before training.
 
-    `base`: the agreement of the round that it continues from. `lifts`: by leaving site, the rounds of the common
-    masks. `bases`: by site, the round that it continues from.
+    Attributes:
+        attempt: This site's attempt at the round, with the other sites' shares opened.
+        base: What this site signed in the round that it continues from.
+        lifts: By leaving site, the rounds whose shared masks to remove.
+        bases: By site, the round that it continues from.
     """
 
     attempt: Attempt
@@ -32,7 +35,12 @@ class Ready:
 
 
 def ready(job: Job) -> Ready:
-    """Check a masked order, and open its shares. Raise UserError for an order to refuse, BlamedError for wrong shares."""
+    """Check an order for a masked round, and open the other sites' shares.
+
+    Raises:
+        UserError: The site refuses the order.
+        BlamedError: Another site's shares are wrong.
+    """
     attempt = attempt_of(job)
     _check_sums(job)
     attempt.held = opened(job, attempt)

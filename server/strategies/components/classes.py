@@ -15,13 +15,20 @@ NAMES = "classes"  # the saved state: the common classes' names, as code points
 
 @dataclass(frozen=True)
 class SiteClasses:
-    """By site, the class name of each output of its network, or None for a class without images at the site."""
+    """The class of each output of each site's network.
+
+    Attributes:
+        names: By site, the class names of outputs 0, 1, ...; None for a class without images at the site.
+    """
 
     names: Mapping[str, Sequence[str | None]]
 
     @staticmethod
     def from_reports(
-        experiment: Experiment, sites: Sequence[Site], reported: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
+        experiment: Experiment,
+        sites: Sequence[Site],
+        reported: Mapping[str, Sequence[str]],
+        synonyms: Sequence[Sequence[str]],
     ) -> "SiteClasses":
         """Return the class names of these sites, from the names that they report.
 
@@ -29,12 +36,12 @@ class SiteClasses:
             experiment: The experiment.
             sites: The sites.
             reported: By site, the reported names of its classes 0, 1, .... A class without a name is named by its number.
-            alike: Groups of names; all names in a group mean the same class.
+            synonyms: Groups of names; all names in a group mean the same class.
 
         Returns:
-            The class names by site. A group of `alike` counts under its first name.
+            The class names by site. All names in a group become its first name.
         """
-        one_name = {name: group[0] for group in alike for name in group}
+        one_name = {name: group[0] for group in synonyms for name in group}
         return SiteClasses(
             {site.name: _named(experiment, site, reported[site.name], one_name) for site in sites if site.name in reported}
         )
@@ -48,7 +55,15 @@ class SiteClasses:
         return [name for name in dict.fromkeys(each[0]) if name is not None and name in everywhere]
 
     def places(self, site: str, known: Sequence[str]) -> torch.Tensor:
-        """Return int64 [outputs]: for each output of a site's network, its class's index in `known`, or -1."""
+        """Return where the classes of a site's outputs are in a list of class names.
+
+        Args:
+            site: The site's name.
+            known: The class names.
+
+        Returns:
+            int64 [outputs]: for each output, its class's index in `known`; -1 if it is not there.
+        """
         return torch.tensor([known.index(name) if name in known else -1 for name in self.names[site]])
 
     def all(self) -> list[str]:
