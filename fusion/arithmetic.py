@@ -102,10 +102,22 @@ def combine(
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
-    """Return what `combine` returns, from changes theta_i - theta_0 read one by one; all int64 in units of 2**-bits.
+    """Combine changes with a network: theta_0 plus the sum of alpha_i times change i.
 
-    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). Raise UserError if the result is beyond
-    the range of exact sums.
+    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS).
+
+    Args:
+        start: theta_0, int64 in units of 2**-bits.
+        alphas: The coefficient of each change.
+        changes: theta_i - theta_0, int64, read one by one.
+        how: GRADIENTS or WEIGHTS.
+        bits: One unit is 2**-bits.
+
+    Returns:
+        The combination, int64; the same as that of `combine`.
+
+    Raises:
+        UserError: The result is beyond the range of exact sums.
     """
     factors = {name: _factors(alphas, name, [1] * len(alphas)) for name in start}
     terms = ({name: _times(tensor, factors[name][index]) for name, tensor in change.items()}
@@ -114,7 +126,14 @@ def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], ho
 
 
 def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
-    """Return what `composed` returns if all changes have the coefficient `alpha`, from their sum `total`."""
+    """Combine changes that have the same coefficient, from their sum; otherwise as `composed`.
+
+    Args:
+        start: theta_0, int64.
+        alpha: The coefficient of all changes.
+        total: The sum of the changes.
+        how: GRADIENTS or WEIGHTS.
+    """
     number = total.addends
     factors = {name: _factors([alpha], name, [number])[0] for name in start}
     term = {name: _times(tensor, factors[name]) for name, tensor in total.totals.items()}

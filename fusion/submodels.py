@@ -24,9 +24,9 @@ Index = tuple[Tensor | None, ...]
 class Submodel:
     """Where a smaller network's tensors lie in a larger one.
 
-    `places`: for each tensor of the smaller network, the larger one's tensor and its entries in each dimension (None:
-    all). `neutral`: for layers that the smaller network lacks, tensors that leave the larger one's function
-    unchanged.
+    Attributes:
+        places: By tensor of the smaller network, the larger network's tensor and its entries in each dimension (None: all).
+        neutral: For layers that the smaller network lacks, tensors that leave the larger one's function unchanged.
     """
 
     places: Mapping[str, tuple[str, Index]]

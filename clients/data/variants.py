@@ -16,7 +16,15 @@ from fedloom.conf.sites import UNION, SiteConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """A domain and the changes to its images. Hashable, unlike the SiteConfig it comes from."""
+    """A domain and the changes to its images. Hashable, unlike the SiteConfig it comes from.
+
+    Attributes:
+        domain: The domain's name.
+        rotation: The angle in degrees, counter-clockwise.
+        invert: Whether pixels are inverted.
+        classes: The classes to use, in ascending order; empty: all.
+        relabel: Whether these classes are numbered from 0.
+    """
 
     domain: str
     rotation: float

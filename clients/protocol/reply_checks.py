@@ -23,9 +23,14 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on a site's contribution; 0: no bound. Options with the same names are in the section `federation`.
+    """Bounds on a site's contribution; 0: no bound. The section `federation` has options with these names.
 
-    `counted`: a site that reports more samples counts with this number.
+    Attributes:
+        largest_weight: The largest absolute value of a weight.
+        largest_change: The largest L2 norm of a round's change.
+        most_samples: The largest number of samples that a site may report.
+        clip_change: The L2 norm to which a round's change is clipped.
+        counted: A site that reports more samples counts with this number.
     """
 
     largest_weight: float = 0.0
@@ -41,7 +46,17 @@ class Bounds:
                    federation.clip_change)  # fmt: skip
 
     def check(self, kind: str, state: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
-        """Raise ReplyError if a record's floating-point weights are too large, or (`change`) too far from `start`."""
+        """Check the floating-point weights of a record.
+
+        Args:
+            kind: The record's name, for the error.
+            state: The record.
+            start: The weights from which the site started.
+            change: Whether to check the distance from `start`, too.
+
+        Raises:
+            ReplyError: A weight is too large, or the weights are too far from `start`.
+        """
         floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and tensor.numel()}
         if not floats:
             return

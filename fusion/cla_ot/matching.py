@@ -139,10 +139,22 @@ class Pins:
 def match_units(
     deep: Wiring, shallow: Wiring, cost: np.ndarray, *, pin_first: bool = True, pin_last: bool = True
 ) -> dict[int, int]:
-    """Return {unit of `deep`: its match in `shallow`} by index, group by group; `cost` is [deep, shallow].
+    """Match the units (layers and blocks) of two networks by their costs, group by group.
 
-    In each group, every unit of the smaller side gets a match. Raise UserError if the networks have different groups
-    (max-pools, stages, fully connected part).
+    In each group, every unit of the smaller side gets a match.
+
+    Args:
+        deep: The wiring of the network with more units.
+        shallow: The wiring of the other network.
+        cost: The costs between units, [deep, shallow].
+        pin_first: Whether the first units match each other.
+        pin_last: Whether the last units match each other.
+
+    Returns:
+        By index of a unit of `deep`, its match in `shallow`.
+
+    Raises:
+        UserError: The networks have different groups (max-pools, stages, fully connected part).
     """
     return _match(deep, shallow, lambda i, j: cost[np.ix_(i, j)], Pins(pin_first, pin_last))
 

@@ -27,9 +27,9 @@ class Moves:
 
     Attributes:
         outgoing: By layer name, [n, m]: how the layer's outputs move.
-        incoming: By layer name, [n, m]: how its inputs move.
+        incoming: By layer name, [n, m]: how its inputs move. Only if plans are by layer (fusion.cla_ot.reference).
         costs: By layer name, the cost of the plan.
-        plans: By axis index, the transport plan; None if plans are by layer (fusion.cla_ot.reference).
+        plans: By axis index, the transport plan; None if plans are by layer.
     """
 
     outgoing: Mapping[str, Tensor]
@@ -56,7 +56,10 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
 
 
 class Movement(Protocol):
-    """How the channels of an axis move, [n, m]: where they are written (`outgoing`), and where they are read."""
+    """How the n channels of an axis move to m channels, as two matrices [n, m].
+
+    `outgoing` moves tensors that write the channels; `incoming` moves tensors that read them.
+    """
 
     @property
     def outgoing(self) -> Tensor: ...
@@ -104,7 +107,16 @@ def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Sl
 def moved_along(
     tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Movement], size: int, name: str
 ) -> Tensor:
-    """Return a tensor with the channels along one dimension moved by `plans`; entries on no axis stay in place."""
+    """Return a tensor whose channels along one dimension are moved. Entries on no axis stay in place.
+
+    Args:
+        tensor: The tensor.
+        dim: The dimension.
+        pairs: By axis: its index, and its entries in the old and in the new tensor.
+        plans: By axis index, the movement.
+        size: The new size of the dimension.
+        name: The tensor's name, for errors.
+    """
     front = tensor.movedim(dim, 0)
     new = front.clone() if size == len(front) else front.new_zeros(size, *front.shape[1:])
     for index, ours, theirs in pairs:

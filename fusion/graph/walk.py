@@ -31,7 +31,15 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A layer with the atoms that it reads and writes, before there are axes. `weight`: its tensor, or None."""
+    """A layer with the atoms that it reads and writes, before the axes are known.
+
+    Attributes:
+        name: The layer's name.
+        kind: Its kind, such as "conv", "linear" or "norm".
+        weight: Its weight, or None.
+        inputs: The atoms that it reads.
+        outputs: The atoms that it writes.
+    """
 
     name: str
     kind: str

@@ -120,10 +120,18 @@ class Ledger(Records):
         record: dict[str, Any] | None,
         keep: str,
     ) -> None:
-        """Commit a round whose blobs exist; round 0 is the start. `keep`: 'latest' (remove replaced blobs) or 'all'.
+        """Commit a round whose blobs exist. If it fails, nothing is written.
 
-        Raises LedgerError, and writes nothing, if the round is not the next one, a site is unknown or forgotten, a blob is
-        missing, or the disk refuses.
+        Args:
+            round: The round's number; 0: the start.
+            contributions: By site, its contribution in this round.
+            states: By name, the digests of the sums and of the server's states.
+            digest: By slot, the digest of the exact sum.
+            record: The round's line of metrics.jsonl.
+            keep: "latest" (remove replaced blobs) or "all".
+
+        Raises:
+            LedgerError: The round is not the next one, a site is unknown or forgotten, a blob is missing, or the disk fails.
         """
         body = {"round": round, "contributions": _plain(contributions), "states": dict(states), "digest": dict(digest)}
         if keep not in ("latest", "all"):
@@ -195,7 +203,19 @@ class Ledger(Records):
         body: dict[str, Any] | None = None,
         request: str | None = None,
     ) -> None:
-        """Readmit forgotten sites, with contributions of committed rounds; otherwise as `forget`."""
+        """Readmit forgotten sites.
+
+        Args:
+            sites: The sites.
+            contributions: By site, the contribution of a committed round with which it starts.
+            states: By name, the digests of the sums and of the server's states with these sites.
+            digest: By slot, the digest of the exact sum.
+            body: Facts for the event.
+            request: The id of the request that this fulfils.
+
+        Raises:
+            LedgerError: A site is not forgotten, or a blob is missing.
+        """
         if unnamed := contributions.keys() - set(sites):
             raise LedgerError(
                 f"site '{min(unnamed)}' has a contribution but is not among the readmitted sites ({', '.join(sites)})"

@@ -168,9 +168,18 @@ class Slots:
     def merge(
         self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
     ) -> None:
-        """Stage a change of a sum by several sites, whose contributions workers wrote, or a node stores (`blobs`).
+        """Stage a change of a sum by several sites whose contributions are already stored.
 
-        Raises ExactSumError if the sum overflows; UserError if a worker's file is missing.
+        Args:
+            slot: The slot's name.
+            change: The change of the sum, int64.
+            samples: The number of samples, by site.
+            round: The round.
+            blobs: By site, the digest of the contribution that a cluster's node stores. None: workers have written them.
+
+        Raises:
+            ExactSumError: The sum overflows.
+            UserError: A worker's file is missing.
         """
         if not blobs:
             self.contributions.check_written(samples, round)

@@ -32,7 +32,7 @@ PROBE, SERVER = "strategy.probe", "strategy.server.images"
 
 
 class FusionOptions(Protocol):
-    """The options and methods of `ClaOt` that `FusedAnew` uses."""
+    """The options and methods of `ClaOt` that `FusedAnew` uses; `ClaOt` documents each of them."""
 
     @property
     def reference(self) -> str: ...

@@ -58,11 +58,23 @@ class Relearned:
 def membership(
     network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000
 ) -> dict[str, Attack]:
-    """Run two membership-inference attacks on a network in eval mode, and return the results by name.
+    """Run two membership-inference attacks on a network.
 
-    `loss`: the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). `logistic`: a logistic
-    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone). Raises
-    UserError for fewer than MIN_IMAGES images on a side, or if an output is not finite.
+    "loss": the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). "logistic": a logistic
+    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone).
+
+    Args:
+        network: The network, in evaluation mode.
+        members: Images on which the site trained.
+        others: Other images of the same domain.
+        seed: The seed of the regression's folds and of the bootstrap.
+        resamples: The number of bootstrap samples.
+
+    Returns:
+        The results of "loss" and "logistic".
+
+    Raises:
+        UserError: A side has fewer than MIN_IMAGES images, or an output is not finite.
     """
     for side, images in (("members", members), ("others", others)):
         if len(images) < MIN_IMAGES:
@@ -121,7 +133,17 @@ def area(members: Floats, others: Floats) -> float:
 
 
 def interval(members: Floats, others: Floats, random: np.random.Generator, resamples: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of `area`; each side's images are resampled with replacement."""
+    """Return the 95 % percentile bootstrap interval of `area`. Each side's images are resampled with replacement.
+
+    Args:
+        members: The scores of members, [n].
+        others: The scores of the other images, [m].
+        random: Draws the samples.
+        resamples: The number of samples.
+
+    Returns:
+        The lower and the upper limit.
+    """
     ranks = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
     sides, areas = (ranks[: len(members)], ranks[len(members) :]), []
     for _ in range(resamples):

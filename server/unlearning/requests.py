@@ -37,7 +37,16 @@ class RefusedError(UserError):
 
 @dataclass
 class Unlearning:
-    """Fulfils the requests to forget sites of one run, as the run's server."""
+    """Fulfils the requests to forget sites of one run, as the run's server.
+
+    Attributes:
+        config: The run's configuration.
+        folder: The run's folder.
+        ledger: The run's ledger, which records the requests.
+        state: The server's state, from which sites are subtracted.
+        evaluator: Measures networks before and after.
+        erasure: In a real federation: asks nodes to delete their stores.
+    """
 
     config: Config
     folder: Path

@@ -52,7 +52,18 @@ class Left:
 
 @dataclass(frozen=True)
 class Soaked:
-    """A run over Ray with faults. `held`: messages and sums that the grid and its pool held at the end."""
+    """The result of a run over Ray with faults.
+
+    Attributes:
+        seconds: The time of all rounds.
+        dropped: By round, the sites whose replies did not count, and why.
+        left: What the run left behind.
+        nodes_killed: The rounds in which a node was killed.
+        repeated: The rounds that were repeated.
+        held: Messages and sums that the grid and its pool still held at the end.
+        processes: Samples of all processes.
+        running: Processes that still ran after the end.
+    """
 
     seconds: float
     dropped: Dropped

@@ -35,7 +35,7 @@ class WorkerSpec:
     Attributes:
         app: The ClientApp, as "module:attribute".
         combine: The function that adds up replies, as "module:attribute"; "": replies are returned one by one.
-        cohort: The number of sites of one shape that are trained as one network.
+        cohort: The most sites of one shape that are trained together, in one vectorised step.
         sites: The number of sites.
         store: The folder of the sites' states.
         plugins: Modules with the user's own code.

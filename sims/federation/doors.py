@@ -94,7 +94,7 @@ HOST = [(b"host", b"superlink")]  # replaces the caller's header; no answer depe
 
 @dataclass(frozen=True)
 class Door:
-    """An ASGI application in front of another one. It passes on admitted requests, and refuses others without reading their bodies.
+    """An ASGI application that admits requests to another one. It refuses others without reading their bodies.
 
     Attributes:
         app: The application that receives admitted requests.

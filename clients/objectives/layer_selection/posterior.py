@@ -52,7 +52,7 @@ class Belief:
         configurations: The k configurations. All tensors are [k], in this order.
         counts: n_c, how often the site's own batches selected each configuration.
         others: The counts of all other sites, if the prior uses them; else 0.
-        update: Returns what a batch adds to the counts.
+        update: Returns the counts after a batch, from the counts before it and the batch's posterior.
         fixed: Constant probabilities that replace the posterior (Sec. 4.3); None: the posterior is computed.
         smoothing: The number that is added to every count.
     """

@@ -53,15 +53,23 @@ OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between si
 def masked(
     job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
 ) -> dict[str, ArrayRecord]:
-    """Return the masked records to send: for each, an int64 vector that looks random; only sums over sites can be read.
+    """Mask a contribution.
 
-    For the contribution that the server stores, it is the change since the last one that counted. Masks in common
-    with a leaving site (LIFT) are removed from it at the same time. The site also signs a digest of what determined
-    the training, and one of the round that it continues from: only sites that trained in the same way are summed. If
-    a privacy budget bounds what sums reveal, no sketches are stored.
+    For the contribution that the server stores, the result is the change since the last one that counted. Masks in common
+    with a leaving site (LIFT) are removed from it at the same time. The site also signs a digest of what determined the
+    training, and one of the round that it continues from: only sites that trained in the same way are summed. If a privacy
+    budget bounds what sums reveal, no sketches are stored.
 
-    `whole`: the records, int64. `changed`: the change of the round, before noise. `steps`: optimiser steps of the
-    training.
+    Args:
+        job: The order.
+        ready: The checked round.
+        sketch_key: The site's secret key for sketches.
+        whole: The records after training, int64.
+        changed: The change of the round, before noise.
+        steps: The number of optimiser steps.
+
+    Returns:
+        By record, an int64 vector that looks random. Only a sum over sites can be read.
     """
     secrets, order, charged = Secrets(job.store), job.order, job.charged
     attempt, lifts = ready.attempt, ready.lifts

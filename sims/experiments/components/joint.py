@@ -47,7 +47,7 @@ class Pair:
         tasks: The two sites' data.
         before: The data for pre-training by rotations.
         network: The section `network` of a configuration.
-        turns: How the two networks' steps alternate.
+        turns: Rotations of each image in a batch: "one" at random, or "all" four.
     """
 
     title: str

@@ -36,7 +36,7 @@ class Size:
     Attributes:
         tasks: The tasks, by name. Tables on details use the first.
         plans: Pairs (steps of a round, rounds). Only the table of local steps uses more than the first.
-        most: The largest numbers of common classes in Figure 9.
+        most: The numbers of common classes in Figure 9.
         several: The numbers of sites.
         settings: The settings of all tasks.
     """

@@ -28,7 +28,17 @@ MAX_OVERRIDE = 1e6
 
 @dataclass(frozen=True)
 class TaskSequence:
-    """A sequence of tasks (`tasks`: a key of SEQUENCES) and how each is trained. `paper` is the paper's name for it."""
+    """A sequence of tasks, and how a learner is trained on each.
+
+    Attributes:
+        title: Its name in tables.
+        tasks: A key of SEQUENCES.
+        number: The number of tasks.
+        size: Pixels of an image's side.
+        network: The section `network` of a configuration.
+        plan: The training of each task.
+        paper: The paper's name for the sequence.
+    """
 
     title: str
     tasks: str
