@@ -64,7 +64,14 @@ def _meets_still(walk: Walk, factor: Tensor, other: Value) -> bool:
 
 
 def contracted(walk: Walk, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
-    """Return the labels after a sum, mean or maximum over `dims`. Where channels are reduced, their groups remain."""
+    """Return the labels after a sum, mean or maximum. Where channels are reduced, their groups remain.
+
+    Args:
+        walk: The walk through the network.
+        value: The labels before the operation.
+        dims: The reduced dimensions.
+        keep: Whether they remain, with size 1.
+    """
     gone = {dim % len(value.shape) for dim in dims}
     factors = []
     for factor in value.factors:

@@ -129,7 +129,16 @@ def spatial(walk: Walk, node: Node) -> Value:
 
 
 def mixed(walk: Walk, value: Value, dims: Any, shape: Any) -> Value:
-    """Return the labels of entries mixed along `dims`: channels that differ along these, and elsewhere, become one."""
+    """Return the labels after an operation that mixes entries along some dimensions.
+
+    Channels that differ along these dimensions, and also along others, become one channel.
+
+    Args:
+        walk: The walk through the network.
+        value: The labels before the operation.
+        dims: The mixed dimensions.
+        shape: The shape of the result.
+    """
     factors = []
     for factor in value.factors:
         over = varied(factor) & set(dims)

@@ -65,7 +65,7 @@ class RemoteBlobStore(Protocol):
         ...
 
     def summed(self, row: Any, names: Any, given: Any, bits: int) -> Any:
-        """Add up contributions that nodes store, as server.ledger.sums.added_up does."""
+        """Add up contributions that nodes store. Arguments as in server.ledger.sums.added_up."""
         ...
 
     def remove(self, digests: Collection[str]) -> None:

@@ -27,7 +27,10 @@ from fedloom.server.strategies import ResidualInfluence, slots_of, strategy_of
 
 
 class NullTransport:
-    """The transport outside of rounds, where no site can be asked: before the first round, and when sites are forgotten."""
+    """The transport outside of rounds, where no site can be asked: before the first round, and when sites are forgotten.
+
+    Implements server.rounds.context.Transport.
+    """
 
     run, length = "", 0
 

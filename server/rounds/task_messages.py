@@ -58,7 +58,16 @@ class Asking:
 
 
 class Sender(Protocol):
-    """What orders need of the run that they belong to (server.rounds.transport.RoundTransport)."""
+    """What a message needs from its run (implemented by server.rounds.transport.RoundTransport).
+
+    Attributes:
+        config: The run's configuration.
+        run: The run's id in the sites' stores.
+        length: The number of rounds for the sites.
+        digest: The digest of the configuration.
+        text: The configuration as a record.
+        state: The server's state.
+    """
 
     config: Config
     run: str

@@ -132,7 +132,16 @@ class RoundTransport:
     def question(
         self, asking: Asking, sites: Sequence[Site], content: Content, expected: Mapping[str, RecordSpec] | None = None
     ) -> Iterator[RawReply]:
-        """Ask sites; yield every site's reply. Ask a site that lacks the configuration or its own state again with it."""
+        """Ask sites a question, and yield every site's reply.
+
+        A site that lacks the configuration or its own state is asked again, with what it lacks.
+
+        Args:
+            asking: The question.
+            sites: The sites to ask.
+            content: The records for all sites, or a function from a site to its records.
+            expected: The records that workers may add up on the way.
+        """
         messages, waiting = TaskMessages(self, asking, content, expected or {}), deque((site, False) for site in sites)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
 

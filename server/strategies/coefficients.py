@@ -162,10 +162,20 @@ def noted(view: View, options: SearchOptions, how: str) -> dict[str, Alpha]:
     return last.body["coefficients"] if last and last.body.items() >= _key(view, options, how).items() else {}
 
 
-def note(view: View, options: SearchOptions, how: str, found: dict[str, Alpha]) -> dict[str, Alpha]:
-    """Record a search's coefficients in the ledger, and return them."""
-    view.note(SEARCHED, {**_key(view, options, how), "coefficients": found})
-    return found
+def note(view: View, options: SearchOptions, how: str, coefficients: dict[str, Alpha]) -> dict[str, Alpha]:
+    """Record a search's coefficients in the ledger, so that the same search is not repeated.
+
+    Args:
+        view: The slots whose sums were searched.
+        options: The options of the search.
+        how: How changes are combined.
+        coefficients: The coefficients.
+
+    Returns:
+        The coefficients.
+    """
+    view.note(SEARCHED, {**_key(view, options, how), "coefficients": coefficients})
+    return coefficients
 
 
 def _key(view: View, options: SearchOptions, how: str) -> dict[str, Any]:

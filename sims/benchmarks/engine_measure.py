@@ -56,7 +56,14 @@ class Row:
 
 
 def measure(case: Case, engine: str, rounds: int, limit: float) -> Row:
-    """Run a case in a new process for at most `limit` seconds; return the row. All processes are ended, whatever happens."""
+    """Run a case in a new process, and return its row. All processes have ended afterwards, also after an error.
+
+    Args:
+        case: The case.
+        engine: The engine.
+        rounds: The number of rounds.
+        limit: The most seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="fedloom-bench-") as temporary:
         job, launched = Job(case, engine, rounds, Path(temporary)), time.time()
         processes = Processes(is_driver=False)

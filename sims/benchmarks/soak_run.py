@@ -125,7 +125,14 @@ class Machines(Listener):
 
 
 def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = False) -> Soaked:
-    """Run all rounds over Ray with the plan's faults, and return what happened."""
+    """Run all rounds over Ray with the plan's faults.
+
+    Args:
+        plan: The faults.
+        root: The folder for the run.
+        partial_sums: Whether workers add up replies (federation.partial_sums).
+        node_store: Whether nodes store contributions (federation.node_store).
+    """
     processes, machines = Processes(), Machines(plan)
     try:
         config = configured(plan, root, machines.address, partial_sums, root / "kept" if node_store else None)

@@ -88,7 +88,17 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
 
 
 def recombined(extractor: State, head: State, architecture: Architecture, misfit: str) -> State:
-    """Return the state of a network of these parts. Raises UserError, which starts with `misfit`, for wrong shapes."""
+    """Return the state of a network made of an extractor and a head.
+
+    Args:
+        extractor: The extractor's tensors.
+        head: The head's tensors.
+        architecture: The architecture of the network.
+        misfit: The start of the error's message.
+
+    Raises:
+        UserError: A tensor's shape does not fit the architecture.
+    """
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:
