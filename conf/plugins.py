@@ -70,9 +70,20 @@ def imported(reference: str, key: str) -> Any:
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return function(**ours, **options). `ours`: the project's arguments. `options`: the user's. `name`: for errors.
+    """Call the user's function with the project's arguments and the user's options.
 
-    Raises UserError, beginning with the section `where`, for unknown and missing options and any error of the function.
+    Args:
+        function: The function or class.
+        options: The user's options.
+        ours: The project's arguments.
+        name: The function's name, for errors.
+        where: The section of the configuration, with which errors begin.
+
+    Returns:
+        function(**ours, **options)
+
+    Raises:
+        UserError: An option is unknown or missing, or the function fails.
     """
     _check_options(function, options, ours, name, where)
     try:

@@ -76,13 +76,19 @@ def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
 def combine(
     start: State, gradients: Sequence[Gradient], alphas: Sequence[Alpha], how: str = GRADIENTS, *, force: bool = False
 ) -> State:
-    """Return a weighted sum: theta_0 + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
+    """Return a weighted sum, as int64: theta_0 + sum alpha_i g_i (GRADIENTS) or sum alpha_i theta_i (WEIGHTS).
 
-    `start`: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
-    added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged. `gradients`: the cumulative
-    gradients. `alphas`: one coefficient for each gradient. `force`: allow gradients that count from another start.
-    Raise UserError if the start, the shapes or the number of coefficients do not fit. With WEIGHTS, another start is
-    always an error, because theta_i is then unknown.
+    Args:
+        start: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are added
+            to its weights (arithmetic, Eq. 6), and its statistics stay unchanged.
+        gradients: The cumulative gradients.
+        alphas: One coefficient for each gradient.
+        how: GRADIENTS or WEIGHTS.
+        force: Whether gradients may count from another start. With WEIGHTS this is always an error, because theta_i is
+            then unknown.
+
+    Raises:
+        UserError: The start, the shapes or the number of coefficients do not fit.
     """
     if len(gradients) != len(alphas):
         raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; use one for each")

@@ -98,10 +98,15 @@ def submodel(
 ) -> Submodel:
     """Return where the tensors of a smaller network lie in a larger one.
 
-    `matches`: units of the larger network by units of the smaller one; default: evenly spread in each group of
-    layers. `turn`: how far the larger network's channels are rotated before the first are taken. `names`: names of
-    both networks, for errors. Raise UserError if the smaller network is not a part of the larger one. The message
-    says which layer does not fit.
+    Args:
+        large: The wiring of the larger network.
+        small: The wiring of the smaller network.
+        matches: By unit of the smaller network, its unit in the larger one; None: evenly spread in each group of layers.
+        turn: How far the larger network's channels are rotated before the first are taken.
+        names: The names of both networks, for errors.
+
+    Raises:
+        UserError: The smaller network is not a part of the larger one. The message says which layer does not fit.
     """
     message = f"{names[1] or 'a network'} is not a part of {names[0] or 'another'}"
     try:

@@ -71,9 +71,16 @@ class Movement(Protocol):
 def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
     """Return a network's state with its channels moved to those of another network of the same structure.
 
-    `source`: the network's own wiring. `goal`: the other network's wiring. `plans`: by axis. A slot that a layer
-    reads moves by `incoming`, the others by `outgoing`. Raise UserError if a tensor's size is not the plan's. The
-    message has its name.
+    A tensor that reads channels moves by `incoming`, one that writes them by `outgoing`.
+
+    Args:
+        state: The network's tensors.
+        source: The network's own wiring.
+        goal: The other network's wiring.
+        plans: By axis index, the movement.
+
+    Raises:
+        UserError: A tensor's size is not the plan's. The message has its name.
     """
     new = {name: tensor.clone() for name, tensor in state.items()}
     sizes = goal.graph.state_dict()

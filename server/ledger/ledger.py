@@ -40,10 +40,19 @@ class Ledger(Records):
         cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE,
         slots: Sequence[str] | None = None,
     ) -> "Ledger":  # fmt: skip
-        """Create a ledger and become its one server. Raises LedgerError if it exists, or the folder cannot be written.
+        """Create a ledger and become its one server.
 
-        `config`: the text of config.yaml. `bits`: sums count in units of 2**-bits. `sums`: the method's sums, as the first
-        event stores them (server.ledger.sums). `slots`: the names of all its slots.
+        Args:
+            folder: The run's folder.
+            run: The run's id.
+            config: The text of config.yaml.
+            bits: Sums count in units of 2**-bits.
+            sites: The names of the sites.
+            sums: The method's sums, as the first event stores them (server.ledger.sums).
+            slots: The names of all its slots.
+
+        Raises:
+            LedgerError: The ledger exists, or the folder cannot be written.
         """
         check_repeated(sites)
         make(Path(folder) / LEDGER)

@@ -17,7 +17,14 @@ from fedloom.server.rounds.client_metadata import ClientMetadata
 
 @dataclass
 class Participants:
-    """The sites that can participate. `enrolling`: asks sites to enrol. `message`: shows the user a message."""
+    """The sites that can participate in rounds.
+
+    Attributes:
+        config: The run's configuration.
+        simulated: Whether the sites run in an engine on the user's own machines.
+        enrolling: Asks sites to enrol, and returns their replies.
+        message: Shows the user a message.
+    """
 
     config: Config
     simulated: bool

@@ -18,7 +18,7 @@ from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of
-from fedloom.server.strategies.by_architecture import cast, has, kept
+from fedloom.server.strategies.by_architecture import cast, has, network_key
 from fedloom.server.strategies.public import PublicImages
 
 
@@ -93,6 +93,6 @@ def mean_answers(view: View, images: Tensor) -> Tensor:
     total, sites = torch.zeros((), device=images.device), [site for site in view.sites if has(view, site)]
     for site in sites:
         group = group_by_site(view.experiment)[site.name]
-        state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
+        state = cast(view.contribution(group.name, site.name), view.server_state(network_key(group.name)))
         total = total + view.evaluator.loaded(Model(group.architecture, state))(images).double()
     return (total / len(sites)).float()

@@ -122,8 +122,8 @@ def _about(job: Job, attempt: Attempt) -> str:
 def opened(job: Job, attempt: Attempt) -> dict[str, str]:
     """Open the sealed shares that the other sites of this round sent to this one.
 
-    A site's share also fails to open if that site received another list of sites. Otherwise, a server with two lists could
-    ask for shares of both of its secrets.
+    A share opens only if its sender received the same list of sites. With two lists, the server could ask for the shares
+    of both of a site's secrets.
 
     Args:
         job: The order. Its record SECURE_SHARES has, by site, the sealed text and the server's commitment (64 bytes).
