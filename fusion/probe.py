@@ -74,10 +74,17 @@ def observe(
 
     Training flags and BatchNorm statistics stay unchanged.
 
-    `probe`: inputs, [k, ...]. `features`: names of the nodes whose values to store. `grams`: names of the nodes whose
-    Grams to compute. `moments`: names of the nodes whose moments to compute. `positions`: values of each channel to
-    store over all samples; None: all. `every`: compute moments on every n-th sample only. Raise UserError if the
-    probe set is not usable (check_probe), or features or Grams are not finite. The message has the layer.
+    Args:
+        wiring: The network's wiring.
+        probe: Inputs, [k, ...].
+        features: The names of the nodes whose values to store.
+        grams: The names of the nodes whose Grams to compute.
+        moments: The names of the nodes whose moments to compute.
+        positions: How many values of each channel to store, over all samples; None: all.
+        every: Moments are computed on every n-th sample only.
+
+    Raises:
+        UserError: The probe set is not usable (check_probe), or features or Grams are not finite. The message has the layer.
     """
     check_probe(wiring.graph, probe)
     share = max(1, positions // len(probe)) if positions else None

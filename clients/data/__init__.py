@@ -15,8 +15,8 @@ from fedloom.clients.data.sites import (
 )
 from fedloom.clients.data.variants import (
     class_count,
+    class_meanings,
     class_names,
-    class_things,
     differing,
     domain_specs,
     label,
@@ -30,8 +30,8 @@ __all__ = [
     "absolute",
     "class_count",
     "class_counts",
+    "class_meanings",
     "class_names",
-    "class_things",
     "differing",
     "domain_names",
     "domain_specs",

@@ -13,7 +13,7 @@ CHANNELS = (1, 3)  # of tensors whose channels come first
 MOST_CHANNELS = 64
 MOST_CLASSES = 100_000
 MANY = 20  # from this number of classes on, each must have
-FEWEST_EACH = 2  # this many images on average
+MIN_PER_CLASS = 2  # this many images on average
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,7 @@ def _check_classes(array: np.ndarray) -> None:
     values = np.unique(array)
     are_numbers = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
     classes = int(values[-1]) + 1 if are_numbers and values[-1] < MOST_CLASSES else len(values)
-    if len(values) >= MANY and len(array) < FEWEST_EACH * classes:
+    if len(values) >= MANY and len(array) < MIN_PER_CLASS * classes:
         raise ValueError(f"has {len(values)} different labels for {len(array)} examples, nearly one per example. Write "
                          "?task=regression behind the path for measurements, ?task=class for classes.")  # fmt: skip
 

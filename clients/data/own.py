@@ -39,7 +39,10 @@ MEMBERS = {  # names of arrays in npz files, lower-case
 
 @dataclass(frozen=True)
 class Own:
-    """A source that is named by the domain itself (`images:PATH`, ...), independent of the data folder."""
+    """A source that is named by the domain itself (`images:PATH`, ...), independent of the data folder.
+
+    Implements clients.data.sources.Source.
+    """
 
     domain: str
     parts: ClassVar[tuple[str, ...]] = WHOLE

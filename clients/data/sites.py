@@ -6,13 +6,13 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from fedloom.clients.data.blank_images import check_not_blank
 from fedloom.clients.data.cache import ImageCache
 from fedloom.clients.data.domains import Place, locate
 from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.images import Images
 from fedloom.clients.data.listing import held
-from fedloom.clients.data.looks import looks
 from fedloom.clients.data.own import check_files, left_out, notes
 from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
 from fedloom.clients.data.remembered import while_same
@@ -96,14 +96,14 @@ def site_sizes(config: Config) -> list[int]:
         check_files(domain)
     sizes = [_share(config, site)[2] for site in config.roster]
     for domain in config.domains:
-        looks(locate(domain, config.data))
+        check_not_blank(locate(domain, config.data))
     return sizes
 
 
 @held()
 def remarks(config: Config) -> list[str]:
     """Return warnings about the domains: files that are not read, images of a single colour, constant features."""
-    found = [(left_out(domain), looks(locate(domain, config.data)), *notes(domain)) for domain in config.domains]
+    found = [(left_out(domain), check_not_blank(locate(domain, config.data)), *notes(domain)) for domain in config.domains]
     return [line for lines in found for line in lines if line]
 
 
@@ -171,7 +171,7 @@ def _chosen(place: Place, selection: Selection, change: Variant, limit: int, see
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
     y = labels(place, chosen)
-    looks(place)
+    check_not_blank(place)
     inputs = place.images(chosen.part, chosen.index)
     if place.schema.kind == IMAGE:
         size, levels = image_size(data), place.schema.levels

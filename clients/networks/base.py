@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.registry import Registry
 
 EXTRACTOR, HEAD = "extractor.", "head."  # prefixes of the names of a state's tensors
@@ -53,7 +53,7 @@ class NetworkSpec(ABC):
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            raise UserError(f"network: {type(self).__name__}.build failed ({told(error)})") from error
+            raise UserError(f"network: {type(self).__name__}.build failed ({error_summary(error)})") from error
         if not isinstance(network, Network):
             built = f"{type(self).__name__}.build returned a {type(network).__name__}"
             raise UserError(f"network: {built}; it must return a fedloom.clients.networks.Network(extractor, head)")

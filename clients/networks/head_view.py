@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import BATCH_NORM
 
-FEWEST = 2  # images of a batch with a variance
+MIN_BATCH = 2  # images of a batch with a variance
 BATCH = "batch"  # evaluation.statistics: BatchNorm uses each batch's mean and variance
 
 
@@ -23,8 +23,10 @@ class HeadView(nn.Module):
         self._norms = [norm for norm in norms if norm.running_mean is not None] if statistics == BATCH else []
 
     def forward(self, images: Tensor) -> Tensor:
-        if self._norms and not self.training and len(images) < FEWEST:
-            raise UserError(f"evaluation.statistics={BATCH}: needs at least {FEWEST} images of a domain, got {len(images)}")
+        if self._norms and not self.training and len(images) < MIN_BATCH:
+            raise UserError(
+                f"evaluation.statistics={BATCH}: needs at least {MIN_BATCH} images of a domain, got {len(images)}"
+            )
         return self.network(images)[:, self.outputs]
 
     def train(self, mode: bool = True) -> "HeadView":

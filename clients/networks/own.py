@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import call, parameters, told
+from fedloom.conf.plugins import call, error_summary, parameters
 from fedloom.fusion.graph.undisturbed import undisturbed
 from fedloom.fusion.inputs import uncompiled
 from fedloom.fusion.state import BATCH_NORM
@@ -196,7 +196,7 @@ def _forward(
     except (Exception, SystemExit) as error:
         shape = " x ".join(map(str, images.shape[1:]))
         raise spec.refused(
-            f"fails on images of {shape}{mode} ({told(error)}); data.size and data.grey change their shape"
+            f"fails on images of {shape}{mode} ({error_summary(error)}); data.size and data.grey change their shape"
         ) from error
     finally:
         for hook in hooks:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting, initialise
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.typed import option
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.graph.undisturbed import undisturbed
@@ -214,7 +214,7 @@ def _traced(network: Network) -> fx.GraphModule:
         with undisturbed(chain):
             return fx.GraphModule(chain, tracer.trace(chain))
     except Exception as error:
-        raise UserError(f"network: cannot be cut: torch.fx cannot trace it ({told(error)})") from error
+        raise UserError(f"network: cannot be cut: torch.fx cannot trace it ({error_summary(error)})") from error
 
 
 class _Tracer(fx.Tracer):
@@ -271,7 +271,7 @@ def _shape(module: nn.Module, images: Tensor, where: str) -> tuple[int, ...]:
         with torch.no_grad(), evaluating(module):
             return tuple(module(images).shape[1:])
     except Exception as error:
-        raise UserError(f"{where}: fails on {_named(tuple(images.shape[1:]))} ({told(error)})") from error
+        raise UserError(f"{where}: fails on {_named(tuple(images.shape[1:]))} ({error_summary(error)})") from error
 
 
 def _named(shape: tuple[int, ...]) -> str:

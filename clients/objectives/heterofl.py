@@ -27,7 +27,7 @@ class HeteroFL(Heterogeneous):
     lacks are 0 in the loss (Masked Cross-Entropy).
     """
 
-    def joint(self, task: Task) -> Session:
+    def fused_session(self, task: Task) -> Session:
         return HeteroFLSession(task)
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedloom.clients.data import to_float
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.plugins import call, told
+from fedloom.conf.plugins import call, error_summary
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.registry import section_of
 from fedloom.conf.schema import TrainingConfig
@@ -47,7 +47,7 @@ class Augmentation:
                 hint = (
                     "" if _floats(image) else "; if it needs floats, put {name: ToDtype, dtype: float32, scale: true} first"
                 )
-                raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({told(error)}){hint}") from error
+                raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({error_summary(error)}){hint}") from error
         if not isinstance(image, Tensor) or not (image.dtype == torch.uint8 or _floats(image)):
             got = image.dtype if isinstance(image, Tensor) else type(image).__name__
             raise UserError(f"{WHERE}: the result is {got}, takes images as uint8 or as floats from 0 to 1")

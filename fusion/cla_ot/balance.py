@@ -69,15 +69,22 @@ def balanced(
     signs: Mapping[str, Tensor] | None = None,
     inner: str = "own",
 ) -> Balanced:
-    """Return `network` with the layers of `target`. `structure` and `wiring` are the wirings of target and network.
+    """Return a network with the layers of another one.
 
-    Units of the structure without a match are added. Units of the network without a match are merged (linear layers)
-    or removed (residual blocks).
+    Units of `target` without a match are added. Units of `network` without a match are merged (linear layers) or removed
+    (residual blocks).
 
-    `matches`: units of the network by those of the structure (matching.match_units). `signs`: for each merged unit's
-    node, the diagonal D that replaces its ReLU. `inner`: the width inside added blocks: the target's ("own") or the
-    stream's ("stream", as in the public code). Raise UserError if a layer cannot be added, merged or removed. The
-    message has its name.
+    Args:
+        target: The network that sets the layers.
+        structure: The wiring of `target`.
+        network: The network to change.
+        wiring: The wiring of `network`.
+        matches: By unit of `target`, its match in `network` (matching.match_units).
+        signs: For each merged unit's node, the diagonal D that replaces its ReLU.
+        inner: The width inside added blocks: the target's ("own"), or the stream's ("stream", as in the public code).
+
+    Raises:
+        UserError: A layer cannot be added, merged or removed. The message has its name.
     """
     if _one_structure(structure, wiring) and all(ours == theirs for ours, theirs in matches.items()):
         for layer in wiring.layers:

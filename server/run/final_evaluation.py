@@ -70,7 +70,7 @@ class Measured:
 
     def network(self, name: str) -> None:
         """Write and measure the network with this name in `models`."""
-        model = self.evaluator.settled(self.models[name])
+        model = self.evaluator.with_statistics(self.models[name])
         self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         own = [site for site in self.sites if site.name == name]
         self.measure(self.accuracy, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
@@ -88,7 +88,7 @@ class Measured:
     def measure(
         self, into: dict[str, dict[str, float]], name: str, model: Model | None, users: Sequence[Site] = (), role: str = OWN
     ) -> None:
-        """Queue a model; its accuracies go to `into[name]`. Measure the queue now, unless `settle` does it later.
+        """Queue a model; its accuracies go to `into[name]`. Measure the queue now, unless `measure_queued` does it later.
 
         Sites measure several models per request; the server measures each at once. `role`: OWN or AGGREGATE, for `per_site`.
         """
@@ -96,9 +96,9 @@ class Measured:
         models = [each.model for each in self._waiting if each.model is not None]
         size = sum(tensor.nbytes for model in models for tensor in model.state.values())
         if self.config.evaluation.where == "server" or size > QUESTION_BYTES:
-            self.settle()
+            self.measure_queued()
 
-    def settle(self) -> None:
+    def measure_queued(self) -> None:
         """Measure the queued models now."""
         waiting, self._waiting = self._waiting, []
         results = self._scores([each.model for each in waiting], [each.users for each in waiting]) if waiting else []

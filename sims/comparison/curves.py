@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_CURVES = 2 * len(PALETTE)
 MARKED = 25  # longer curves have no markers
-LONGEST = 42  # characters of a curve's label
+MAX_LABEL = 42  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
 CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
@@ -58,7 +58,7 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
     axes.set_xlabel(label)
     axes.set_ylabel("validation accuracy, all domains")
     axes.set_title("Validation accuracy", loc="left", fontsize=12, color=INK)
-    label_ends(axes, ends, room=LONGEST)
+    label_ends(axes, ends, room=MAX_LABEL)
     return figure
 
 

@@ -51,7 +51,18 @@ class Share(Task):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: SGD with momentum, at a rate that falls to 0 along a cosine or stays."""
+    """How a network is trained: by SGD with momentum.
+
+    Attributes:
+        epochs: The number of epochs.
+        rate: The initial learning rate.
+        batch: Images in a batch.
+        momentum: The momentum.
+        weight_decay: The weight decay.
+        flip: Whether images are flipped at random.
+        clip: The largest norm of the gradient.
+        cosine: Whether the rate falls to 0 along a cosine; else it is constant.
+    """
 
     epochs: int
     rate: float

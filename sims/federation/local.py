@@ -12,7 +12,7 @@ from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server
 from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
-MOST_TOLD = 300  # characters
+MOST_REASON = 300  # characters
 DOWN, UNWATCHED = "down", "which nothing restarts if it ends"
 
 
@@ -123,5 +123,5 @@ def _await(folder: Path, ready: Callable[[], bool], what: str, seconds: float, *
     while not ready():
         if time.monotonic() > deadline:
             last = " ".join(text.splitlines()[-1] for _, text in logs(folder, list(names), 1) if text)
-            raise UserError(f"{folder}: {what} did not start within {seconds:g} s: {last[:MOST_TOLD]}")
+            raise UserError(f"{folder}: {what} did not start within {seconds:g} s: {last[:MOST_REASON]}")
         time.sleep(0.5)

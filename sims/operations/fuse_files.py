@@ -27,11 +27,15 @@ from fedloom.sims.report.tables import Table, percent
 
 @dataclass(frozen=True)
 class FusionOrder:
-    """What `fuse_files` makes.
+    """The network to make from networks in files.
 
-    `into`, `depth`: the file (its name or its number: 1, 2, ...) that sets the widths, and the one that sets the layers.
-    `weights`: of the networks in the average; None: equal, or with `search` the best ones on validation images.
-    `labels`: the domain on whose images accuracy is measured.
+    Attributes:
+        into: The file (its name, or its number from 1) that sets the widths.
+        depth: The file that sets the layers; "": the same as `into`.
+        out: The file to write.
+        weights: The networks' weights in the average; None: equal, or with `search` the best ones.
+        search: Whether to search for the best weights on validation images.
+        labels: The domain on whose images to measure accuracy; "": none.
     """
 
     into: str

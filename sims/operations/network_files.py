@@ -15,15 +15,22 @@ from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
 from fedloom.sims.operations.domain_task import Task, probe_set
 
-LONGEST = 200  # bytes of a file's name; temporary names are longer
+MAX_NAME_BYTES = 200  # bytes of a file's name; temporary names are longer
 
 
 @dataclass(frozen=True)
 class NetworkFiles:
-    """Networks in files, and the images for them.
+    """Networks in files, and the images on which to compare their layers.
 
-    `names`: the network in each file; '' where the file says it. `domain`, `samples`: the images on which layers are
-    compared. `classes`: for each network the names of its outputs, separated by commas; empty: the domain's classes.
+    Attributes:
+        paths: The files.
+        names: The network in each file; "" if the file names it.
+        domain: The domain of the images.
+        samples: The number of images.
+        size: Pixels of an image's side.
+        grey: Whether the images are grey.
+        root: The data folder; "": $FEDLOOM_DATA, or ./data.
+        classes: For each network, the names of its outputs, separated by commas; empty: the domain's classes.
     """
 
     paths: Sequence[Path]
@@ -86,7 +93,13 @@ def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()
         raise UserError(f"--out: {out} is not a path of a file; name a new file")
     if any(out.resolve() == path.resolve() for path in taken):
         raise UserError(f"--out: {out} is one of the networks to fuse; choose another name")
-    if not os.access(out.parent, os.W_OK) or len(os.fsencode(out.name)) > LONGEST or Path("/proc") in out.resolve().parents:
-        raise UserError(f"--out: {out} cannot be written; choose another folder, and a name of at most {LONGEST} bytes")
+    if (
+        not os.access(out.parent, os.W_OK)
+        or len(os.fsencode(out.name)) > MAX_NAME_BYTES
+        or Path("/proc") in out.resolve().parents
+    ):
+        raise UserError(
+            f"--out: {out} cannot be written; choose another folder, and a name of at most {MAX_NAME_BYTES} bytes"
+        )
     if endings and out.suffix not in endings:
         raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")

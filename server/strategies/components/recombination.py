@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import class_things, label
+from fedloom.clients.data import class_meanings, label
 from fedloom.clients.networks import Architecture, Model
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.objective import (
@@ -41,7 +41,7 @@ from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import ResidualInfluence, Strategy
 from fedloom.server.strategies.by_architecture import cast
-from fedloom.server.strategies.components.classes import Kinds, check_alike
+from fedloom.server.strategies.components.classes import SiteClasses, check_alike
 
 TRAINED = "trained"  # slot: marks each site that has trained, and continues from its own state
 MATRIX = "recombination"  # saved: correct predictions and images, [sites, sites] each, in the roster's order
@@ -90,7 +90,9 @@ class Recombining(Strategy):
             messages.append(f"evaluation.statistics=running: {effect} {source}; take batch or recomputed")
         if self.alike and has_data(experiment.config):
             sites = experiment.sites
-            known = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
+            known = SiteClasses.from_reports(
+                experiment, sites, {site.name: class_meanings(site.spec) for site in sites}, ()
+            ).all()
             for name in [name for group in self.alike for name in group if name not in known]:
                 problem = unknown("class in strategy.alike", name, known)  # plain: ignore
                 messages.append(f"{problem}; it has no effect")
@@ -124,7 +126,7 @@ class Recombining(Strategy):
     def recombine(self, context: RoundContext) -> None:
         """Ask every site for the accuracy of each published head on its extractor."""
         indices = {site.name: site.index for site in context.config.roster}
-        classes = self.kinds(context)
+        classes = self.site_classes(context)
         config = context.config
         publishers = looked_at(config, [site for site in self.published(context) if site in classes.names])
         heads = {site: part for site in publishers if (part := self.component(context, site, HEAD))}
@@ -193,9 +195,9 @@ class Recombining(Strategy):
     def sent(self, view: View) -> State:
         """Return tensors with the names and shapes of those that a site sends in a round."""
 
-    def kinds(self, context: RoundContext) -> Kinds:
+    def site_classes(self, context: RoundContext) -> SiteClasses:
         """Return the class names of all sites' outputs."""
-        return Kinds.of(context.experiment, context.sites, context.class_names(context.sites), self.alike)
+        return SiteClasses.from_reports(context.experiment, context.sites, context.class_names(context.sites), self.alike)
 
     def networked(self, context: RoundContext) -> list[Site]:
         """Return the sites that have a trained network."""

@@ -80,7 +80,14 @@ def frozen(module: nn.Module) -> nn.Module:
 
 
 def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
-    """Return the mean class accuracy: the share of right answers, with equal weight for each class."""
+    """Return the mean class accuracy: the share of right answers, with equal weight for each class.
+
+    Args:
+        extractor: The first part of the network.
+        head: The second part.
+        images: The images.
+        statistics: BatchNorm's statistics: "batch", or another value of evaluation.statistics.
+    """
     view = HeadView(Network(extractor, head), slice(0, None), statistics).eval()
     order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
     mixed = Images(images.x[order], images.y[order])

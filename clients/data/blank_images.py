@@ -12,27 +12,31 @@ from fedloom.clients.data.schema import WORD
 from fedloom.conf.errors import UserError
 
 SAMPLE = 64  # images to check
-FEWEST = 5  # images; with fewer, the check is skipped
+MIN_IMAGES = 5  # images; with fewer, the check is skipped
 NEARLY_ALL = 0.9
 NARROW = 0.25  # of the whole range
 
 
 @lru_cache(maxsize=64)
-def looks(place: Place) -> str:
-    """Check if a sample of a user's images shows anything. Returns a warning about single colours, or an empty text.
+def check_not_blank(place: Place) -> str:
+    """Check that a sample of a user's images is not blank.
 
-    Raises UserError if nearly all images have the same single colour, or if all use a small part of the range. Inputs that
-    are not images are not checked.
+    Returns:
+        A warning about single colours or a small part of 16 bits; "" if all is well, for shipped data sets, and for inputs
+            that are not images.
+
+    Raises:
+        UserError: Nearly all images have the same single colour, or all use a small part of the range of values.
     """
     if not isinstance(place.source, Own) or place.schema.kind != IMAGE:
         return ""
-    odd = [_looks(place, part) for part in place.source.parts]
+    odd = [_check_part(place, part) for part in place.source.parts]
     return next(filter(None, odd), "")
 
 
-def _looks(place: Place, part: str) -> str:
+def _check_part(place: Place, part: str) -> str:
     count = len(place.labels(part))
-    if count < FEWEST:
+    if count < MIN_IMAGES:
         return ""
     sample = place.images(part, np.unique(np.linspace(0, count - 1, SAMPLE).astype(np.int64)))
     seen = [(image.min((0, 1)), image.max((0, 1))) for image in sample]  # lowest and highest level of each channel
