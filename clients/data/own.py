@@ -26,6 +26,7 @@ from fedloom.clients.data.found import (
 )
 from fedloom.clients.data.schema import Schema
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
+from fedloom.clients.data.tiff import read_channels
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.plugins import call, outside, parameters
 
@@ -137,8 +138,11 @@ def _check_files(domain: str, state: str) -> None:
     from PIL import Image
 
     for file in contents(domain).files:
-        with legible(domain, str(file)), Image.open(file) as image:
-            check_image(image)
+        with legible(domain, str(file)):
+            if read_channels(file) is not None:
+                continue
+            with Image.open(file) as image:
+                check_image(image)
 
 
 def left_out(domain: str) -> str:
