@@ -78,6 +78,11 @@ class TrainingConfig:
     schedule: Any = option(
         "cosine", "of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}"
     )
+    loss: Any = option(
+        "",
+        "empty: the targets' usual loss; cross_entropy, focal, binary_cross_entropy, mse, mae, huber, quantile, or "
+        "module:function of (outputs, targets); with options: {name: focal, gamma: 2, class_weights: [1, 5]}",
+    )
     clip: float = option(0.0, "clip gradients to this norm; 0: no clipping", low=0.0)
     label_smoothing: float = option(
         0.0, "share of each label that is spread over all classes, in the task's loss", low=0.0, high=1.0

@@ -27,7 +27,7 @@ class HeadView(nn.Module):
             raise UserError(
                 f"evaluation.statistics={BATCH}: needs at least {MIN_BATCH} images of a domain, got {len(images)}"
             )
-        return self.network(images)[:, self.outputs]
+        return self.network(images)[..., self.outputs]
 
     def train(self, mode: bool = True) -> "HeadView":
         """Set training mode, or evaluation mode with the configured statistics."""
