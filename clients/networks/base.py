@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import told
@@ -16,7 +17,7 @@ PARTS = {"extractor": EXTRACTOR, "head": HEAD}
 
 
 class Network(nn.Module):
-    """An extractor followed by a head: images [n, c, h, w] to logits [n, classes].
+    """An extractor followed by a head: inputs [n, *form.shape] to [n, outputs], or [n, steps, outputs] (form.each_step).
 
     The names of its state's tensors start with `extractor.` or `head.`.
     """
@@ -26,8 +27,8 @@ class Network(nn.Module):
         self.extractor = extractor
         self.head = head
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.extractor(images))
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.extractor(inputs))
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,21 @@ class NetworkSpec(ABC):
     """Base class of a network's options: a frozen dataclass whose `build` makes the network."""
 
     @abstractmethod
-    def build(self, channels: int, size: int, classes: int) -> Network:
-        """Build the network for images [n, channels, size, size]. Raises UserError for options that do not fit."""
+    def build(self, form: Form) -> Network:
+        """Build the network for inputs [n, *form.shape]. Raises UserError for a form or options that do not fit."""
 
     @property
     def constants(self) -> bool:
         """Whether modules may have constant tensors outside the state, which building without memory would lose."""
         return False
 
-    def empty(self, channels: int, size: int, classes: int) -> Network:
+    def empty(self, form: Form) -> Network:
         """Build the network with undefined weights and no random draws: it is built without memory, then gets memory."""
         if self.constants:
-            return self.build(channels, size, classes)
+            return self.build(form)
         try:
             with torch.device("meta"):
-                network = self.build(channels, size, classes)
+                network = self.build(form)
         except UserError:
             raise
         except (Exception, SystemExit) as error:

@@ -67,7 +67,7 @@ class PlainSession(Session):
         """Return the network's outputs for the site's domain, [n, outputs]. Missing weights are the network's own."""
         as_it_is = all(weights.get(name, weight) is weight for name, weight in self.parts.items())
         scores = self.network(images) if as_it_is else functional_call(self.network, dict(weights), (images,))
-        return scores[:, self.outputs]
+        return scores[..., self.outputs]
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

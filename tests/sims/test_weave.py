@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import write_state
 from fedloom.fusion.baselines import Ensemble
@@ -43,7 +44,7 @@ def one_thread() -> Iterator[None]:
 
 
 def write(path: Path, text: str, size: int, channels: int, classes: int = 10, named: bool = True) -> None:
-    name = parse_name(text, channels, size, classes)
+    name = parse_name(text, Form.images(channels, size, classes))
     built = name.build()
     initialise(built, torch.Generator().manual_seed(len(path.stem)))
     if named:
@@ -121,7 +122,7 @@ def test_fuse_writes_a_network_that_can_be_read_back(weave, folder, one, other, 
     chosen = {"1": one, "2": other}.get(into, into.removesuffix(".safetensors"))
     network, name = load_network(folder / "made.safetensors")
     expected, wanted = load_network(folder / f"{chosen}.safetensors")
-    assert (name.name, name.size, name.classes) == (wanted.name, wanted.size, wanted.classes)
+    assert (name.name, name.form) == (wanted.name, wanted.form)
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
     assert {key: tensor.shape for key, tensor in expected.state_dict().items()}.items() <= shapes.items()
     assert ("layers without bias got one" in out) is (shapes.keys() != expected.state_dict().keys())
@@ -200,7 +201,7 @@ def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
     )
     assert code == 0 and "| classes | 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in out
     assert column(out, 0)[:4] == ["network", "seven.safetensors", "seven.safetensors", "all of them (ensemble)"]
-    assert load_network(folder / "made.safetensors")[1].classes == 10
+    assert load_network(folder / "made.safetensors")[1].form.outputs == 10
 
 
 BAD = [

@@ -51,7 +51,7 @@ class Kinds:
 
 
 def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
-    spec, outputs = site.spec, experiment.architecture(site).classes
+    spec, outputs = site.spec, experiment.architecture(site).outputs
     has = sorted(set(spec.classes)) if spec.classes else list(range(outputs))
     if spec.classes and spec.relabel:
         names: list[str | None] = [said[k] if k < len(said) else str(has[k]) for k in range(len(has))]
