@@ -52,6 +52,7 @@ class OwnSpec(NetworkSpec):
 
     def module(self, form: Form) -> nn.Module:
         """Return the user's module. Raises UserError if it is not a torch module with float32 weights."""
+        self._check_square(form)
         made = uncompiled(call(self.make, self.options, self._ours(_facts(form)), self.name, self.where))
         if not isinstance(made, nn.Module):
             raise self.refused(f"returned a {type(made).__name__}; it must return a torch.nn.Module")
@@ -66,6 +67,13 @@ class OwnSpec(NetworkSpec):
     def refused(self, why: str) -> UserError:
         """Return a UserError that names the user's module; `why` continues the sentence."""
         return UserError(f"{self.where}: '{self.name}' {why}")
+
+    def _check_square(self, form: Form) -> None:
+        """Raise UserError if the function needs one size, but the images have two."""
+        known, _ = parameters(self.make)
+        needs = next((each.name for each in known if each.name in SPELLINGS["size"] and each.default is each.empty), "")
+        if form.kind == IMAGE and form.height != form.width and needs and needs not in self.options:
+            raise self.refused(f"takes '{needs}', but the data are {form}; take 'height' and 'width' in its place")
 
     def _ours(self, facts: Mapping[str, int]) -> dict[str, int]:
         """Return the facts that the function takes, in its spelling. A function with **kwargs gets num_classes."""

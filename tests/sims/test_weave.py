@@ -219,8 +219,11 @@ BAD = [
     (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere does not exist"),
     (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
     (["align", "a", "r18"], "the networks are of different families"),
-    (["align", "a", "big"], "big.safetensors: is for 1 x 16 x 16 images, a.safetensors for 1 x 8 x 8"),
-    (["fuse", "a", "colour", "--into", "1"], "colour.safetensors: is for 3 x 8 x 8 images, a.safetensors for 1 x 8 x 8"),
+    (["align", "a", "big"], "big.safetensors: is for images of 1 x 16 x 16, a.safetensors for images of 1 x 8 x 8"),
+    (
+        ["fuse", "a", "colour", "--into", "1"],
+        "colour.safetensors: is for images of 3 x 8 x 8, a.safetensors for images of 1 x 8 x 8",
+    ),
     (["fuse", "b", "seven", "--into", "1"], "network 1 has 7 classes, the others 10"),
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),
