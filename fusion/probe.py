@@ -112,7 +112,7 @@ def cka(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def check_probe(network: nn.Module, probe: Tensor) -> None:
-    """Raise UserError unless the probe set has two or more finite samples of the network's dtype, on its device."""
+    """Raise UserError unless the probe set has two finite samples of the network's dtype or tokens, on its device."""
     if not isinstance(probe, Tensor) or probe.layout is not torch.strided:
         raise UserError(f"the probe set is a {type(probe).__name__}; use a dense torch.Tensor [k, ...]")
     if probe.ndim < 2 or len(probe) < 2:
@@ -120,7 +120,8 @@ def check_probe(network: nn.Module, probe: Tensor) -> None:
     like = next(network.parameters(), probe)
     if probe.device != like.device:
         raise UserError(f"the probe set is on {probe.device}, the network on {like.device}: move one of them")
-    if probe.dtype != like.dtype:
+    tokens = not probe.is_floating_point() and any(isinstance(module, nn.Embedding) for module in network.modules())
+    if probe.dtype != like.dtype and not tokens:
         raise UserError(f"the probe set is {probe.dtype}, the network {like.dtype}: convert one of them")
     if not bool(torch.isfinite(probe).all()):
         raise UserError("the probe set holds values that are not finite")

@@ -3,7 +3,7 @@
 from fedloom.clients.data.arrays import Labelled
 from fedloom.clients.data.domains import domain_names, where
 from fedloom.clients.data.form import Form
-from fedloom.clients.data.forms import form_of, task_of
+from fedloom.clients.data.forms import input_form, task_of
 from fedloom.clients.data.found import absolute
 from fedloom.clients.data.images import Images, random_flip, to_float
 from fedloom.clients.data.sites import (
@@ -40,7 +40,7 @@ __all__ = [
     "differing",
     "domain_names",
     "domain_specs",
-    "form_of",
+    "input_form",
     "label",
     "num_classes",
     "outputs",

@@ -50,7 +50,7 @@ def task_of(config: Config) -> str:
     return schema_of(config, next(iter(domain_specs(config).values()))).task
 
 
-def form_of(config: Config, spec: SiteConfig, outputs: int) -> Form:
+def input_form(config: Config, spec: SiteConfig, outputs: int) -> Form:
     """Return the form of a site's examples, for a network with `outputs` outputs. Reads one image if data.size is 0."""
     schema = schema_of(config, spec)
     if schema.kind != IMAGE:

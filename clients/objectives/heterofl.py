@@ -34,7 +34,7 @@ class HeteroFL(Heterogeneous):
         """Answer LABELS: for which outputs the site has images."""
         if kind != LABELS:
             return super().answer(kind, task, images)
-        held = torch.zeros(task.architecture.classes)
+        held = torch.zeros(task.architecture.outputs)
         held[outputs(task.config, task.site.spec).start + images.y.unique()] = 1.0
         return Answer({LABELS: {HELD: held}})
 

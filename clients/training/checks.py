@@ -25,7 +25,7 @@ def check_training(experiment: Experiment, architectures: Iterable[Architecture]
         _check_handed_on(training)
         for architecture in architectures:
             _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
-    check_augmentation(experiment.training.augmentation, 1 if config.data.grey else 3, config.data.size)
+    check_augmentation(experiment.training.augmentation, experiment.architecture().form)
     _check_stacking(config.engine, training, optimizer)
 
 

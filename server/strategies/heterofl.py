@@ -84,7 +84,7 @@ class HeteroFL(InParts):
     def _labels(self, context: RoundContext) -> dict[str, State]:
         """Return the rows that participants hold: from an earlier round, or asked now. Sites may fail to answer."""
         groups, labels = group_by_site(context.experiment), {}
-        like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.classes)}
+        like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.outputs)}
         for site in context.participants:
             if context.has(slot := rows_of(groups[site.name].name), site.name):
                 labels[site.name] = context.contribution(slot, site.name)

@@ -49,7 +49,7 @@ class ServerTraining:
     def _check_labels(self, experiment: Experiment, key: str) -> None:
         if experiment.data.heads != "shared":
             raise UserError(f"{key}: its labels need shared outputs; with data.heads={experiment.data.heads}, set weight=1")
-        classes, public = groups_of(experiment)[0].architecture.classes, SiteConfig(domain=self.images.domain)
+        classes, public = groups_of(experiment)[0].architecture.outputs, SiteConfig(domain=self.images.domain)
         if not public.domain:
             return
         if (count := class_count(public)) != classes:
@@ -63,7 +63,7 @@ class ServerTraining:
         if not self.steps or not states:
             return dict(states)
         states_after, data = {}, self.images.labelled(view, key)
-        device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.classes
+        device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.outputs
         images, labels = to_float(data.x).to(device), data.y.to(device) if self.weight < 1.0 else None
         answers = mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), classes, device=device)
         settings = Distillation(self.steps, self.rate, self.batch, self.temperature, self.weight)

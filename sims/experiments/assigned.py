@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fedloom.clients.data import Images
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, initialise, parse_name
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
@@ -86,7 +87,7 @@ class Plan:
     @property
     def network(self) -> NetworkName:
         """The architecture of all networks."""
-        return parse_name("lenet", 3, self.size, 10)
+        return parse_name("lenet", Form.images(3, self.size, 10))
 
 
 PLANS = {

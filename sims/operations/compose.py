@@ -60,10 +60,10 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
 
 
 def name_of(architecture: Architecture) -> NetworkName:
-    """Return the name, with options and shapes, that builds a network of this architecture."""
+    """Return the name, with options and form, that builds a network of this architecture."""
     options = architecture.options
     name = options.pop("name")
-    return NetworkName(name, options, architecture.channels, architecture.size, architecture.classes)
+    return NetworkName(name, options, architecture.form)
 
 
 def check_out(out: Path, run: Path, option: str = "--out") -> None:

@@ -62,7 +62,8 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     fused_by = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
     measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
     weights, fused = _fused(fused_by, measured, order, len(networks))
-    named = replace(names[depth], classes=len(fused.classes) or names[depth].classes)
+    form = names[depth].form
+    named = replace(names[depth], form=replace(form, outputs=len(fused.classes) or form.outputs))
     save_network(order.out, fused.network, _name(fused.network, named, names[into]))
     tables = [_made(fused, settings, files), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.search:
@@ -129,8 +130,8 @@ def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkN
 
 def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: str) -> None:
     for path, name in zip(paths, names, strict=True):
-        if name.classes != find(domain).classes:
-            raise UserError(f"{path}: has {name.classes} outputs, but --labels {domain} has {find(domain).classes} classes; "
+        if (outputs := name.form.outputs) != find(domain).classes:
+            raise UserError(f"{path}: has {outputs} outputs, but --labels {domain} has {find(domain).classes} classes; "
                             "name the outputs of each network with --classes, or leave --labels out")  # fmt: skip
 
 

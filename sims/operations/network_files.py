@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fedloom.clients.data.domains import find
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.networks import NetworkName, load_network, parse_name
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
@@ -55,21 +56,23 @@ class NetworkFiles:
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
         counts = [len(names) for names in named] if named else [classes] * len(self.paths)
-        stated = [parse_name(name, channels, self.size, outputs) if name else None
+        stated = [parse_name(name, Form.images(channels, self.size, outputs)) if name else None
                   for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
         with under_way("reading the networks"):
             loaded = [load_network(path, name) for path, name in zip_longest(self.paths, stated)]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
         for path, name in zip(self.paths, names, strict=True):
-            if (name.channels, name.size) != (names[0].channels, names[0].size):
-                raise UserError(f"{path}: is for {name.channels} x {name.size} x {name.size} images, {self.paths[0]} for "
-                                f"{names[0].channels} x {names[0].size} x {names[0].size}")  # fmt: skip
+            name.form.takes(IMAGE, what=str(path))
+            if name.form.shape != names[0].form.shape:
+                raise UserError(f"{path}: is for {name.form}, {self.paths[0]} for {names[0].form}")
+            if name.form.height != name.form.width or name.form.channels not in (1, 3):
+                raise UserError(f"{path}: is for {name.form}; takes a network for square images of 1 or 3 channels")
         with under_way(f"reading images of {self.domain}"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
         """Return the task with a domain's images in the size and channels that the network takes."""
-        return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
+        return Task(domain or self.domain, name.form.height, name.form.channels == 1, root=self.root)
 
     def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
         """Return a network that answers in the domain's classes. `own`: the names of its outputs.

@@ -1,7 +1,6 @@
 """Measure every head of a run on every extractor, and save one pair as a network."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from fedloom.clients.data import class_meanings, label
@@ -116,7 +115,7 @@ def _pair(aggregation: ServerState, giver: Site, taker: Site) -> tuple[Model, li
         raise UserError(f"strategy '{name}' stores no components of sites; use a run of head_transfer")
     head = _published(strategy, view, giver, HEAD)
     extractor = _published(strategy, view, taker, EXTRACTOR)
-    architecture = replace(architecture_of(config, taker), classes=architecture_of(config, giver).classes)
+    architecture = architecture_of(config, taker).with_outputs(architecture_of(config, giver).outputs)
     misfit = f"{giver.name}'s head does not fit {taker.name}'s extractor"
     model = Model(architecture, recombined(extractor, head, architecture, misfit), (label(taker.spec),))
     rows: list[list[Cell]] = [

@@ -72,7 +72,7 @@ class SiteClasses:
 
 
 def _named(experiment: Experiment, site: Site, reported: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
-    spec, outputs = site.spec, experiment.architecture(site).classes
+    spec, outputs = site.spec, experiment.architecture(site).outputs
     has = sorted(set(spec.classes)) if spec.classes else list(range(outputs))
     if spec.classes and spec.relabel:
         names: list[str | None] = [reported[k] if k < len(reported) else str(has[k]) for k in range(len(has))]

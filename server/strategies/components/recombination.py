@@ -261,11 +261,10 @@ def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def feature_shape(architecture: Architecture) -> tuple[int, ...]:
-    """Return the shape of one image's features."""
+    """Return the shape of one example's features."""
     with torch.device("meta"), torch.no_grad():
         network = architecture.build().to("meta").eval()
-        images = torch.zeros(1, architecture.channels, architecture.size, architecture.size)
-        return tuple(network.extractor(images).shape[1:])
+        return tuple(network.extractor(architecture.form.zeros(1)).shape[1:])
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
@@ -314,7 +313,7 @@ def check_outputs(experiment: Experiment) -> None:
     """Raise UserError, naming two sites, if they cannot share one head because their numbers of classes differ."""
     first = experiment.sites[0]
     for site in experiment.sites:
-        has, other = experiment.architecture(site).classes, experiment.architecture(first).classes
+        has, other = experiment.architecture(site).outputs, experiment.architecture(first).outputs
         if has != other:
             problem = f"{site.name}'s has {has} classes, {first.name}'s {other}"
             raise UserError(f"objective.mode={components_of(experiment).mode} takes one head for all sites, but {problem}")

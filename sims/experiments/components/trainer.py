@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, HeadView, Network, initialise
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
 from fedloom.clients.training.learner import descend
@@ -34,7 +35,7 @@ class Plan:
 
 def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | int) -> Network:
     """Return a new network for colour images from a section `network`; `purpose` seeds its weights."""
-    network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
+    network = NETWORKS.build(dict(section), "network").empty(Form.images(3, size, classes))
     initialise(network, torch_generator(0, *map(str, purpose)))
     return network
 
