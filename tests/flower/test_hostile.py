@@ -38,7 +38,7 @@ from tests.server.parts import Recorder, close_all, contribution, started, sum_o
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAMES = ("site-0000", "site-0001", "site-0002")
-WAIT_SECONDS = 20
+WAIT_SECONDS = 8
 assert WAIT_SECONDS < LATE_SECONDS
 PLANNED = {  # by round and place: what comes, and why it does not count (empty: it counts)
     (2, 1): ("late", f"no reply within {WAIT_SECONDS} s"),
@@ -61,7 +61,8 @@ def configured(root: Path, name: str, engine: str, *more: str) -> Config:
     sites = ", ".join("{domain: digits, samples: 20}" for _ in NAMES)
     fixed = [f"sites=[{sites}]", "data.size=8", "data.test_limit=20", "baselines=[]", "seed=3"]
     return load("digits", [*fixed, "training.epochs=1", f"engine.name={engine}", f"run.root={root}", f"run.name={name}",
-                           "evaluation.sites=0", "federation.min_replies=1", "network.width=0.25", *more])  # fmt: skip
+                           "evaluation.sites=0", "federation.min_replies=1",
+                           "network={name: mlp, widths: [16]}", *more])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +164,7 @@ class Liar:
 @pytest.fixture(scope="module")
 def liar(machines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liar]:
     config = configured(tmp_path_factory.mktemp("runs"), "lies", "flower", f"engine.address={machines}",
-                        "federation.timeout=20", "network={name: mlp, widths: [2]}")  # fmt: skip
+                        f"federation.timeout={WAIT_SECONDS}", "network={name: mlp, widths: [2]}")  # fmt: skip
     with contextlib.closing(flower.start(config)) as grid:
         grid.poll_seconds = 0.002
         federation = ClientChannel(grid, config.roster, 0)
