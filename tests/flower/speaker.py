@@ -37,7 +37,7 @@ from fedloom.sims.federation.sheets import SITE, SiteSheet, node_config, read
 
 POLL_SECONDS = 0.02
 FAULTS = "faults"  # a file
-LATE_SECONDS = 10.0  # later than a round waits
+LATE_SECONDS = 25.0  # later than a round waits
 
 
 class Node(ABC):

@@ -28,7 +28,20 @@ from fedloom.sims.federation.machines import ID, registered
 from fedloom.sims.federation.plan import CONNECTION, KEYS, SERVER, Plan, sites_of, write_plan
 from fedloom.sims.federation.programs import LOG, PID, Running, free_port, keep_running, launch, running
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
-from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, flwr, inline, online, program, rounds, run, until, words
+from tests.flower.machines import (
+    CONVOLUTIONS,
+    ENVIRONMENT,
+    ROOT,
+    fedloom,
+    flwr,
+    inline,
+    online,
+    program,
+    rounds,
+    run,
+    until,
+    words,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,7 +62,8 @@ def found_in(folders: list[Path], needles: set[bytes]) -> dict[Path, int]:
 
 
 def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_keys(federation: Path, tmp_path: Path):
-    found, expected = run(federation, tmp_path, "plain", "rounds=2"), inline(tmp_path, "rounds=2")
+    more = ["rounds=2", CONVOLUTIONS]
+    found, expected = run(federation, tmp_path, "plain", *more), inline(tmp_path, *more)
     assert (found["status"], found["engine"]) == ("finished", "flower")
     assert found["digest"] == expected["digest"] and found["accuracy"] == expected["accuracy"]
     assert (tmp_path / "plain" / "report.html").is_file()
