@@ -150,12 +150,12 @@ def test_a_budget_holds_over_runs_and_names(tmp_path: Path) -> None:
 
 
 def _spend(root: str) -> None:
-    for _ in range(20):
+    for _ in range(40):
         Memory(Path(root)).spend(1.0, lambda times: None)
 
 
 def test_processes_that_spend_at_once_are_all_counted(tmp_path: Path) -> None:
-    started = [multiprocessing.get_context("spawn").Process(target=_spend, args=(str(tmp_path),)) for _ in range(4)]
+    started = [multiprocessing.get_context("spawn").Process(target=_spend, args=(str(tmp_path),)) for _ in range(2)]
     for one in started:
         one.start()
     for one in started:
