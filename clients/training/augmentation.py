@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import to_float
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.plugins import call, told
 from fedloom.conf.randomness import drawing, torch_generator
@@ -62,11 +63,12 @@ def augmentation_of(training: TrainingConfig) -> Augmentation | None:
     return Augmentation(dict(_transforms(training.augment, WHERE))) if training.augment else None
 
 
-def check_augmentation(augmentation: Augmentation | None, channels: int, size: int) -> None:
-    """Raise UserError for augmentations that fail on images [channels, size, size], or change their shape."""
+def check_augmentation(augmentation: Augmentation | None, form: Form) -> None:
+    """Raise UserError for augmentations of other data than images, that fail on images of this form or change it."""
     if augmentation:
+        form.takes(IMAGE, what=WHERE)
         generator = torch_generator(0, "augmentation", "trial")
-        trial = torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8)
+        trial = torch.randint(256, (TRIALS, *form.shape), generator=generator).to(torch.uint8)
         least, most = ((float(bound) + 1.0) / 2.0 for bound in augmentation(trial, generator).aminmax())
         if not (least >= -SLACK and most <= 1.0 + SLACK):
             raise UserError(f"{WHERE}: returns floats from {least:.3g} to {most:.3g}, takes 0 to 1. Use ToDtype with "

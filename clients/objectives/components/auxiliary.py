@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.training.loss import full
+from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -45,6 +47,9 @@ class Auxiliary(ABC):
     @abstractmethod
     def outputs(self, common: int) -> int:
         """Return the number of the head's outputs when all sites have `common` classes in common."""
+
+    def check(self, form: Form) -> None:
+        """Raise UserError if the task does not work on inputs of this form."""
 
     def draw(self, generator: torch.Generator, images: int) -> State:
         """Return the random draws for the next batch's loss, for at most `images` images."""
@@ -96,6 +101,11 @@ class Rotations(Auxiliary):
 
     def outputs(self, common: int) -> int:
         return 4
+
+    def check(self, form: Form) -> None:
+        form.takes(IMAGE, what="objective.auxiliary: rp")
+        if form.height != form.width:
+            raise UserError(f"objective.auxiliary: rp rotates square images, but the data are {form}; set auxiliary=[dcc]")
 
     def draw(self, generator: torch.Generator, images: int) -> State:
         return {"turns": torch.randint(4, (images,), generator=generator)} if self.turns == "one" else {}
