@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ class Batch:
 class Auxiliary(ABC):
     """Base class of auxiliary tasks; all sites share the heads. Register yours in AUXILIARY, or name `module:attribute`."""
 
+    rotates: ClassVar[bool] = False  # whether the loss rotates the inputs
+
     weight: float = option(1.0, "weight of the task's loss", low=0.0)
 
     @property
@@ -49,7 +52,12 @@ class Auxiliary(ABC):
         """Return the number of the head's outputs when all sites have `common` classes in common."""
 
     def check(self, form: Form) -> None:
-        """Raise UserError if the task does not work on inputs of this form."""
+        """Raise UserError if the task rotates, and the inputs of this form are not square images."""
+        if not self.rotates:
+            return
+        form.takes(IMAGE, what="objective.auxiliary: rp")
+        if form.height != form.width:
+            raise UserError(f"objective.auxiliary: rp rotates square images, but the data are {form}; set auxiliary=[dcc]")
 
     def draw(self, generator: torch.Generator, images: int) -> State:
         """Return the random draws for the next batch's loss, for at most `images` images."""
@@ -95,17 +103,14 @@ class CommonClasses(Auxiliary):
 class Rotations(Auxiliary):
     """Rotation prediction (RP, Eq. 2): by how many quarter turns an image was rotated."""
 
+    rotates = True
+
     turns: str = option(
         "one", "rotations of each image in a batch: one at random, or all four, as in the paper", choices=("one", "all")
     )
 
     def outputs(self, common: int) -> int:
         return 4
-
-    def check(self, form: Form) -> None:
-        form.takes(IMAGE, what="objective.auxiliary: rp")
-        if form.height != form.width:
-            raise UserError(f"objective.auxiliary: rp rotates square images, but the data are {form}; set auxiliary=[dcc]")
 
     def draw(self, generator: torch.Generator, images: int) -> State:
         return {"turns": torch.randint(4, (images,), generator=generator)} if self.turns == "one" else {}
