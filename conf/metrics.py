@@ -25,7 +25,7 @@ class Facts:
         kinds: The kinds of targets that it fits.
         higher_is_better: Whether a larger value is better.
         share: Whether its values are shares, shown in per cent.
-        number: Whether it is a number. The confusion matrix is none, and no curve can show it.
+        number: Whether it is a number, which a curve can show. The confusion matrix is not.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Named:
 
 
 def named_metrics(entries: Sequence[Any], kind: str) -> list[Named]:
-    """Return the entries of evaluation.metrics for targets of this kind; if there are none, the default.
+    """Return the entries of evaluation.metrics for targets of this kind; without entries, the default.
 
     Raises UserError for an unknown or repeated metric, and for one that does not fit the targets.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.evaluation.metrics import Metrics, Sums
 from fedloom.clients.protocol.messages import BY_CLASS, TOTAL
-from fedloom.conf.metrics import CLASS
+from fedloom.conf.metrics import CLASS, TOKENS
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,13 @@ def score(network: nn.Module, images: Images, batch: int, device: torch.device, 
         return Score(0, 0)
     if metrics is None or metrics.only_accuracy:
         return _of_classes(images.y, hits(network, images, batch, device).cpu(), {})
-    scores = answers(network, images, batch, device)
-    sums = metrics.sums(scores, images.y)
-    if metrics.kind != CLASS:
-        return Score(0, len(images), sums=sums)
-    return _of_classes(images.y, scores.argmax(1) == images.y, sums)
+    if metrics.kind == CLASS:
+        scores = answers(network, images, batch, device)
+        return _of_classes(images.y, scores.argmax(1) == images.y, metrics.sums(scores, images.y))
+    most = batch if metrics.kind == TOKENS else len(images)  # the outputs of all tokens need too much memory
+    parts = [Images(x, y) for x, y in image_batches(images, most)]
+    sums = [metrics.sums(answers(network, part, batch, device), part.y) for part in parts]
+    return Score(0, len(images), sums=metrics.added(sums))
 
 
 def _of_classes(labels: Tensor, right: Tensor, sums: Sums) -> Score:

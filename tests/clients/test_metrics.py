@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score
+from torch import nn
 from torchmetrics.functional import classification, regression
 from torchmetrics.functional.text import perplexity
 
+from fedloom.clients.data import Images, to_float
+from fedloom.clients.evaluation.accuracy import score
 from fedloom.clients.evaluation.metrics import STATISTICS
 from fedloom.clients.evaluation.metrics.bins import auroc, bins_of, histogram, margins, of_output
 from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics, weighted
@@ -180,3 +183,19 @@ def test_pairs_of_predicted_and_true_numbers_are_close_to_the_numbers(generator)
     assert int(table[:, 1].sum()) == 250
     near = (middle[:, None] - numbers.double().flatten()).abs().min(1).values
     assert bool((near <= middle.abs() / 16).all())
+
+
+@pytest.mark.parametrize("kind", [REGRESSION, MULTILABEL, TOKENS])
+def test_networks_with_other_targets_are_measured_by_batches(kind, generator):
+    pixels = torch.randint(0, 256, (50, 1, 2, 3), dtype=torch.uint8, generator=generator)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), *([nn.Unflatten(1, (2, 2))] if kind == TOKENS else []))
+    targets = {
+        REGRESSION: torch.randn(50, 4, generator=generator),
+        MULTILABEL: (torch.rand(50, 4, generator=generator) < 0.4).float(),
+        TOKENS: torch.randint(0, 2, (50, 2), generator=generator),
+    }[kind]
+    metrics = metrics_for(kind)
+    found = score(network.eval(), Images(pixels, targets), 7, torch.device("cpu"), metrics)
+    with torch.no_grad():
+        whole = metrics.values(metrics.sums(network(to_float(pixels)), targets))
+    assert found.images == 50 and metrics.values(found.sums) == pytest.approx(whole, rel=1e-5)

@@ -1,6 +1,7 @@
 """Runs with other metrics than accuracy: at the server and at sites, in files, reports and from Python."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from flwr.app import MetricRecord, RecordDict
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassCohenKappa
 
+from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.evaluation.metrics.sums import calibration
 from fedloom.clients.protocol.messages import METRICS, to_arrays
@@ -16,6 +18,7 @@ from fedloom.clients.protocol.sum_checks import agree, check_sums
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import load
 from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS, named_metrics
+from fedloom.server.rounds.site_evaluation import SiteEvaluation
 from fedloom.sims.api import Result, run
 from fedloom.sims.comparison import compare
 from fedloom.sims.operations.run_list import rows_of, table
@@ -88,7 +91,8 @@ def test_the_report_has_the_confusion_matrix_over_sites_and_at_each(runs, where)
     assert "All metrics, on all domains together" in page and "Metrics by class" in page
     measured = result.per_site["aggregate"]
     whole = torch.tensor(measured["union"]["confusion"])
-    assert torch.equal(whole, sum(torch.tensor(site["confusion"]) for site in measured["sites"].values()))
+    parts = [torch.tensor(site["confusion"]) for site in measured["sites"].values()]
+    assert torch.equal(whole, torch.stack(parts).sum(0))
     assert int(whole.sum()) == sum(site["images"] for site in measured["sites"].values())
 
 
@@ -231,6 +235,22 @@ def test_unknown_sums_are_ignored_and_hidden_ones_are_missing(measured):
     assert check_sums(content, "sums", metrics, images, 3).keys() == sums.keys()
     assert {each.name for each in metrics.of_totals.statistics} == {"right"}
     assert metrics.values({"right": sums["right"]}).keys() == {"accuracy"}
+
+
+def test_a_site_that_hides_sums_by_class_is_named_once_and_accuracy_is_still_measured(measured):
+    _, sums, right, images = measured
+    config = load("digits", ["data.size=8", f"evaluation.metrics=[{','.join(FOUR)}]"])
+    said: list[str] = []
+    transport = SimpleNamespace(config=config, channel=SimpleNamespace(simulated=True), message=said.append)
+    evaluation = SiteEvaluation(transport, lambda: config.roster, lambda: 1)  # type: ignore[arg-type]
+    first, second = (site.name for site in config.roster[:2])
+    scores = {first: Score(right, images, sums=sums), second: Score(right, images, sums={"right": sums["right"]})}
+    for _ in range(2):
+        table = evaluation.table(scores)
+    assert table["accuracy"]["union"] == right / images and "union" not in table["balanced_accuracy"]
+    assert len(said) == 1 and said[0].startswith(
+        f"{second} does not disclose sums by class, so balanced_accuracy, auroc, f1, calibration_error cannot be measured"
+    )
 
 
 def test_confidences_of_a_broken_network_do_not_crash():

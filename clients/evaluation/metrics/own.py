@@ -19,7 +19,7 @@ Make = Callable[[], Any]
 
 
 def own_metric(named: Named, kind: str, outputs: int) -> tuple[Facts, Formula, Statistic]:
-    """Return a user's metric and its statistic: the sums of its states or, if they are no sums, all examples.
+    """Return a user's metric and its statistic: the sums of its states or, if they do not add up, all examples.
 
     Raises UserError if it cannot be made, or lacks a method.
     """
