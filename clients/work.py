@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from fedloom.clients.data import Images, class_meanings, class_names, outputs, own_images, site_size
 from fedloom.clients.data.own import left_out
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
+from fedloom.clients.evaluation.metrics import Metrics, metrics_of
 from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from fedloom.clients.job import Job, alone, asked_site, moment, read_job, store_of
 from fedloom.clients.networks import Architecture, HeadView, Network
@@ -44,6 +45,7 @@ from fedloom.clients.protocol.messages import (
     WHO,
     read_order,
     right_of,
+    sums_of,
     to_arrays,
     to_states,
 )
@@ -275,12 +277,16 @@ def _measured(job: Job) -> Answer:
     images = own_images(job.config, job.policy.source(job.config, job.site), job.order.split)
     sent = {name: record for name, record in job.content.array_records.items() if name.startswith(MODEL)}
     jobs = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
-    by_class = job.simulated or (job.config.evaluation.classes and job.policy.tells_classes(job.config))
-    scores = {right_of(name): _score(each, images) for name, each in jobs.items()}
-    return Answer(metrics=score_numbers(scores, len(images), by_class))
+    tells = job.simulated or job.policy.tells_classes(job.config)
+    metrics = metrics_of(job.config, own=job.simulated)
+    metrics = metrics if tells else metrics.of_totals
+    scores = {name: _score(each, images, metrics) for name, each in jobs.items()}
+    by_class = tells and (job.simulated or job.config.evaluation.classes)
+    numbers = score_numbers({right_of(name): score for name, score in scores.items()}, len(images), by_class)
+    return Answer({sums_of(name): dict(score.sums) for name, score in scores.items() if score.sums}, numbers)
 
 
-def _score(job: Job, images: Images) -> Score:
+def _score(job: Job, images: Images, metrics: Metrics) -> Score:
     """Score the network MODEL, or else the site's own, on the images."""
     task = task_of(job, scratch_model(job))
     state = job.experiment.objective.network(task, job.images())
@@ -289,7 +295,7 @@ def _score(job: Job, images: Images) -> Score:
     task.network.load_state_dict(state)
     view = HeadView(task.network, outputs(job.config, job.site.spec), job.config.evaluation.statistics).eval()
     try:
-        return score(view, images, job.config.evaluation.batch, job.device)
+        return score(view, images, job.config.evaluation.batch, job.device, metrics)
     finally:
         view.train()  # the next site trains in it
 

@@ -154,9 +154,15 @@ class PrivacyConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When, where and how accuracy is measured."""
+    """What is measured, when, where and how."""
 
-    every: int = option(1, "measure validation accuracy every so many rounds", low=1)
+    metrics: list[Any] = option(
+        [],
+        "metrics by name, or module:Class with options; the first one is what curves, tables and searches show; empty: "
+        "those of the targets (classes: accuracy)",
+    )
+
+    every: int = option(1, "measure on validation images every so many rounds", low=1)
     where: str = option(
         "server", "server: on the domains' images; sites: each site on its own images", choices=("server", "sites")
     )
@@ -189,7 +195,7 @@ class Config:
     training: TrainingConfig = option(TrainingConfig, "training at a site")
     federation: FederationConfig = option(FederationConfig, "the round loop")
     privacy: PrivacyConfig = option(PrivacyConfig, "differential privacy")
-    evaluation: EvaluationConfig = option(EvaluationConfig, "measuring accuracy")
+    evaluation: EvaluationConfig = option(EvaluationConfig, "measuring networks")
     tracking: list[Any] = option(
         [], "trackers that record each round: tensorboard, mlflow, wandb, csv; with options: {name: mlflow, uri: ...}"
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedloom.clients.data import Images
 from fedloom.clients.networks import architecture_of, load_network
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
@@ -23,13 +24,15 @@ from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.run_folder.scores import headline, metric_of, spot
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
+from fedloom.sims.operations.predictions import evaluated, examples_of, predicted
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
-from fedloom.sims.report.tables import accuracy_table, percent
+from fedloom.sims.report.tables import accuracy_table
 
 if TYPE_CHECKING:
     import pandas
@@ -142,8 +145,13 @@ class Result:
         return self.summary.get("accuracy") or {}
 
     @property
+    def scores(self) -> dict[str, dict[str, dict[str, float]]]:
+        """The configured metrics on test images by metric, network and domain; the first configured one comes first."""
+        return self.summary.get("scores") or {"accuracy": self.accuracy}
+
+    @property
     def per_site(self) -> dict[str, Any]:
-        """Accuracy on the sites' own test images, of `aggregate`, of `own` (each site's network), and of baselines by mode.
+        """The first metric on the sites' own test images, of `aggregate`, `own` (each site's) and baselines by mode.
 
         Each has `mean`, `deviation`, `deciles`, `worst`, `best`, `classes` and `sites`, as in summary.json.
         """
@@ -189,13 +197,13 @@ class Result:
         return table.set_index("round") if records else table
 
     def site_table(self) -> "pandas.DataFrame":
-        """Return `per_site` as a table: a row for each site with its domain, numbers of images, and accuracy by network."""
+        """Return `per_site` as a table: a row for each site with its domain, images, and first metric by network."""
         import pandas
 
         rows = {site["name"]: {"domain": site["domain"], "samples": site["samples"]} for site in self.summary["sites"]}
         for name, scores in self.per_site.items():
             for site, score in scores["sites"].items():
-                rows[site] |= {"test_images": score["images"], name: score["accuracy"]}
+                rows[site] |= {"test_images": score["images"], name: spot(score)}
         return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
 
     def open_ledger(self) -> Ledger:
@@ -212,6 +220,51 @@ class Result:
         copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
             return evaluator.measure("test", network=copied)  # pyright: ignore[reportArgumentType]
+
+    def predict(self, inputs: Tensor, *, network: str = "", site: str = "", scores: bool = False) -> Tensor:
+        """Return a network's predictions for inputs, such as `result.examples(site).x`.
+
+        Args:
+            inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]).
+            network: A name in `networks`; empty: the aggregated network.
+            site: The site whose head answers, if sites have heads of their own (data.heads).
+            scores: Return the network's raw outputs [n, outputs] instead.
+
+        Returns:
+            The class numbers, int64 [n]; for several labels, bool [n, labels]; for numbers, float32 [n, outputs].
+
+        Raises:
+            UserError: The run has no such network or site.
+        """
+        return predicted(self.config, self._named(network), inputs, site, scores)
+
+    def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
+        """Return the value of each metric of a network on any data.
+
+        Args:
+            data: Examples such as `result.examples(site)`, or a pair (inputs, targets).
+            metrics: As in the key evaluation.metrics; empty: those of the run.
+            network: A name in `networks`; empty: the aggregated network.
+            site: The site whose head answers, if sites have heads of their own (data.heads).
+
+        Raises:
+            UserError: A metric is unknown, or does not fit the targets.
+        """
+        return evaluated(self.config, self._named(network), data, metrics, site)
+
+    def examples(self, site: str, split: str = "test") -> Images:
+        """Return a site's own examples: `x` and `y` of the split "train", "validation" or "test".
+
+        Raises UserError for an unknown site or split, or if this machine does not have the data.
+        """
+        return examples_of(self.config, site, split)
+
+    def _named(self, network: str) -> nn.Module:
+        if not network:
+            return self.network
+        if network not in self.networks:
+            raise unknown("network", network, self.networks)
+        return self.networks[network]
 
     def unlearn(
         self,
@@ -252,9 +305,10 @@ class Result:
     def __str__(self) -> str:
         """Return the status, method, accuracy and folder of the run as a line."""
         summary = self.summary
-        scores = {name: shares["union"] for name, shares in self.accuracy.items() if "union" in shares}
+        scores = {name: shares["union"] for name, shares in headline(summary).items() if "union" in shares}
         name = str(summary.get("aggregate") or next(iter(scores), ""))
-        good = f", test accuracy {percent(scores[name])} ({name})" if name in scores else ""
+        metric = metric_of(summary)
+        good = f", test {metric.title} {metric.text(scores[name])} ({name})" if name in scores else ""
         return (
             f"{summary.get('status', 'begun')}: {summary.get('method', self.config.strategy['name'])}{good}: {self.folder}"
         )
@@ -262,7 +316,7 @@ class Result:
     def _repr_html_(self) -> str:
         """Return the accuracies and the folder as HTML, for notebooks."""
         summary = self.summary
-        table = accuracy_table(summary).html() if summary.get("accuracy") else ""
+        table = accuracy_table(summary).html() if headline(summary) else ""
         state = html.escape(f"{summary.get('status', 'begun')}: {self.folder}")
         return f"{table}<p>{state}</p>"
 

@@ -57,6 +57,7 @@ BEFORE = "before"  # down, where nodes store contributions: the one now in the s
 OWN = "own"  # down, to a site that lost its store: its last contribution
 MODEL = "model"  # down: a network to measure; if there are several: + / and a number
 RIGHT, TOTAL = "right", "total"  # up: right answers of the site's own network (right/ and a number: of the message's)
+SUMS = "sums"  # up: sums of metrics of the site's own network (sums/ and a number: of the message's)
 BY_CLASS = "by_class/"  # up: + one of these names: the same for the classes 0, 1, ...
 LOST = "lost"  # up, alone: the site lost its state of the round that it should continue from
 # questions of secure aggregation, and their records
@@ -153,6 +154,11 @@ def measured_record(number: int) -> str:
 def right_of(record: str) -> str:
     """Return the metric's name for the right answers of the network in the record with this name."""
     return RIGHT + record.removeprefix(MODEL)
+
+
+def sums_of(record: str) -> str:
+    """Return the record's name for the sums of the network in the record with this name."""
+    return SUMS + record.removeprefix(MODEL)
 
 
 def text_record(text: str) -> ArrayRecord:

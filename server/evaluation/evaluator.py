@@ -1,6 +1,7 @@
 """Accuracy of networks on every domain of the experiment, and on the union of all domains."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,10 +20,12 @@ from fedloom.clients.data import (
     validation_images,
 )
 from fedloom.clients.evaluation.accuracy import Score, count_right, pieces, score
+from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
 from fedloom.clients.networks import Architecture, HeadView, Model, Network, architecture_of
 from fedloom.clients.training.device import pick_device
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site
@@ -80,6 +83,35 @@ class Evaluator:
         """Return the accuracy on each of the model's domains (0 to 1), and `union`: on all their images together."""
         return self.measure(split, network=self.loaded(model), domains=model.domains)
 
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        """The configured metrics."""
+        return metrics_of(self.config)
+
+    def table(self, model: Model, split: str) -> Scores:
+        """Return the model's value of each metric on each of its domains, and `union`; the first metric comes first."""
+        if self.metrics.only_accuracy:
+            return {ACCURACY: self.accuracy(model, split)}
+        return self._table(split, 0, self.loaded(model), model.domains)
+
+    def headline(self, split: str, most: int = 0) -> dict[str, float]:
+        """Return the first metric's value of `self.network` on each domain, and `union`; arguments as in `measure`."""
+        if self.metrics.only_accuracy:
+            return self.measure(split, most)
+        return self._table(split, most, self.network, None).get(self.metrics.first.name, {})
+
+    def _table(self, split: str, most: int, network: Network, domains: Sequence[str] | None) -> Scores:
+        parts: dict[str, Sums] = {}
+        with all_cores(self.config.engine.threads):
+            self._recompute(network, domains)
+            for domain in self.specs if domains is None else domains:
+                images = self.images(domain, split)
+                chosen = Images(images.x[:most], images.y[:most]) if most else images
+                if len(chosen):
+                    view = self.head_view(network, domain)
+                    parts[domain] = score(view, chosen, self.config.evaluation.batch, self.device, self.metrics).sums
+        return self.metrics.table(parts, blocks_of(self.config))
+
     def measure(
         self, split: str, most: int = 0, network: Network | None = None, domains: Sequence[str] | None = None
     ) -> dict[str, float]:
@@ -113,7 +145,7 @@ class Evaluator:
             for site in sites:
                 if images := own_images(self.config, site, "test"):
                     view = self.head_view(network, label(site.spec))
-                    scores[site.name] = score(view, images, self.config.evaluation.batch, self.device)
+                    scores[site.name] = score(view, images, self.config.evaluation.batch, self.device, self.metrics)
         return scores
 
     def with_statistics(self, model: Model) -> Model:

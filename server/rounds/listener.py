@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fedloom.conf.formatting import count
+from fedloom.server.run_folder.scores import first_metric, headline
 
 
 class Listener(Protocol):
@@ -92,9 +93,9 @@ class LogListener:
         """Do nothing: dropped replies also come as messages."""
 
     def round_done(self, record: dict[str, Any]) -> None:
-        accuracy = " ".join(f"{name} {share:.1%}" for name, share in record.get("accuracy", {}).items())
-        replies = count(record["replies"], "reply", "replies")
-        self.log.info("round %d: %s, validation accuracy: %s", record["round"], replies, accuracy)
+        metric, replies = first_metric(record), count(record["replies"], "reply", "replies")
+        values = " ".join(f"{name} {metric.text(value)}" for name, value in headline(record).items())
+        self.log.info("round %d: %s, validation %s: %s", record["round"], replies, metric.title, values)
 
     def note(self, text: str) -> None:
         self.log.info("%s", text)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedloom.clients.data.listing import held
+from fedloom.clients.evaluation.metrics import Scores
 from fedloom.clients.networks import Model
 from fedloom.clients.protocol.signatures import SIGNED
 from fedloom.conf.errors import FailedError, UserError
@@ -192,14 +193,17 @@ class RoundLoop:
 
     @held()
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the round's record, with the current validation accuracy if due (evaluation.every, or the last round)."""
+        """Return the round's record, with the current values on validation images if due (evaluation.every, or the last
+        round).
+        """
         number = record["round"]
         if number % self.config.evaluation.every and number != self.last:
             return record
         models = self._watched()
-        first, *others = self.accuracies(list(models.values()), "validation")
-        further = {name: accuracy[UNION] for name, accuracy in zip(list(models)[1:], others, strict=True) if accuracy}
-        return {**record, "accuracy": first, **({"networks": further} if further else {})}
+        first, *others = self.tables(list(models.values()), "validation")
+        unions = [next(iter(table.values()), {}).get(UNION) for table in others]
+        further = {name: union for name, union in zip(list(models)[1:], unions, strict=True) if union is not None}
+        return {**record, **self.evaluator.metrics.entries(first), **({"networks": further} if further else {})}
 
     def _watched(self) -> dict[str, Model | None]:
         """Return the aggregate (None if the method has none); with different networks, one for each architecture."""
@@ -210,11 +214,11 @@ class RoundLoop:
         apart = different_networks(self.config, self.state.members())
         return {name: models[name] for name in names[: None if apart else 1]}
 
-    def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
-        """Return each model's accuracy by domain, measured at evaluation.where. A model of None: the sites' own networks."""
+    def tables(self, models: Sequence[Model | None], split: str) -> list[Scores]:
+        """Return each model's metrics by domain, measured at evaluation.where. A model of None: the sites' own networks."""
         if self.config.evaluation.where == "server" and None not in models:
-            return [self.evaluator.accuracy(model, split) for model in models if model is not None]
-        return self.sites.accuracies(models, split)
+            return [self.evaluator.table(model, split) for model in models if model is not None]
+        return self.sites.tables(models, split)
 
     def _warn(self) -> None:
         """Report the warnings about the federation's nodes."""

@@ -1,14 +1,20 @@
 """Federated evaluation: sites measure networks on their own images, so the server needs none."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from fedloom.clients.data import label
+from flwr.app import RecordDict
+
+from fedloom.clients.data import label, outputs
 from fedloom.clients.evaluation.accuracy import Score
+from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of, weighted
 from fedloom.clients.networks import Model, architecture_of
-from fedloom.clients.protocol.messages import EVALUATE, RIGHT, measured_record, right_of
+from fedloom.clients.protocol.messages import EVALUATE, RIGHT, SUMS, measured_record, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
+from fedloom.clients.protocol.sum_checks import agree, check_sums
+from fedloom.conf.metrics import ACCURACY, CLASS
 from fedloom.conf.sites import UNION, Site
 from fedloom.fusion.state import State
 from fedloom.server.rounds.client_metadata import capped
@@ -27,13 +33,14 @@ class SiteEvaluation:
     sites: Callable[[], list[Site]]
     round: Callable[[], int]
     beside: Callable[[], Mapping[str, State]] = dict
+    _reported: list[str] = field(default_factory=list)  # a site that hides sums, once
 
-    def accuracies(self, models: Sequence[Model | None], split: str) -> list[dict[str, float]]:
-        """Return each model's share of right answers by domain, and `union`: over all sites' images.
+    def tables(self, models: Sequence[Model | None], split: str) -> list[Scores]:
+        """Return each model's value of each metric by domain, and `union`: over all sites' images.
 
         A model of None stands for each site's own network.
         """
-        return [self.shares(scores) for scores in self.scores(models, split)]
+        return [self.table(scores) for scores in self.scores(models, split)]
 
     def scores(self, models: Sequence[Model | None], split: str) -> list[dict[str, Score]]:
         """Return, for each model, the scores at each site on the site's own images. None stands for each site's own network.
@@ -66,16 +73,61 @@ class SiteEvaluation:
                 if reply.content is None:
                     continue
                 with contextlib.suppress(ReplyError):
-                    results[index][reply.site.name] = check_score(reply.content, name)
+                    results[index][reply.site.name] = self._checked(reply.site, reply.content, name)
+
+    def _checked(self, site: Site, content: RecordDict, name: str) -> Score:
+        """Return the score that a reply reports under `name`, with its sums. Raises ReplyError for an impossible one."""
+        score = check_score(content, name)
+        if self.metrics.only_accuracy:
+            return score
+        head = outputs(self.transport.config, site.spec)
+        record = SUMS + name.removeprefix(RIGHT)
+        sums = check_sums(content, record, self.metrics, score.images, head.stop - head.start)
+        if self.metrics.kind == CLASS and not agree(sums, score.right, score.images):
+            raise ReplyError(f"record '{record}': its sums do not have the reply's right answers")
+        return replace(score, sums=sums)
+
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        """The configured metrics."""
+        return metrics_of(self.transport.config)
+
+    def table(self, scores: Mapping[str, Score]) -> Scores:
+        """Return each metric's value by domain, and `union`, from the scores at sites."""
+        if self.metrics.only_accuracy:
+            return {ACCURACY: self.shares(scores)}
+        parts: dict[str, list[Sums]] = {}
+        counted = self._counted(scores)
+        for site in self.sites():
+            if site.name in counted:
+                score = scores[site.name]
+                sums = weighted(score.sums, counted[site.name] / score.images)
+                parts.setdefault(label(site.spec), []).append(sums)
+                self._report_hidden(site.name, sums)
+        summed = {domain: self.metrics.added(parts[domain]) for domain in sorted(parts)}
+        return self.metrics.table(summed, blocks_of(self.transport.config))
+
+    def _report_hidden(self, site: str, sums: Sums) -> None:
+        """Report once that a site does not send all sums, so that some metrics cannot be measured."""
+        missing = [each.facts.name for each in self.metrics.chosen if not set(each.formula.needs) <= sums.keys()]
+        if missing and not self._reported:
+            self._reported.append(site)
+            self.transport.message(
+                f"{site} does not disclose sums by class, so {', '.join(missing)} cannot be measured. "
+                "Its owner can allow them (site.yaml: disclose: classes); accuracy needs only totals."
+            )
+
+    def _counted(self, scores: Mapping[str, Score]) -> Mapping[str, float]:
+        """Return how many images of each site count. In a real federation, a site that reports many more images than the
+        others counts less (client_metadata.capped).
+        """
+        reported = {name: score.images for name, score in scores.items() if score.images}
+        return reported if self.transport.channel.simulated else capped(reported)
 
     def shares(self, scores: Mapping[str, Score]) -> dict[str, float]:
-        """Return the share of right answers by domain, and over all images; empty without images.
-
-        In a real federation, a site that reports many more images than the others counts less (client_metadata.capped).
-        """
+        """Return the share of right answers by domain, and over all images (`_counted`); empty without images."""
         tally: dict[str, tuple[float, float]] = {}
-        reported = {name: score.images for name, score in scores.items() if score.images}
-        counted = reported if self.transport.channel.simulated else capped(reported)
+        counted = self._counted(scores)
         for site in self.sites():
             if site.name in counted:
                 score, share = scores[site.name], counted[site.name] / scores[site.name].images

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from fedloom.clients.data import remarks, site_sizes
 from fedloom.clients.data.listing import held
+from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
@@ -35,6 +36,7 @@ from fedloom.server.run.resource_usage import Spent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import SUMMARY, RunFolder, refuse_existing
 from fedloom.server.run_folder.layout import FINISHED
+from fedloom.server.run_folder.scores import SCORES
 from fedloom.server.strategies import STRATEGIES, slots_of
 from fedloom.server.strategies.base import check_named
 from fedloom.server.unlearning.client_erasure import outstanding
@@ -66,6 +68,7 @@ def check(config: Config) -> None:
         raise UserError(
             f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
         )
+    metrics_of(config)
     check_asked(config)
 
 
@@ -153,6 +156,8 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 for mode in config.baselines:
                     rows, entries = _run_baseline(with_mode(config, mode), method, channel, listener)
                     summary["accuracy"] |= rows
+                    for metric, more in entries.pop(SCORES, {}).items():
+                        summary[SCORES][metric] |= more
                     for key, more in entries.items():
                         summary[key] = {**summary.get(key, {}), **more}
             summary["status"] = "finished"
@@ -219,13 +224,19 @@ def _run_baseline(
         results["per_site"] = {f"{mode}: {role}" if role == OWN else mode: scores for role, scores in per_site}
         method.folder.write_summary({**head(config, method.ledger), **results})
         method.ledger.note("finished", {"files": method.folder.results()})
-    sites = {site.name for site in config.roster}
     entries = {key: results[key] for key in BY_METHOD if key in results}
-    shared = [name for name in results["accuracy"] if name not in sites]
+    sites = {site.name for site in config.roster}
+    if SCORES in results:
+        entries[SCORES] = {metric: _rows(table, mode, sites) for metric, table in results[SCORES].items()}
+    return _rows(results["accuracy"], mode, sites), entries
+
+
+def _rows(table: Rows, mode: str, sites: Collection[str]) -> Rows:
+    """Return a baseline's rows of a metric: its shared networks under the mode's name or, without any, the mean of all."""
+    shared = [name for name in table if name not in sites]
     if shared:
-        rows = {f"{mode}: {name}" if index else mode: results["accuracy"][name] for index, name in enumerate(shared)}
-        return rows, entries
-    return {mode: _mean(list(results["accuracy"].values()))}, entries
+        return {f"{mode}: {name}" if index else mode: table[name] for index, name in enumerate(shared)}
+    return {mode: _mean(list(table.values()))} if table else {}
 
 
 def _mean(accuracies: Sequence[Mapping[str, float]]) -> dict[str, float]:

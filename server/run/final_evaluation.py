@@ -6,19 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data import class_counts
+from fedloom.clients.data import class_counts, label
 from fedloom.clients.data.listing import held
 from fedloom.clients.evaluation.accuracy import Score
+from fedloom.clients.evaluation.metrics import Metrics, Scores, blocks_of
+from fedloom.clients.evaluation.metrics.chosen import SCORES
 from fedloom.clients.networks import Architecture, Model, architecture_of
 from fedloom.clients.protocol.reply_checks import MOST_NAME
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder, is_file_name
+from fedloom.server.run_folder.scores import METRIC
 
 QUESTION_BYTES = 64 * 2**20  # approximate limit of the networks in one question to sites
 OWN = "own"  # key of results by site: the sites' own networks, each at its site
@@ -27,10 +32,15 @@ MOST_COUNTED = 1000  # sites whose images are counted by class, at most
 
 @dataclass(frozen=True)
 class NetworkScores:
-    """A network's scores: `shares`, accuracy by domain and on the union; `sites`, on each site's test images."""
+    """A network's scores: `table`, each metric by domain and on the union; `sites`, on each site's test images."""
 
-    shares: dict[str, float]
+    table: Scores
     sites: dict[str, Score]
+
+    @property
+    def headline(self) -> dict[str, float]:
+        """The first metric by domain and on the union."""
+        return next(iter(self.table.values()), {})
 
 
 Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[NetworkScores]]
@@ -38,9 +48,9 @@ Scoring = Callable[[Sequence[Model | None], Sequence[Sequence[Site]]], list[Netw
 
 @dataclass
 class _Waiting:
-    """A network to measure: the table and name for its accuracy, the sites that use it, and its role."""
+    """A network to measure: the table for its first metric (None: `Measured.tables`), its name, users and role."""
 
-    into: dict[str, dict[str, float]]
+    into: dict[str, dict[str, float]] | None
     name: str
     model: Model | None
     users: Sequence[Site] = ()
@@ -58,7 +68,8 @@ class Measured:
         self.state, self.folder, self.evaluator, self._scores = state, folder, evaluator, scores
         self.config, self.aggregate = state.config, state.display_name
         self.models = check_models(self.config, state.models())
-        self.accuracy: dict[str, dict[str, float]] = {}
+        self.metrics = evaluator.metrics
+        self.tables: dict[str, Scores] = {}  # by network
         self.forgotten: dict[str, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
         self.at: dict[str, dict[str, Score]] = {}
@@ -73,7 +84,7 @@ class Measured:
         model = self.evaluator.with_statistics(self.models[name])
         self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         own = [site for site in self.sites if site.name == name]
-        self.measure(self.accuracy, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
+        self.measure(None, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
         self.facts |= model.facts
 
     def site(self, site: Site) -> None:
@@ -86,9 +97,12 @@ class Measured:
             self.measure(self.forgotten, site.name, rest)
 
     def measure(
-        self, into: dict[str, dict[str, float]], name: str, model: Model | None, users: Sequence[Site] = (), role: str = OWN
-    ) -> None:
-        """Queue a model; its accuracies go to `into[name]`. Measure the queue now, unless `measure_queued` does it later.
+        self, into: dict[str, dict[str, float]] | None, name: str, model: Model | None, users: Sequence[Site] = (),
+        role: str = OWN,
+    ) -> None:  # fmt: skip
+        """Queue a model; its first metric goes to `into[name]`. Measure now, unless `measure_queued` does it later.
+
+        Without `into`, all its metrics go to `tables`.
 
         Sites measure several models per request; the server measures each at once. `role`: OWN or AGGREGATE, for `per_site`.
         """
@@ -103,12 +117,32 @@ class Measured:
         waiting, self._waiting = self._waiting, []
         results = self._scores([each.model for each in waiting], [each.users for each in waiting]) if waiting else []
         for network, result in zip(waiting, results, strict=True):
-            network.into[network.name] = result.shares
+            if network.into is None:
+                self.tables[network.name] = result.table
+            else:
+                network.into[network.name] = result.headline
             self.at.setdefault(network.role, {}).update({name: each for name, each in result.sites.items() if each.images})
 
     def per_site(self) -> dict[str, Any]:
         """Return the summary's `per_site`: scores at the sites, by role of the networks (aggregate, own)."""
-        return {role: spread(scores) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
+        places = {} if self.metrics.only_accuracy else blocks_of(self.config)
+        blocks = {site.name: places[label(site.spec)] for site in self.sites if label(site.spec) in places}
+        return {role: spread(scores, self.metrics, blocks) for role in (AGGREGATE, OWN) if (scores := self.at.get(role))}
+
+    def entries(self) -> dict[str, Any]:
+        """Return the summary's `accuracy` (by network and domain) and, if other metrics are configured, `scores` (by
+        metric, network and domain) and `metric` (the first one's facts).
+        """
+        records = {name: self.metrics.entries(table) for name, table in self.tables.items()}
+        accuracy = {name: shares for name, record in records.items() if (shares := record.get(ACCURACY))}
+        if self.metrics.only_accuracy:
+            return {ACCURACY: accuracy}
+        first, scores = self.metrics.first, dict[str, dict[str, Any]]()
+        for name, record in records.items():
+            for metric, shares in record[SCORES].items():
+                scores.setdefault(metric, {}).update({name: shares} if shares else {})
+        facts = {"name": first.name, "higher_is_better": first.higher_is_better, "share": first.share}
+        return {ACCURACY: accuracy, SCORES: scores, METRIC: facts}
 
     def _users(self, architecture: Architecture) -> list[Site]:
         """Return the sites that would use a shared network: those of its architecture, for the first such network only."""
@@ -129,11 +163,15 @@ def trained(view: View) -> list[str]:
     return [name for name in names if name in active] or names
 
 
-def spread(scores: Mapping[str, Score]) -> dict[str, Any]:
+def spread(
+    scores: Mapping[str, Score], metrics: Metrics | None = None, blocks: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, Any]:
     """Return scores at sites for the summary: each score, their spread over sites, and totals by class.
 
-    Every site has the same weight in the spread.
+    Every site has the same weight in the spread. `blocks`: by site, the place of its classes (`blocks_of`).
     """
+    if metrics is not None and not metrics.only_accuracy:
+        return spread_of_metrics(scores, metrics, blocks or {})
     shares = {name: score.right / score.images for name, score in scores.items()}
     worst, best = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     values, classes = np.array(list(shares.values())), dict[int, tuple[int, int]]()

@@ -15,6 +15,7 @@ from fedloom.clients.data.listing import held
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment, resolve
 from fedloom.conf import to_json
+from fedloom.conf.metrics import CLASS
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import PERSONAL, Site
 from fedloom.server.evaluation.evaluator import Evaluator, has_data
@@ -214,19 +215,19 @@ class TrainingRun:
         self.folder.write_metrics(records.values())
 
     def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:
-        """Return each model's test accuracy by domain, and its scores on its users' test images. None: sites' own networks.
+        """Return each model's metrics by domain, and its scores on its users' test images. None: sites' own networks.
 
         The result is empty if no connected site can measure it.
         """
         if self.config.evaluation.where == "server" and None not in models:
-            return [NetworkScores(self.evaluator.accuracy(model, "test"), self.evaluator.at_sites(model, sites))
+            return [NetworkScores(self.evaluator.table(model, "test"), self.evaluator.at_sites(model, sites))
                     for model, sites in zip(models, users, strict=True) if model is not None]  # fmt: skip
         if self.loop is None:
             return [NetworkScores({}, {}) for _ in models]
         measuring, by_model = self.loop.sites, self.loop.sites.scores(models, "test")
         of_users = [{site.name: scores[site.name] for site in sites if site.name in scores}
                     for scores, sites in zip(by_model, users, strict=True)]  # fmt: skip
-        return [NetworkScores(measuring.shares(scores), own) for scores, own in zip(by_model, of_users, strict=True)]
+        return [NetworkScores(measuring.table(scores), own) for scores, own in zip(by_model, of_users, strict=True)]
 
     @held()
     def measure(self) -> dict[str, Any]:
@@ -244,11 +245,11 @@ class TrainingRun:
         if again is not None and measured.aggregate:
             measured.measure(backwards, "", state.aggregate(again))
         if not measured.models or state.strategy.personal:
-            measured.measure(measured.accuracy, PERSONAL, None, measured.sites)
+            measured.measure(None, PERSONAL, None, measured.sites)
         measured.measure_queued()
         return {
             "aggregate": measured.aggregate,
-            "accuracy": {name: shares for name, shares in measured.accuracy.items() if shares},
+            **measured.entries(),
             "reversed": backwards.get("", {}),
             "forgotten": measured.forgotten,
             "per_site": measured.per_site(),
@@ -271,7 +272,8 @@ class TrainingRun:
     def _of_different_networks(self) -> dict[str, Any]:
         """Return accuracies at the sites and costs, if sites have different architectures and the server has the images."""
         sites = self.state.members()
-        if self.config.evaluation.where != "server" or not different_networks(self.config, sites):
+        classes = self.evaluator.metrics.kind == CLASS
+        if self.config.evaluation.where != "server" or not different_networks(self.config, sites) or not classes:
             return {}
         models, name = self.state.models(), self.experiment.objective.mode
         return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}

@@ -49,6 +49,8 @@ KEYS = Mapping[str, tuple[str, Check]]  # by key, the expected type and its chec
 OF_SUMMARY: KEYS = {
     "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
     "aggregate": ("text", _text),
+    "scores": ("table of values by metric, network and domain", _or_none(_table_of(_table_of(_table_of(_number))))),
+    "metric": ("table with the first metric's name", _or_none(lambda value: isinstance(value, Mapping))),
     "classes": ("table by site", _or_none(_table_of(lambda _: True))),
     "method": ("text", _text),
     "rounds": ("whole number", _whole),
@@ -60,6 +62,7 @@ OF_SUMMARY: KEYS = {
 OF_RECORD: KEYS = {
     "round": ("whole number", _whole),
     "accuracy": ("table of accuracies by domain", _or_none(_table_of(_or_none(_number)))),
+    "scores": ("table of values by metric and domain", _or_none(_table_of(_table_of(_or_none(_number))))),
     RECEIVED: ("whole number", _whole),
     "bytes": ("table of pairs of whole numbers by site", _or_none(_table_of(_pair))),
     "seconds": ("number", _or_none(_number)),

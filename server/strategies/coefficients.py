@@ -24,6 +24,7 @@ from fedloom.server.rounds.view import View
 NONE = "none"
 SEARCHED = "coefficients searched"  # the name of an event in the ledger
 MAX_COEFFICIENT = 1e4  # largest absolute value of a coefficient
+TINY = 1e-12  # avoids a division by an error of 0
 GRID = [step / 10 for step in range(11)]
 
 
@@ -86,6 +87,7 @@ class Search:
         """
         self.evaluator, self.options, self.names = evaluator, options, list(ends)
         self.measured, self.expected = 0, expected(options, len(ends))
+        self.higher = evaluator.metrics.first.higher_is_better
         self.own = self._own(start, ends, sites)
         self.composer = Composer(evaluator.network, start, list(ends.values()), how)
 
@@ -104,18 +106,18 @@ class Search:
         step("searching coefficients", min(self.measured, self.expected - 1), self.expected)
         self.measured += 1
         self.composer(alphas)
-        return worth(self.evaluator.measure("validation", self.options.images), self.own)
+        return worth(self.evaluator.headline("validation", self.options.images), self.own, self.higher)
 
     def _own(self, start: State, ends: Mapping[str, State], sites: Mapping[str, Site]) -> dict[str, float]:
-        """Return, by domain, the accuracy of the best site's own network."""
+        """Return, by domain, the first metric of the best site's own network."""
         own: dict[str, float] = {}
         alone = Composer(self.evaluator.network, start, list(ends.values()), GRADIENTS)
         for index, name in enumerate(ends):
             alone([1.0 if index == k else 0.0 for k in range(len(ends))])
-            accuracies = self.evaluator.measure("validation", self.options.images)
+            values = self.evaluator.headline("validation", self.options.images)
             domain = label(sites[name].spec)
-            if domain in accuracies:
-                own[domain] = max(own.get(domain, 0.0), accuracies[domain])
+            if domain in values:
+                own[domain] = self.evaluator.metrics.first.best([values[domain], own.get(domain, values[domain])])
         return own
 
 
@@ -124,12 +126,14 @@ def expected(options: SearchOptions, sites: int) -> int:
     return len(options.steps or GRID) ** sites if options.by == "grid" else options.evaluations
 
 
-def worth(accuracies: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """Return the smallest of the ratios accuracies / `own` over the domains, plus a hundredth of their mean.
+def worth(values: Mapping[str, float], own: Mapping[str, float], higher: bool = True) -> float:
+    """Return the smallest of the ratios values / `own` over the domains, plus a hundredth of their mean.
 
-    `own`: the best single site's accuracy. `union`, and domains on which `own` is 0, do not count.
+    `own`: the best single site's value. `higher`: whether larger values are better; else the ratios are `own` / values.
+    `union`, and domains without a value or on which `own` is at most 0, do not count.
     """
-    relative = [accuracies[domain] / share for domain, share in own.items() if domain != UNION and share > 0]
+    pairs = [(values[domain], best) for domain, best in own.items() if domain != UNION and best > 0 and domain in values]
+    relative = [value / best if higher else best / max(value, TINY) for value, best in pairs]
     return min(relative) + 0.01 * statistics.fmean(relative) if relative else 0.0
 
 

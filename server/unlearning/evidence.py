@@ -33,7 +33,7 @@ class UnlearningEvaluation:
         self.sites = [site for site in config.roster if site.name in sites]
 
     def of(self, model: Model | None) -> dict[str, Any]:
-        """Return the network's digest, test accuracy by domain and, by site, membership attacks on its training images."""
+        """Return the network's digest, its metrics by domain and, by site, membership attacks on its training images."""
         if model is None:
             return {
                 "accuracy": {},
@@ -41,8 +41,8 @@ class UnlearningEvaluation:
                 "not_measured": "the method has no aggregate: each site has its own network",
             }
         try:
-            accuracy = self.evaluator.accuracy(model, "test")
-            evidence: dict[str, Any] = {"network": digest(model.state), "accuracy": accuracy, "membership": {}}
+            measured = self.evaluator.metrics.entries(self.evaluator.table(model, "test"))
+            evidence: dict[str, Any] = {"network": digest(model.state), **measured, "membership": {}}
         except UserError as error:  # the images are the sites' own
             return {"accuracy": {}, "membership": {}, "not_measured": str(error)}
         for site in steps("membership attacks", self.sites):

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fedloom.server.run_folder.scores import first_metric, headline
+
 _NOT_TESTED = (
     "behaviour that the forgotten sites had suppressed in others and that their removal wakes, such as a camouflaged "
     "backdoor (BadFU, Lu et al. 2025): without its trigger, no test can detect it",
@@ -20,7 +22,7 @@ def scope(evidence: Mapping[str, Any]) -> dict[str, list[str]]:
     attacked = [site for site, attacks in after.get("membership", {}).items() if "not_measured" not in attacks]
     relearned = [site for site, starts in evidence.get("relearning", {}).items() if "not_measured" not in starts]
     tested = {
-        "accuracy on the test images of every domain": after.get("accuracy"),
+        f"{first_metric(after).title} on the test images of every domain": headline(after),
         f"membership of the training images of {', '.join(attacked)}, by two attacks, the same for all images": attacked,
         f"steps to relearn the data of {', '.join(relearned)}": relearned,
         "distance to a network trained without the sites": "retrained" in evidence,

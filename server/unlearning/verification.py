@@ -12,6 +12,7 @@ from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import results
 from fedloom.server.run_folder.layout import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
+from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import (
     OUTSTANDING,
     as_written,
@@ -116,23 +117,24 @@ def _unchanged(path: Path, request: str, ledger: Ledger) -> Finding:
 
 
 def verify_accuracy(path: Path, ledger: Ledger, measure: Callable[[], dict[str, float]]) -> list[Finding]:
-    """Compare the certificate's accuracies with those of the current network (`measure`), if no round followed."""
-    content, last = read(path), ledger.last_round()
+    """Compare the certificate's first metric with that of the current network (`measure`), if no round followed."""
+    content, last, what = read(path), ledger.last_round(), "accuracy after"
     try:
-        stated = {name: float(share) for name, share in content["evidence"]["after"]["accuracy"].items()}
+        after = content["evidence"]["after"]
+        stated, what = {name: float(share) for name, share in headline(after).items()}, f"{first_metric(after).title} after"
     except (KeyError, TypeError, ValueError, AttributeError):
         stated = {}
     if not stated or last is None or _digest_now(ledger, sums_of(ledger)) != content["exact"]["sum_of_remaining"]:
-        return [Finding("accuracy after", "not checkable", "the run has continued, or no accuracy was measured")]
+        return [Finding(what, "not checkable", "the run has continued, or no accuracy was measured")]
     try:
         measured = measure()
     except UserError as error:
-        return [Finding("accuracy after", "not checkable", str(error))]
+        return [Finding(what, "not checkable", str(error))]
     now = ledger.last_round()
     if now is None or now.digest != last.digest:
-        return [Finding("accuracy after", "not checkable", "the run has continued meanwhile")]
+        return [Finding(what, "not checkable", "the run has continued meanwhile")]
     return [
-        _found(f"accuracy after on {domain}", abs(measured.get(domain, math.inf) - share) <= CLOSE,
+        _found(f"{what} on {domain}", abs(measured.get(domain, math.inf) - share) <= CLOSE,
                f"certificate: {share:.4f}, measured: {measured.get(domain, math.nan):.4f}")
         for domain, share in stated.items()
     ]  # fmt: skip

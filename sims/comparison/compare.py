@@ -137,7 +137,7 @@ class Comparison:
         differs: list[Part] = [what_differs(self.groups, self.differing)] if self.differing else []
         sections: list[tuple[str, Sequence[Part]]] = [
             ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes)]),
-            ("Accuracy", [accuracy, *pictures(self.groups, folder)]),
+            (self.groups[0].metric.caption, [accuracy, *pictures(self.groups, folder)]),
             ("Differences and cost", others),
             ("Compared runs", [*differs, runs_table(self.groups), Details("Common configuration", self._common())]),
         ]
@@ -158,14 +158,17 @@ class Comparison:
 
 
 def headline(groups: Sequence[Group]) -> str:
-    """Return a sentence or two on the row with the highest accuracy, and on rows that are not clearly worse."""
+    """Return a sentence or two on the row with the best first metric, and on rows that are not clearly worse."""
     seeds = sorted({seed for group in groups for seed in group.seeds})
-    best = max(groups, key=lambda group: spread(list(group.scores().values()) or [-1.0]).mean)
+    metric = groups[0].metric
+    none = [-math.inf if metric.higher_is_better else math.inf]
+    best = max(groups, key=lambda group: metric.worth(spread(list(group.scores().values()) or none).mean))
+    end, unit = "highest" if metric.higher_is_better else "lowest", " %" if metric.share else ""
     many = f"{len(groups)} row{'s' * (len(groups) > 1)}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-    reached = mean_and_spread(list(best.scores().values())) if best.scores() else "-"
+    reached = mean_and_spread(list(best.scores().values()), metric.share) if best.scores() else "-"
     if len(seeds) == 1 and len(groups) > 1:
-        return f"{many}: {best.label} has the highest test accuracy, {reached} %. {ONE_SEED}."
-    text = f"{many}: {best.label} has the highest mean test accuracy, {reached} %."
+        return f"{many}: {best.label} has the {end} test {metric.title}, {reached}{unit}. {ONE_SEED}."
+    text = f"{many}: {best.label} has the {end} mean test {metric.title}, {reached}{unit}."
     unclear = [group.label for group in groups if group is not best and not _ahead(best, group)]
     rest = " and others" if len(unclear) > 3 else ""
     more = f" With these seeds, the difference from {', '.join(unclear[:3])}{rest} is not statistically clear."
@@ -173,9 +176,11 @@ def headline(groups: Sequence[Group]) -> str:
 
 
 def _ahead(one: Group, other: Group) -> bool:
-    """Return whether the interval of the paired difference is above 0."""
+    """Return whether the interval of the paired difference is on the better side of 0."""
     difference = paired(one.scores(), other.scores())
-    return difference is not None and difference.low > 0
+    if difference is None:
+        return False
+    return difference.low > 0 if one.metric.higher_is_better else difference.high < 0
 
 
 def _row(group: Group, domains: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Plot the rows of a comparison: validation accuracy over rounds and over traffic, as means over seeds with a band."""
+"""Plot the rows of a comparison: the first metric over rounds and over traffic, as means over seeds with a band."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedloom.sims.comparison.entries import Entry
 from fedloom.sims.comparison.groups import Group
-from fedloom.sims.report.canvas import INK, PALETTE, new_figure, percent_axis, save
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, save, value_axis
 from fedloom.sims.report.curves import End, label_ends, whole_rounds
 from fedloom.sims.report.page import Picture
 from fedloom.sims.report.spread import spread
@@ -22,25 +22,26 @@ MARKED = 25  # longer curves have no markers
 MAX_LABEL = 42  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
-CAPTION = "Accuracy on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
+CAPTION = "{metric} on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
 
 
 def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
-    """Draw accuracy over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures."""
+    """Draw the first metric over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures."""
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
         return []
+    metric = drawn[0].metric
     rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png")
-    drawings = [Picture(rounds, CAPTION + few)]
+    drawings = [Picture(rounds, CAPTION.format(metric=metric.caption) + few)]
     if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
         bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png")
-        drawings.append(Picture(bytes, f"The same accuracy over the total traffic.{few}"))
+        drawings.append(Picture(bytes, f"The same {metric.title} over the total traffic.{few}"))
     return drawings
 
 
 def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
-    """Plot each group's mean accuracy over `position` (x axis, named `label`), with a band for several seeds."""
+    """Plot each group's mean over `position` (x axis, named `label`), with a band for several seeds."""
     figure, axes = new_figure(10.5, 4.8)
     ends: list[End] = []
     for number, group in enumerate(groups):
@@ -52,18 +53,19 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
         low, high = ([mean + sign * s for mean, s in zip(means, deviations, strict=True)] for sign in (-1, 1))
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
         ends.append((means[-1], group.label, colour))
-    percent_axis(axes.yaxis)
+    metric = groups[0].metric
+    value_axis(axes.yaxis, metric)
     if label == "round":
         whole_rounds(axes, [round for group in groups for entry in group.entries for round in entry.curve])
     axes.set_xlabel(label)
-    axes.set_ylabel("validation accuracy, all domains")
-    axes.set_title("Validation accuracy", loc="left", fontsize=12, color=INK)
-    label_ends(axes, ends, room=MAX_LABEL)
+    axes.set_ylabel(f"validation {metric.title}, all domains")
+    axes.set_title(f"Validation {metric.title}", loc="left", fontsize=12, color=INK)
+    label_ends(axes, ends, room=MAX_LABEL, metric=metric)
     return figure
 
 
 def mean_curve(group: Group, position: Place) -> list[tuple[float, float, float]]:
-    """Return (x, mean accuracy, standard deviation) for each of the group's rounds. `position`: x by round."""
+    """Return (x, mean, standard deviation) for each of the group's rounds. `position`: x by round."""
     entries = [entry for entry in group.entries if entry.curve]
     points = []
     for round in group.rounds:

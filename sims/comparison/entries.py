@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.metrics import Facts
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
 from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
+from fedloom.server.run_folder.scores import headline, metric_of
 from fedloom.sims.report.tables import accuracies, before_forgetting, has_aggregate
 
 NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that do not describe the method
-NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every")
+NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every", "evaluation.metrics")
 DATA = ("data.", "sites", "population")  # keys of the training data
 
 
@@ -51,25 +53,33 @@ class Entry:
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
-        """Test accuracy by domain and on the union: of the aggregated network, else the mean over the sites' own."""
+        """The first metric on test images by domain and on the union: of the aggregated network, else the mean over the
+        sites' own.
+        """
         if has_aggregate(self.summary):
             return before_forgetting(self.summary)
         return next(iter(accuracies(self.summary).values()), {})
 
     @cached_property
+    def metric(self) -> Facts:
+        """The first metric."""
+        return metric_of(self.summary, self.metrics)
+
+    @cached_property
     def tested_on(self) -> dict[str, Any]:
-        """The settings that determine the test images and their classes."""
+        """The settings that determine the test images, their classes and the first metric."""
         data, evaluation = self.config.data, self.config.evaluation
         variants = {(spec.domain, spec.rotation, spec.invert, tuple(spec.classes), spec.relabel)
                     for spec in (site.spec for site in self.config.roster)}  # fmt: skip
         own = {"sites": self.everything["sites"]} if evaluation.where == "sites" else {}
         return {"domains": sorted(variants), "data.heads": data.heads, "data.classes": data.classes,
-                "data.test_limit": data.test_limit, "evaluation.where": evaluation.where, **own}  # fmt: skip
+                "data.test_limit": data.test_limit, "evaluation.where": evaluation.where,
+                "evaluation.metrics": self.metric.name, **own}  # fmt: skip
 
     @cached_property
     def curve(self) -> dict[int, float]:
-        """Validation accuracy on the union by round."""
-        scores = {record["round"]: (record.get("accuracy") or {}).get("union") for record in self.metrics}
+        """The first metric on validation images of the union by round."""
+        scores = {record["round"]: headline(record).get("union") for record in self.metrics}
         return {round: float(score) for round, score in scores.items() if score is not None}
 
     def bytes(self, direction: int) -> dict[int, int]:
@@ -129,7 +139,9 @@ def _readable(members: Sequence[tuple[Path, bool]]) -> tuple[list[Entry], list[s
 
 
 def _unmeasured_notes(entries: Sequence[Entry]) -> list[str]:
-    return [f"{entry.folder}: left out, because it has no test accuracy" for entry in entries if not entry.accuracy]
+    return [
+        f"{entry.folder}: left out, because it has no test {entry.metric.title}" for entry in entries if not entry.accuracy
+    ]
 
 
 def _incomplete_notes(entries: Sequence[Entry]) -> list[str]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.metrics import Facts
 from fedloom.sims.comparison.entries import DATA, Entry
 from fedloom.sims.report.spread import Spread, spread
-from fedloom.sims.report.tables import percent
 from fedloom.sims.sweeps.names import label_of
 
 DESCRIPTIVE = ("strategy.name", "objective.name", "objective.mode", "network.name")  # the keys that name a row first
@@ -33,10 +33,15 @@ class Group:
         return [entry for each in self.seeds.values() for entry in each]
 
     def scores(self, domain: str = UNION) -> dict[int, float]:
-        """Return the test accuracy on `domain` by seed: the mean over the entries that have one."""
+        """Return the first metric on `domain` by seed: the mean over the entries that have one."""
         by_seed = {seed: [entry.accuracy[domain] for entry in entries if domain in entry.accuracy]
                    for seed, entries in self.seeds.items()}  # fmt: skip
         return {seed: sum(scores) / len(scores) for seed, scores in by_seed.items() if scores}
+
+    @property
+    def metric(self) -> Facts:
+        """The first metric, the same in all groups."""
+        return self.entries[0].metric
 
     @property
     def rounds(self) -> list[int]:
@@ -127,8 +132,9 @@ def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     for entry, mark in zip(entries, marks, strict=True):
         own = json.loads(mark)
         odd = [key for key in dict.fromkeys([*own, *usual]) if own.get(key) != usual.get(key)]
+        what = "first metric differs" if odd == ["evaluation.metrics"] else "test images differ"
         if odd:
-            notes.append(f"{entry.folder}: left out, because its test images differ ({', '.join(odd)})")
+            notes.append(f"{entry.folder}: left out, because its {what} ({', '.join(odd)})")
     return [entry for entry, mark in zip(entries, marks, strict=True) if mark == most], _cut(notes)
 
 
@@ -140,7 +146,8 @@ def _without_repetition(entries: Sequence[Entry]) -> tuple[list[Entry], list[str
         first = kept.setdefault(json.dumps([entry.keys, entry.config.seed], sort_keys=True), entry)
         if first is not entry:
             here, other = (each.accuracy.get(UNION) for each in (entry, first))
-            accuracies = f" (accuracy: {percent(here)} and {percent(other)})" if here != other else ""
+            metric = entry.metric
+            accuracies = f" ({metric.title}: {metric.text(here)} and {metric.text(other)})" if here != other else ""
             notes.append(f"{entry.folder}: left out, because {first.folder} has the same configuration and seed{accuracies}")
     return list(kept.values()), _cut(notes)
 

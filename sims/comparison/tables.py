@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.conf.formatting import rounded
+from fedloom.conf.metrics import Facts
 from fedloom.sims.comparison.groups import UNION, Group, value_of
 from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, paired
 from fedloom.sims.report.spread import Spread, mean_and_spread
-from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut, percent
+from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut
 from fedloom.sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # up to so many rows, every pair is compared; else each row with the first
@@ -20,11 +21,12 @@ MAX_VALUE = 60  # characters of a value in a table
 
 @dataclass(frozen=True)
 class Pair:
-    """The difference of two rows' test accuracy, one - other, on the union of all domains."""
+    """The difference of two rows' first metric on test images, one - other, on the union of all domains."""
 
     one: str
     other: str
     difference: Difference
+    metric: Facts
 
 
 def domains_of(groups: Sequence[Group]) -> list[str]:
@@ -34,46 +36,54 @@ def domains_of(groups: Sequence[Group]) -> list[str]:
 
 
 def accuracy_rows(groups: Sequence[Group]) -> Table:
-    """Return a table of each row's test accuracy: mean and standard deviation over seeds, in %."""
+    """Return a table of each row's first metric on test images: mean and standard deviation over seeds."""
+    metric = groups[0].metric
+    unit = "In %" if metric.share else "Plain numbers"
     columns = domains_of(groups)
     shown = columns[:MAX_DOMAINS] if len(columns) > 1 else []
     rows: list[list[Cell]] = [[group.label, len(group.seeds), *(_score(group, name) for name in [*shown, UNION])]
                               for group in groups]  # fmt: skip
     few = f" The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) > 0 else ""
-    note = f"In %: mean ± sample standard deviation over the seeds.{few}"
+    note = f"{unit}: mean ± sample standard deviation over the seeds.{few}"
     if len(groups) > 1 and len({seed for group in groups for seed in group.seeds}) == 1:
-        note = f"In %. {ONE_SEED}.{few}"
-    return Table("Test accuracy", ["", "seeds", *shown, UNION], rows, note)
+        note = f"{unit}. {ONE_SEED}.{few}"
+    return Table(f"Test {metric.title}", ["", "seeds", *shown, UNION], rows, note)
 
 
 def _score(group: Group, name: str) -> str:
     scores = group.scores(name)
-    return mean_and_spread(list(scores.values())) if scores else "-"
+    return mean_and_spread(list(scores.values()), group.metric.share) if scores else "-"
 
 
 def pairs(groups: Sequence[Group]) -> list[Pair]:
     """Return the differences of all pairs of rows with common seeds; of many rows, only the pairs with the first row."""
     every = itertools.combinations(groups, 2) if len(groups) <= MOST_PAIRED else ((groups[0], one) for one in groups[1:])
     differences = [(other, one, paired(other.scores(), one.scores())) for one, other in every]
-    return [Pair(one.label, other.label, difference) for one, other, difference in differences if difference is not None]
+    return [
+        Pair(one.label, other.label, difference, one.metric)
+        for one, other, difference in differences
+        if difference is not None
+    ]
 
 
 def difference_table(differences: Sequence[Pair]) -> Table:
-    """Return a table of paired differences with their intervals, in percentage points."""
-    rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean),
-                               _interval(pair.difference)] for pair in differences]  # fmt: skip
-    note = (f"In percentage points of test accuracy on {UNION}, over the seeds that both rows have. Interval: "
+    """Return a table of paired differences with their intervals; of shares, in percentage points."""
+    metric = differences[0].metric
+    rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean, metric),
+                               _interval(pair.difference, metric)] for pair in differences]  # fmt: skip
+    unit = f"In percentage points of test {metric.title}" if metric.share else f"Test {metric.title}"
+    note = (f"{unit} on {UNION}, over the seeds that both rows have. Interval: "
             f"{CONFIDENCE:.0%} confidence, Student's paired t-test (it assumes normally distributed differences), not "
             "corrected for the number of pairs.")  # fmt: skip
     return Table("Paired differences", ["", "seeds", "difference", "interval"], rows, note)
 
 
-def _points(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:+.2f}"
+def _points(value: float, metric: Facts) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
 
-def _interval(difference: Difference) -> str:
-    return "-" if math.isnan(difference.low) else f"{_points(difference.low)} to {_points(difference.high)}"
+def _interval(difference: Difference, metric: Facts) -> str:
+    return "-" if math.isnan(difference.low) else f"{_points(difference.low, metric)} to {_points(difference.high, metric)}"
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
@@ -116,7 +126,7 @@ def _values(group: Group, key: str) -> str:
 
 def runs_table(groups: Sequence[Group]) -> Table:
     """Return a table of all runs with their rows, seeds and accuracies."""
-    rows: list[list[Cell]] = [[str(entry.folder), group.label, str(seed), percent(entry.accuracy.get(UNION))]
+    rows: list[list[Cell]] = [[str(entry.folder), group.label, str(seed), entry.metric.text(entry.accuracy.get(UNION))]
                               for group in groups for seed, each in group.seeds.items() for entry in each]  # fmt: skip
     kept, note = cut(rows, "runs")
     return Table("Runs", ["run", "row", "seed", UNION], kept, note)

@@ -17,7 +17,7 @@ from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.strategies.arithmetic import ArithmeticStrategy, start_of
-from fedloom.sims.report.tables import Table, percent
+from fedloom.sims.report.tables import Table
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     tables = [Table("Made of", ["site", "coefficient"], parts)]
     if order.measure:
-        rows = [[domain, percent(share)] for domain, share in evaluator.accuracy(model, "test").items()]
-        tables.append(Table("Test accuracy", ["domain", "accuracy"], rows))
+        metric, values = evaluator.metrics.first, next(iter(evaluator.table(model, "test").values()), {})
+        rows = [[domain, metric.text(value)] for domain, value in values.items()]
+        tables.append(Table(f"Test {metric.title}", ["domain", metric.title], rows))
     return tables
 
 

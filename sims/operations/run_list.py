@@ -7,11 +7,13 @@ from typing import Any
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.formatting import count
+from fedloom.conf.metrics import ACCURACY, facts_of
 from fedloom.conf.yaml_text import read_yaml
 from fedloom.server.run_folder.layout import CONFIG, FINISHED
 from fedloom.server.run_folder.listing import runs_in, status, waiting
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary
-from fedloom.sims.report.tables import Cell, Table, before_forgetting, percent
+from fedloom.server.run_folder.scores import headline, metric_of
+from fedloom.sims.report.tables import Cell, Table, before_forgetting
 
 MOST_NAMED = 3  # waiting requests in a row
 
@@ -24,14 +26,15 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def row_of(path: Path) -> dict[str, Any]:
-    """Return the status, method, seed, finished and planned rounds, accuracy on all domains and bytes of a run."""
+    """Return the status, method, seed, finished and planned rounds, first metric on all domains and bytes of a run."""
     config, state, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
     method = "/".join(
         str(name) for name in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if name
     )
     forgotten = summary.get("unlearned") or []
-    unions = [(record.get("accuracy") or {}).get("union") for record in metrics.values()]
+    unions = [headline(record).get("union") for record in metrics.values()]
+    metric = metric_of(summary, metrics.values())
     validation = [union for union in unions if union is not None]
     return {
         "run": str(path),
@@ -44,6 +47,7 @@ def row_of(path: Path) -> dict[str, Any]:
         "validation": validation[-1]
         if validation and not forgotten
         else None,  # forgetting changes the network after it was measured
+        **({"metric": metric.name} if metric.name != ACCURACY else {}),
         "forgotten": forgotten,
         "waiting": waiting(path),
         "bytes": size_of(path),
@@ -69,11 +73,20 @@ def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     """Return the rows of `rows_of` as a table."""
     shown: list[list[Cell]] = [
         [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
-         percent(row["test"]), percent(row["validation"]), megabytes(row["bytes"])] for row in rows
+         _shown(row, "test"), _shown(row, "validation"), megabytes(row["bytes"])] for row in rows
     ]  # fmt: skip
     note = "Accuracy on all domains together. test: at the end. validation: at the last measured round. MB: size on disk."
+    if others := dict.fromkeys(facts_of(row["metric"]).title for row in rows if "metric" in row):
+        note = f"{note} Other metrics are named: {', '.join(others)}."
     columns = ["run", "status", "method", "seed", "rounds", "test", "validation", "MB"]
     return Table(f"Runs in {folder}", columns, shown, note)
+
+
+def _shown(row: Mapping[str, Any], key: str) -> str:
+    """Return a row's value as text, with the metric's name unless it is accuracy."""
+    metric = facts_of(row.get("metric", ACCURACY))
+    named = f" {metric.title}" if metric.name != ACCURACY and row[key] is not None else ""
+    return f"{metric.text(row[key])}{named}"
 
 
 def _standing(row: Mapping[str, Any]) -> str:

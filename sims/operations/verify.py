@@ -37,14 +37,14 @@ def verify_certificate(
     if path is not None and config is not None:
         with Ledger.open(path, server=False) as ledger:
             findings += verify(certificate, ledger)
-            findings += verify_accuracy(certificate, ledger, lambda: _accuracy_now(config, path, ledger))
+            findings += verify_accuracy(certificate, ledger, lambda: _measured_now(config, path, ledger))
     rows = [[finding.what, finding.verdict, finding.reason] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"
     return Verification(Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good)
 
 
-def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
+def _measured_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
     evaluator = Evaluator(config)
     model = ledger.steady(lambda: TrainingRun(config, RunFolder(path), ledger, evaluator).state.aggregate())
-    return evaluator.accuracy(model, "test")
+    return next(iter(evaluator.table(model, "test").values()), {})

@@ -19,9 +19,10 @@ from fedloom.conf.formatting import count
 from fedloom.conf.progress import progress_to
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema
+from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.sims.progress.output import lenient
 from fedloom.sims.report.results import result_tables
-from fedloom.sims.report.tables import clean, percent
+from fedloom.sims.report.tables import clean
 
 REFRESHES_PER_SECOND = 4
 
@@ -92,7 +93,8 @@ class PlainListener(QuietListener):
         parts += [f"{dropped} dropped"] if dropped else []
         parts += [traffic] if (traffic := traffic_of(record)) else []
         parts += [f"train loss {loss:.4g}"] if loss is not None else []
-        parts += [f"validation accuracy {percent(union)}"] if union is not None else []
+        metric = first_metric(record)
+        parts += [f"validation {metric.title} {metric.text(union)}"] if union is not None else []
         self._say(", ".join(parts))
 
     def finished(self, summary: dict[str, Any]) -> None:
@@ -105,7 +107,7 @@ class PlainListener(QuietListener):
 
 
 class RichListener(QuietListener):
-    """Show one live line: run, bar, round, sites of this round, validation accuracy, time left.
+    """Show one live line: run, bar, round, sites of this round, validation metric, time left.
 
     Calls to the listener only set counters. The display's thread builds the line from them a few times a second.
     """
@@ -118,7 +120,7 @@ class RichListener(QuietListener):
     def _begin(self, run: str, rounds: int) -> None:
         self._run, self._rounds, self._round, self._done = run, rounds, 0, 0
         self._asked, self._heard, self._failed = 0, set[str](), set[str]()
-        self._accuracy: float | None = None
+        self._measured = ""
         self._step = ""
         self._replies = 0
         self._since, self._first = self._clock(), 0.0
@@ -168,7 +170,7 @@ class RichListener(QuietListener):
         self._done = record["round"]
         self._ask(0)
         union = _union(record)
-        self._accuracy = self._accuracy if union is None else union
+        self._measured = self._measured if union is None else first_metric(record).text(union)
 
     def finished(self, summary: dict[str, Any]) -> None:
         self.close()
@@ -188,7 +190,7 @@ class RichListener(QuietListener):
         parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites] if self._rounds else []
         parts += [self._step]
         parts += [f"{len(self._failed)} failed"] if self._failed else []
-        parts += [f"validation {percent(self._accuracy)}"] if self._accuracy is not None else []
+        parts += [f"validation {self._measured}"] if self._measured else []
         parts += [self._load()]
         parts += [_left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds))]
         grid = Grid.grid(padding=(0, 1))
@@ -248,7 +250,7 @@ def _ending(summary: dict[str, Any]) -> str:
 
 
 def _union(record: dict[str, Any]) -> float | None:
-    return (record.get("accuracy") or {}).get("union")
+    return headline(record).get("union")
 
 
 def _left(seconds: float, fraction: float, start: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.conf.metrics import Facts
 from fedloom.sims.report.tables import shortened
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ def percent_axis(axis: Any, symbol: str = "%") -> None:
     axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
 
 
+def value_axis(axis: Any, metric: Facts, symbol: str = "%") -> None:
+    """Label an axis of a metric's values: shares in per cent, other numbers as they are."""
+    if metric.share:
+        percent_axis(axis, symbol)
+
+
 def name_axes(axes: Axes, x: str, y: str) -> None:
     """Label both axes."""
     axes.set_xlabel(x, fontsize=9, color=INK)
@@ -121,7 +128,7 @@ def _fonts_with(letters: set[int]) -> list[str]:
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:
-    """Return the accuracy on the domain `name`, or NaN."""
+    """Return the value on the domain `name`, or NaN."""
     return scores.get(name, math.nan)
 
 
@@ -130,19 +137,20 @@ def short(label: str, room: int = 24) -> str:
     return shortened(label, room).replace("$", r"\$")
 
 
-def write_numbers(axes: Axes, grid: Grid, reach: float, form: str) -> None:
-    """Write the values of a heat map's cells, in per cent.
+def write_numbers(axes: Axes, grid: Grid, reach: float, form: str, unit: float = 100.0) -> None:
+    """Write the values of a heat map's cells.
 
     Args:
         axes: The axes of the heat map.
-        grid: The values, as fractions.
+        grid: The values.
         reach: The value of the darkest colour. Text on dark cells is white.
         form: The format of a number, such as ".1f".
+        unit: The factor of the values; 100 for fractions shown in per cent.
     """
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             colour = "white" if abs(value) > 0.6 * reach else INK
-            text = "-" if math.isnan(value) else format(100 * value, form)
+            text = "-" if math.isnan(value) else format(unit * value, form)
             axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from fedloom.conf.metrics import ACCURACY
+from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, one_digest, read
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
@@ -84,14 +86,14 @@ def _networks(evidence: dict[str, Any]) -> list[Part]:
 
 def _accuracy(evidence: dict[str, Any]) -> Table:
     stages = _stages(evidence)
-    domains = list(dict.fromkeys(name for stage in stages.values() for name in stage.get("accuracy", {})))
+    metric = next((first_metric(stage) for stage in stages.values() if headline(stage)), first_metric({}))
+    domains = list(dict.fromkeys(name for stage in stages.values() for name in headline(stage)))
     rows = [[domain, evidence.get("samples", {}).get(domain, "all"),
-             *(percent(stage["accuracy"][domain]) if domain in stage["accuracy"] else "-" for stage in stages.values())]
-            for domain in domains]  # fmt: skip
-    note = (
-        "An accuracy on a forgotten domain below that of a network retrained without the site is also a trace of the site."
-    )
-    return Table("Test accuracy", ["domain", "test images", *stages], rows, note)
+             *(metric.text(headline(stage).get(domain)) for stage in stages.values())] for domain in domains]  # fmt: skip
+    an, worse = "An" if metric.name == ACCURACY else "A", "below" if metric.higher_is_better else "above"
+    retrained = "that of a network retrained without the site is also a trace of the site."
+    note = f"{an} {metric.title} on a forgotten domain {worse} {retrained}"
+    return Table(f"Test {metric.title}", ["domain", "test images", *stages], rows, note)
 
 
 def _attacks(evidence: dict[str, Any]) -> Table:

@@ -6,26 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.sims.report.canvas import GREY, INK, PALETTE, new_figure, percent_axis, score_of, short
-from fedloom.sims.report.tables import percent
+from fedloom.conf.metrics import ACCURACY, Facts, facts_of
+from fedloom.server.run_folder.scores import headline, metric_of
+from fedloom.sims.report.canvas import GREY, INK, PALETTE, new_figure, score_of, short, value_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 End = tuple[float, str, str]  # a curve's last value, label and colour
+DEFAULT = facts_of(ACCURACY)
 Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
 
 def accuracy_figure(
     metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True
 ) -> Figure | None:
-    """Plot validation accuracy over rounds: a line per domain and, for several domains, their union. None if not measured.
+    """Plot the first metric on validation images over rounds: a line per domain and, for several domains, their union.
 
-    Dashed lines show the accuracy of `baselines`, by name, on the union. `aggregated`: the accuracy is that of one network,
-    else that of the sites' own networks.
+    None if not measured. Dashed lines show `baselines`, by name, on the union. `aggregated`: the metric is that of one
+    network, else that of the sites' own networks.
     """
-    names, others = list(dict.fromkeys(name for record in metrics for name in record.get("accuracy") or {})), baselines or {}
+    names, others = list(dict.fromkeys(name for record in metrics for name in headline(record))), baselines or {}
+    metric = metric_of({}, metrics)
     if not names:
         return None
     single = [name for name in names if name != "union"] if len(names) == 2 and "union" in names else []
@@ -38,23 +41,23 @@ def accuracy_figure(
         thick = name == "union" or bool(single)
         colour = INK if thick else GREY if many else PALETTE[(index - 1) % len(PALETTE)]
         ends += _curve(axes, metrics, name, name, colour, bold=thick, faint=many and not thick)
-    ends = _worth_a_label(ends) if many else ends
+    ends = _worth_a_label(ends, metric) if many else ends
     for index, (name, records) in enumerate(others.items(), 0 if many else len(names) - 1):
         ends += _curve(axes, records, "union", name, PALETTE[index % len(PALETTE)], broken=True)
-    label_ends(axes, ends)
-    percent_axis(axes.yaxis)
+    label_ends(axes, ends, metric=metric)
+    value_axis(axes.yaxis, metric)
     whole_rounds(axes, [record["round"] for records in (metrics, *others.values()) for record in records])
     broken = f" (dashed lines: baselines and other architectures{'' if single else ', on the union'})"
     axes.set_xlabel("round" + (broken if others else ""))
-    axes.set_ylabel("validation accuracy")
+    axes.set_ylabel(f"validation {metric.title}")
     whose = "the aggregated network" if aggregated else "the sites' own networks on their own domains"
-    axes.set_title(f"Validation accuracy of {whose}", loc="left", fontsize=12, color=INK)
+    axes.set_title(f"Validation {metric.title} of {whose}", loc="left", fontsize=12, color=INK)
     return figure
 
 
 def _curve(axes: Axes, records: Records, key: str, label: str, colour: str, **style: bool) -> list[End]:
-    """Draw the accuracies on `key`. Return the curve's right end, for its label; nothing without accuracies."""
-    points = [(record["round"], score_of(record.get("accuracy") or {}, key)) for record in records]
+    """Draw the values on `key`. Return the curve's right end, for its label; nothing without values."""
+    points = [(record["round"], score_of(headline(record), key)) for record in records]
     points = [(round, score) for round, score in points if not math.isnan(score)]
     if not points:
         return []
@@ -86,9 +89,9 @@ def _line(
     )
 
 
-def _worth_a_label(ends: list[End]) -> list[End]:
+def _worth_a_label(ends: list[End], metric: Facts) -> list[End]:
     """Return the ends of the union, the best and the worst curve."""
-    others = sorted(end for end in ends if end[1] != "union")
+    others = sorted((end for end in ends if end[1] != "union"), key=lambda end: (metric.worth(end[0]), *end[1:]))
     if not others:
         return ends
     worst, best = others[0], others[-1]
@@ -96,7 +99,7 @@ def _worth_a_label(ends: list[End]) -> list[End]:
     return [*marked, *(end for end in ends if end[1] == "union")]
 
 
-def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
+def label_ends(axes: Axes, ends: list[End], room: int = 24, metric: Facts = DEFAULT) -> None:
     """Label curves at their right `ends`, in at most `room` characters each, without overlaps."""
     if not ends:
         return
@@ -111,7 +114,7 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24) -> None:
         heights[i] = min(heights[i], heights[i + 1] - gap)
     for height, (score, name, colour) in zip(heights, ends, strict=True):
         axes.annotate(
-            f"{short(name, room)} {percent(score)}",
+            f"{short(name, room)} {metric.text(score)}",
             (1.02, height),
             xycoords=axes.get_yaxis_transform(),
             color=colour,

@@ -1,14 +1,18 @@
 """Summarise a run in a few sentences."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.server.run_folder.scores import headline as headline_of
+from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report.forgotten import forgotten_sentence
 from fedloom.sims.report.heads import exchanges
 from fedloom.sims.report.tables import (
     Holders,
     accuracies,
     before_forgetting,
+    clean,
     has_aggregate,
     homes,
     mean,
@@ -16,23 +20,50 @@ from fedloom.sims.report.tables import (
     percent,
 )
 
+FAR, GOOD = 0.5, 0.5  # a class is named if its share of right answers is at most FAR of the others', which is at least GOOD
+
 
 def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
     """Return a few sentences with the run's main numbers."""
     sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
     run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
     ended = f"{summary['status']} after round {done} of {summary['rounds']}"
+    metric = metric_of(summary, metrics)
     before, gone = before_forgetting(summary), forgotten_sentence(summary.get("unlearned") or [])
     if before:
-        union = percent(before.get("union"))
-        text = f"{run}, {ended}: the aggregated network reaches {union} test accuracy on {all_domains(summary)}."
+        union, worst = metric.text(before.get("union")), worst_class(summary)
+        text = (
+            f"{run}, {ended}: the aggregated network reaches {union} test {metric.title} on {all_domains(summary)}{worst}."
+        )
         return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
     if not has_aggregate(summary) and (means := next(iter(accuracies(summary).values()), {})):
-        text = f"{run}, {ended}: the sites' own networks reach {percent(means.get('union'))} test accuracy on"
-        return " ".join(filter(None, [f"{text} {all_domains(summary)}, on average.", _exchange_sentence(summary), gone]))
-    last = next((record["accuracy"].get("union") for record in reversed(metrics) if record.get("accuracy")), None)
-    watched = f"; the last validation accuracy on the union was {percent(last)}" if last is not None else ""
-    return f"{run}, {ended}: test accuracy was not measured{watched}. {gone}".strip()
+        text = f"{run}, {ended}: the sites' own networks reach {metric.text(means.get('union'))} test {metric.title} on"
+        average = f"{text} {all_domains(summary)}, on average{worst_class(summary)}."
+        return " ".join(filter(None, [average, _exchange_sentence(summary), gone]))
+    last = next((values.get("union") for record in reversed(metrics) if (values := headline_of(record))), None)
+    watched = f"; the last validation {metric.title} on the union was {metric.text(last)}" if last is not None else ""
+    return f"{run}, {ended}: test {metric.title} was not measured{watched}. {gone}".strip()
+
+
+def worst_class(summary: Mapping[str, Any]) -> str:
+    """Return ", but class `NAME` R of N" if the network is right far less often on one class than on the others.
+
+    Counts the answers on the sites' own test images. A class with so few images that chance explains it is not named.
+    """
+    by_role = summary.get("per_site") or {}
+    classes = (by_role.get("aggregate") or by_role.get("own") or {}).get("classes") or {}
+    counts = {name: (right, images) for name, (right, images) in classes.items() if images}
+    if len(counts) < 2:
+        return ""
+    name = min(counts, key=lambda name: (counts[name][0] / counts[name][1], -counts[name][1]))
+    right, images = counts[name]
+    rest = [sum(numbers) for numbers in zip(*(both for other, both in counts.items() if other != name), strict=True)]
+    share = rest[0] / rest[1]
+    noise = 2 * math.sqrt(max(share * (1 - share), 1 / (rest[1] + 2)) / images)
+    if share < GOOD or right / images > min(FAR * share, share - noise):
+        return ""
+    title = clean(str((summary.get("class_names") or {}).get(name, name)))
+    return f", but class `{title}` {right} of {images}"
 
 
 def _exchange_sentence(summary: Mapping[str, Any]) -> str:
@@ -57,17 +88,19 @@ def _forgetting_sentence(summary: Mapping[str, Any]) -> str:
     own_before, kept_before = _own_and_retained(holders, dict.fromkeys(counted, before))
     own_after, kept_after = _own_and_retained(holders, counted)
     start = f"Forgetting {next(iter(counted))}" if len(counted) == 1 else f"Forgetting a site (mean of {len(counted)})"
-    stay = f"accuracy on the retained domains goes from {percent(kept_before)} to {percent(kept_after)} on average"
-    own = f"goes from {percent(own_before)} to {percent(own_after)}"
+    metric = metric_of(summary)
+    stay = f"{metric.title} on the retained domains goes from {metric.text(kept_before)} to {metric.text(kept_after)}"
+    stay = f"{stay} on average"
+    own = f"goes from {metric.text(own_before)} to {metric.text(own_after)}"
     if not alone and (domain := only_domain(summary)):
-        return f"{start}: accuracy on {domain}, which other sites also hold, {own}."
+        return f"{start}: {metric.title} on {domain}, which other sites also hold, {own}."
     if not alone:
         return f"{start}: {stay}; each forgotten domain is also held by another site."
-    return f"{start}: accuracy on its own domain {own}; {stay}."
+    return f"{start}: {metric.title} on its own domain {own}; {stay}."
 
 
 def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]]) -> tuple[float | None, float | None]:
-    """Return the mean accuracy over sites on the site's own domain, and on the domains retained without the site."""
+    """Return the first metric's mean over sites on the site's own domain, and on the domains retained without the site."""
     own = mean([row.get(holders.home.get(site, "")) for site, row in scores.items()])
     return own, mean([holders.retained_mean(row, site) for site, row in scores.items()])
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.conf.metrics import Facts
+from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report.canvas import (
     GREY,
     INK,
@@ -19,14 +21,15 @@ from fedloom.sims.report.canvas import (
     name_ticks,
     new_figure,
     new_panels,
-    percent_axis,
     plain,
     save,
     score_of,
     short,
+    value_axis,
     write_numbers,
 )
 from fedloom.sims.report.curves import Records, accuracy_figure
+from fedloom.sims.report.errors import against_figure, confusion_figure
 from fedloom.sims.report.heads import exchanges, heads_figure
 from fedloom.sims.report.selection import selection_figure, selections
 from fedloom.sims.report.sites import classes_figure, spread_figure
@@ -57,6 +60,8 @@ def draw_all(
         "forgetting.png": forgetting_figure(summary),
         "sites.png": sites_figure(summary),
         "per_site.png": spread_figure(summary),
+        "confusion.png": confusion_figure(summary),
+        "against.png": against_figure(summary),
         "classes.png": classes_figure(summary),
         "layers.png": selection_figure(selections(summary)),
         "heads.png": heads_figure(exchanges(summary), homes(summary)),
@@ -65,30 +70,33 @@ def draw_all(
 
 
 def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the test accuracy per domain before and after forgetting each site; None without such results."""
+    """Plot the first metric per domain before and after forgetting each site; None without such results."""
     forgotten, before = summary.get("forgotten") or {}, before_forgetting(summary)
     if not forgotten or not before:
         return None
-    columns = columns_of(summary)
+    columns, metric = columns_of(summary), metric_of(summary)
     if len(forgotten) <= MAX_PANELS and len(columns) <= MAX_DOTS:
-        return _forgetting_panels(forgotten, before, columns, homes(summary))
+        return _forgetting_panels(forgotten, before, columns, homes(summary), metric)
     changes = [[score_of(scores, name) - score_of(before, name) for name in columns] for scores in forgotten.values()]
-    return _heat_map(changes, list(forgotten), columns, homes(summary), "Change after forgetting a site", change=True)
+    title = "Change after forgetting a site"
+    return _heat_map(changes, list(forgotten), columns, homes(summary), title, metric, change=True)
 
 
 def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the test accuracy of every network on every domain as a heat map; None if not measured."""
+    """Plot the first metric of every network on every domain as a heat map; None if not measured."""
     scores = accuracies(summary)
     if not scores:
         return None
     columns = columns_of(summary)
     grid = [[score_of(row, name) for name in columns] for row in scores.values()]
-    return _heat_map(grid, list(scores), columns, homes(summary), "Test accuracy of every network")
+    metric = metric_of(summary)
+    return _heat_map(grid, list(scores), columns, homes(summary), f"Test {metric.title} of every network", metric)
 
 
 def _forgetting_panels(
-    forgotten: Mapping[str, Mapping[str, float]], before: Mapping[str, float], names: list[str], held: Mapping[str, str]
-) -> Figure:
+    forgotten: Mapping[str, Mapping[str, float]], before: Mapping[str, float], names: list[str], held: Mapping[str, str],
+    metric: Facts,
+) -> Figure:  # fmt: skip
     """Draw a panel per forgotten site: for each domain a hollow dot before, a filled dot after, and a line between."""
     across = min(3, len(forgotten))
     down = math.ceil(len(forgotten) / across)
@@ -100,13 +108,14 @@ def _forgetting_panels(
             _dots(panel, index, score_of(before, name), score_of(after, name), colour)
         panel.set_yticks(range(len(names)), [short(name) for name in names])
         panel.set_ylim(len(names) - 0.4, -0.6)
-        panel.set_xlim(-0.04, 1.04)
-        panel.set_xticks([0, 0.25, 0.5, 0.75, 1])
-        percent_axis(panel.xaxis)
+        if metric.share:
+            panel.set_xlim(-0.04, 1.04)
+            panel.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        value_axis(panel.xaxis, metric)
         panel.set_title(f"without {short(site)}", loc="left", fontsize=10, color=INK)
         plain(panel)
     _legend(figure, names)
-    figure.suptitle("Test accuracy before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.suptitle(f"Test {metric.title} before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
 
@@ -157,28 +166,30 @@ def alignment_figure(
 
 
 def _heat_map(
-    grid: Grid, rows: list[str], names: list[str], held: Mapping[str, str], title: str, change: bool = False
+    grid: Grid, rows: list[str], names: list[str], held: Mapping[str, str], title: str, metric: Facts, change: bool = False
 ) -> Figure:
     """Draw `grid` as a heat map, with numbers if they fit. Frames mark each site's own domain. `change`: has both signs."""
     numbers = len(rows) <= MAX_NUMBERS and len(names) <= MAX_NUMBERS
     width = min(16.0, 2.6 + (0.74 if numbers else 0.4) * len(names))
     figure, axes = new_figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
     changes = [abs(value) for row in grid for value in row if not math.isnan(value)]
-    reach = (max(changes, default=0.0) or 1.0) if change else 1.0
+    reach = (max(changes, default=0.0) or 1.0) if change or not metric.share else 1.0
     low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
     picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, names)
     if numbers:
-        write_numbers(axes, grid, reach, "+.1f" if change else ".1f")
+        sign, form, unit = "+" if change else "", ".1f" if metric.share else ".3g", 100.0 if metric.share else 1.0
+        write_numbers(axes, grid, reach, f"{sign}{form}", unit)
     if len(rows) <= MAX_FRAMES:
         places = [(names.index(held[row]), y) for y, row in enumerate(rows) if held.get(row) in names]
         frame_cells(axes, places, INK if change else PALETTE[4])
     bar = figure.colorbar(picture, ax=axes, shrink=min(1.0, 6 / figure.get_figheight()), pad=0.02)
-    percent_axis(bar.ax.yaxis, "" if change else "%")
+    value_axis(bar.ax.yaxis, metric, "" if change else "%")
     bar.outline.set(visible=False)
     bar.ax.tick_params(length=0, labelsize=8.5)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
-    unit = "test accuracy after - before, in percentage points" if change else "test accuracy in %"
+    points, percent = (", in percentage points", " in %") if metric.share else ("", "")
+    legend = f"test {metric.title} after - before{points}" if change else f"test {metric.title}{percent}"
     framed = "; framed: the site's own domain" if len(rows) <= MAX_FRAMES else ""
-    figure.supxlabel(unit + framed, x=0.01, ha="left", fontsize=8.5, color=INK)
+    figure.supxlabel(legend + framed, x=0.01, ha="left", fontsize=8.5, color=INK)
     return figure

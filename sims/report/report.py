@@ -8,7 +8,10 @@ from typing import Any
 from fedloom.clients.protocol.packing import PACKINGS
 from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run_folder.scores import as_headline, metric_of
+from fedloom.server.run_folder.scores import headline as headline_of
 from fedloom.sims.report import plots
+from fedloom.sims.report.errors import by_class_table, confusion_table, metrics_table
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
 from fedloom.sims.report.headline import all_domains, headline
@@ -34,18 +37,20 @@ SUMMARY_KEYS = {
     "sites": list, "status": str,
 }  # fmt: skip
 CAPTIONS = {
-    "accuracy.png": "Accuracy of the aggregated network on held-out validation images, by round.",
-    "sites.png": "Test accuracy of each network on each domain. A site's own network should be good on that site's domain, "
+    "accuracy.png": "{metric} of the aggregated network on held-out validation images, by round.",
+    "sites.png": "Test {name} of each network on each domain. A site's own network should be good on that site's domain, "
     "the aggregated network on all domains.",
-    "per_site.png": "Left: accuracy on each site's own test images, sites sorted. Right: accuracy by class.",
+    "per_site.png": "Left: {name} on each site's own test images, sites sorted. Right: accuracy by class.",
+    "confusion.png": "Row: a true class. Column: the class that the network predicts. Darker: a larger share of the row.",
+    "against.png": "Each dot is a group of test examples; a larger dot has more. Dots on the dashed line are right.",
     "classes.png": "Training images of each class at each site. A larger dot means more images.",
     "layers.png": "Probability that each group of layers is shared: a row for each site, rounds from left to right.",
     "heads.png": "Accuracy of every site's head on every site's extractor, without further training. Dark cells outside the "
     "frames mean that heads can be exchanged.",
 }
 APART = {
-    "accuracy.png": "Accuracy of the sites' own networks on held-out validation images of their own domains, by round.",
-    "sites.png": "Test accuracy of each site's own network on each domain. A method's row is the mean over its sites.",
+    "accuracy.png": "{metric} of the sites' own networks on held-out validation images of their own domains, by round.",
+    "sites.png": "Test {name} of each site's own network on each domain. A method's row is the mean over its sites.",
 }
 BROKEN = " Dashed lines: the baselines and the networks of other architectures"
 GUARANTEE = (
@@ -75,7 +80,7 @@ def write_report(folder: Path) -> Path:
     try:
         gone = forgotten_sites(folder, summary)
         summary["unlearned"], baselines = [forgotten.site for forgotten in gone], {**_others(metrics), **_baselines(folder)}
-        captions = _captions(summary, baselines)
+        captions = _captions(summary, metrics, baselines)
         drawn = plots.draw_all(folder, metrics, summary, baselines)
         pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
         sections = _sections(summary, metrics, config, pictures, gone)
@@ -88,9 +93,13 @@ def write_report(folder: Path) -> Path:
     return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
 
 
-def _captions(summary: Mapping[str, Any], baselines: Mapping[str, Any]) -> dict[str, str]:
+def _captions(
+    summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the caption of each picture, by its file name."""
-    captions = CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}
+    metric = metric_of(summary, metrics)
+    captions = {name: text.format(metric=metric.caption, name=metric.title)
+                for name, text in (CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}).items()}  # fmt: skip
     broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
     return {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
 
@@ -108,7 +117,7 @@ def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _others(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the metrics of the networks of other architectures, by name."""
     names = dict.fromkeys(name for record in metrics for name in record.get("networks") or {})
-    return {name: [{"round": record["round"], "accuracy": {"union": record["networks"][name]}}
+    return {name: [{"round": record["round"], **as_headline(record, {"union": record["networks"][name]})}
                    for record in metrics if name in (record.get("networks") or {})] for name in names}  # fmt: skip
 
 
@@ -119,7 +128,8 @@ def _sections(
     pictures: Mapping[str, Picture],
     gone: list[Forgotten],
 ) -> list[tuple[str, list[Part]]]:
-    accuracy: list[Part] = [accuracy_table(summary)] if summary.get("accuracy") else []
+    accuracy: list[Part] = [accuracy_table(summary)] if headline_of(summary) else []
+    accuracy += metrics_table(summary)
     different: list[Part] = [at_sites_table(summary)] if summary.get("at_sites") else []
     different += [costs_table(summary)] if summary.get("costs") else []
     forgotten: list[Part] = [forgetting_table(summary)] if summary.get("forgotten") else []
@@ -130,8 +140,10 @@ def _sections(
         ("", [headline(summary, metrics), *_failed_checks(summary), *([forgotten_table(gone)] if gone else [])]),
         ("The run", [_run_table(summary), _sites_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
-        ("Test accuracy", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
+        (f"Test {metric_of(summary).title}", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
+        ("Class by class", [*by_class_table(summary), *confusion_table(summary), *_pictures(pictures, "confusion.png")]),
+        ("Predicted against true", _pictures(pictures, "against.png")),
         ("Privacy", [*privacy_parts(summary, metrics)]),
         ("Exchanged heads", [*heads, *_pictures(pictures, "heads.png")]),
         ("Layer selection", [*selection, *_pictures(pictures, "layers.png")]),

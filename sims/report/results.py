@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fedloom.server.run_folder.scores import headline
 from fedloom.sims.report.forgetting import forgetting_table
 from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.selection import methods_table, selections
@@ -10,7 +11,7 @@ from fedloom.sims.report.tables import Table, accuracy_table, at_sites_table, co
 
 def result_tables(summary: dict[str, Any]) -> list[Table]:
     """Return a table for each kind of result in a run's summary."""
-    tables = [accuracy_table(summary)] if summary.get("accuracy") else []
+    tables = [accuracy_table(summary)] if headline(summary) else []
     tables += [at_sites_table(summary)] if summary.get("at_sites") else []
     tables += [costs_table(summary)] if summary.get("costs") else []
     tables += [heads_table(matrices)] if (matrices := exchanges(summary)) else []

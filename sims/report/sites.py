@@ -1,12 +1,15 @@
-"""Show the accuracy at single sites, and the sites' classes, as tables and plots."""
+"""Show the first metric at single sites, and the sites' classes, as tables and plots."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedloom.sims.report.canvas import INK, PALETTE, new_figure, new_panels, percent_axis, plain, short
+from fedloom.conf.metrics import ACCURACY, Facts, facts_of
+from fedloom.server.run_folder.scores import metric_of, spot
+from fedloom.sims.report.canvas import INK, PALETTE, new_figure, new_panels, percent_axis, plain, short, value_axis
 from fedloom.sims.report.tables import Table, aggregate, cut, percent, shortened
 
 if TYPE_CHECKING:
@@ -27,26 +30,29 @@ def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of accuracy over the sites by network: mean, standard deviation, worst, deciles, best."""
-    rows = []
+    """Return a table of the first metric over the sites by network: mean, standard deviation, worst, deciles, best."""
+    rows, metric = [], metric_of(summary)
     for name, result in at_home(summary).items():
         low, middle, high = (result["deciles"][index] for index in (0, 4, 8))
-        worst, best = ((percent(result[end]["accuracy"]), result[end]["site"]) for end in ("worst", "best"))
-        rows.append([name, len(result["sites"]), percent(result["mean"]), percent(result["deviation"]), *worst,
-                     *map(percent, (low, middle, high)), *best])  # fmt: skip
+        ends = (result[end] or {} for end in ("worst", "best"))
+        worst, best = ((metric.text(spot(end)), end.get("site", "-")) for end in ends)
+        rows.append([name, len(result["sites"]), metric.text(result["mean"]), metric.text(result["deviation"]), *worst,
+                     *map(metric.text, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
     note = "Every site has the same weight. 10 %: a tenth of the sites are below this value. summary.json has all deciles."
     return Table("On each site's own test images", columns, rows, _looked_at(summary) + _coarse(summary) + note)
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of accuracy by site and network, sorted by the first network's accuracy, worst first."""
-    networks = at_home(summary)
+    """Return a table of the first metric by site and network, sorted by the first network's value, worst first."""
+    networks, metric = at_home(summary), metric_of(summary)
     first = next(iter(networks.values()))["sites"]
+    values = {name: spot(site) for name, site in first.items()}
+    worth = {name: metric.worth(value) for name, value in values.items() if value is not None}
     names = sorted({name: None for result in networks.values() for name in result["sites"]},
-                   key=lambda name: first.get(name, {}).get("accuracy", 2.0))  # fmt: skip
+                   key=lambda name: worth.get(name, math.inf))  # fmt: skip
     images = {name: each["images"] for result in networks.values() for name, each in result["sites"].items()}
-    rows = [[name, images[name], *(percent(result["sites"].get(name, {}).get("accuracy")) for result in networks.values())]
+    rows = [[name, images[name], *(metric.text(spot(result["sites"].get(name, {}))) for result in networks.values())]
             for name in names]  # fmt: skip
     kept, note = cut(rows, "sites")
     return Table("Site by site, the worst first", ["site", "test images", *networks], kept, note)
@@ -64,27 +70,28 @@ def classes_table(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the sites' accuracies in ascending order and the accuracy by class, for each network. None for one site."""
+    """Plot the sites' values in ascending order and the accuracy by class, for each network. None for one site."""
     networks = {name: result for name, result in at_home(summary).items() if len(result["sites"]) > 1}
     if not networks:
         return None
-    figure, ((left, right),) = new_panels(9.5, 4.2, 1, 2, sharey=True)
+    metric = metric_of(summary)
+    figure, ((left, right),) = new_panels(9.5, 4.2, 1, 2, sharey=metric.share)
     for index, (name, result) in enumerate(networks.items()):
         colour = PALETTE[index % len(PALETTE)]
-        values = sorted(each["accuracy"] for each in result["sites"].values())
+        values = sorted(value for each in result["sites"].values() if (value := spot(each)) is not None)
         left.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
                   marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=short(name, 40))  # fmt: skip
         classes = sorted(result["classes"], key=int)
         right.plot([int(name) for name in classes], [_share(result["classes"][name]) for name in classes], color=colour,
                    linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
-    for axes, name in ((left, "share of sites, sorted by accuracy"), (right, "class")):
-        _dress(axes)
+    for axes, name in ((left, f"share of sites, sorted by {metric.title}"), (right, "class")):
+        _dress(axes, metric if axes is left else facts_of(ACCURACY))
         axes.set_xlabel(name)
     percent_axis(left.xaxis)
     right.xaxis.get_major_locator().set_params(integer=True)
     _name_classes(right, summary, sorted({int(name) for result in networks.values() for name in result["classes"]}))
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
-    figure.suptitle("Accuracy on the sites' own test images", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.suptitle(f"{metric.caption} on the sites' own test images", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
 
@@ -145,7 +152,8 @@ def _coarse(summary: Mapping[str, Any]) -> str:
     return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: use only the mean. " if few else ""
 
 
-def _dress(axes: Axes) -> None:
+def _dress(axes: Axes, metric: Facts) -> None:
     plain(axes)
-    axes.set_ylim(-0.03, 1.03)
-    percent_axis(axes.yaxis)
+    if metric.share:
+        axes.set_ylim(-0.03, 1.03)
+    value_axis(axes.yaxis, metric)

@@ -37,9 +37,12 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(len(values), statistics.fmean(values), deviation)
 
 
-def mean_and_spread(fractions: Sequence[float]) -> str:
-    """Return accuracies as text in %, mean ± standard deviation: 83.5 ± 0.7."""
-    return spread([100 * fraction for fraction in fractions]).text(1)
+def mean_and_spread(values: Sequence[float], share: bool = True) -> str:
+    """Return values as text, mean ± standard deviation: shares in % as 83.5 ± 0.7, other numbers with four digits."""
+    if share:
+        return spread([100 * value for value in values]).text(1)
+    found = spread(values)
+    return f"{found.mean:.4g}" + (f" ± {found.deviation:.2g}" if found.n > 1 else "")
 
 
 def mean_line(axes: Axes, series: Mapping[Any, Sequence[float]], **style: Any) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedloom.conf.sites import PERSONAL
+from fedloom.server.run_folder.scores import headline, metric_of
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,11 @@ def columns_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 def accuracies(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return test accuracies by network and domain: first the aggregate, then the baselines, then the sites' own networks.
+    """Return the first metric by network and domain: first the aggregate, then the baselines, then the sites' own networks.
 
     A method without an aggregate is listed by its mode, with the mean of its sites' networks.
     """
-    scores, sites, first = dict(summary.get("accuracy") or {}), homes(summary), aggregate(summary)
+    scores, sites, first = dict(headline(summary)), homes(summary), aggregate(summary)
     own, mode = [scores[name] for name in scores if name in sites], str(summary.get("method")).rpartition("/")[2]
     if own and not has_aggregate(summary) and mode not in scores:
         first = mode
@@ -157,7 +158,7 @@ def aggregate(summary: Mapping[str, Any]) -> str:
 
     In summaries without this name, it is the first network that is not a site's.
     """
-    scores, sites = summary.get("accuracy") or {}, homes(summary)
+    scores, sites = headline(summary), homes(summary)
     recorded = str(summary.get("aggregate"))
     if recorded in scores or not has_aggregate(summary):
         return recorded
@@ -217,13 +218,13 @@ class Holders:
 
 
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of the test accuracy of aggregate, baselines and sites' own networks on every domain."""
+    """Return a table of the first metric of aggregate, baselines and sites' own networks on every domain."""
     sites, columns, several = homes(summary), domains(summary), not only_domain(summary)
-    shown = columns[:MAX_DOMAINS]
+    shown, metric = columns[:MAX_DOMAINS], metric_of(summary)
     rows = []
     for name, scores in accuracies(summary).items():
-        cells = [_marked(scores.get(domain), domain == sites.get(name)) for domain in shown]
-        rows.append([name, *cells, *([percent(scores.get("union"))] if several else [])])
+        cells = [_marked(metric.text(scores.get(domain)), domain == sites.get(name)) for domain in shown]
+        rows.append([name, *cells, *([metric.text(scores.get("union"))] if several else [])])
     kept, note = cut(rows, "networks")
     starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
     mark = "; ".join(filter(None, [starred, "union: test images of all domains together" if several else ""]))
@@ -232,7 +233,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     own = PERSONAL in accuracies(summary)
     personal = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
     notes = " ".join(filter(None, [f"{mark}." if mark else "", means, personal, note, few]))
-    return Table("Test accuracy", ["network", *shown, *(["union"] if several else [])], kept, notes)
+    return Table(f"Test {metric.title}", ["network", *shown, *(["union"] if several else [])], kept, notes)
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:
@@ -273,8 +274,8 @@ def _megabytes(number: int | None) -> float | None:
     return None if number is None else round(number / 1e6, 3)
 
 
-def _marked(fraction: float | None, own: bool) -> str:
-    return f"* {percent(fraction)}" if own else percent(fraction)
+def _marked(value: str, own: bool) -> str:
+    return f"* {value}" if own else value
 
 
 def _line(cells: Any) -> str:

@@ -8,9 +8,10 @@ from rich.live import Live
 from rich.text import Text
 
 from fedloom.conf.errors import plain
+from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.progress.listeners import REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener, clock_text
 from fedloom.sims.progress.memory import recent_bytes
-from fedloom.sims.report.tables import before_forgetting, percent
+from fedloom.sims.report.tables import before_forgetting
 from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 
 
@@ -137,4 +138,5 @@ def ending(outcome: Outcome) -> str:
     """Return a line that says how a run ended."""
     union, seconds = before_forgetting(outcome.summary).get("union"), outcome.summary.get("seconds", 0.0)
     text = f"{outcome.status} after {seconds:.1f} s"
-    return f"{text}, test accuracy {percent(union)}" if union is not None else text
+    metric = metric_of(outcome.summary)
+    return f"{text}, test {metric.title} {metric.text(union)}" if union is not None else text

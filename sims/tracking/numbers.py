@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.results_schema import RECEIVED, traffic_of
+from fedloom.server.run_folder.scores import SCORES, headline
 
 _ODD = re.compile(r"[^A-Za-z0-9_.\- ]")
 TRAFFIC = ("sent", "received")
@@ -16,9 +18,11 @@ TRAFFIC = ("sent", "received")
 
 def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a round's numbers for all sites together: `train_loss`, `validation/union`, `bytes/sent`, `dropped`, ..."""
-    known = {"round", "accuracy", "dropped", "bytes", RECEIVED, "epsilon", "clipped"}
+    known = {"round", ACCURACY, SCORES, "dropped", "bytes", RECEIVED, "epsilon", "clipped"}
     numbers = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
-    numbers |= dict(_flat("validation", record.get("accuracy") or {}))
+    numbers |= dict(_flat("validation", headline(record)))
+    others = {name: values for name, values in (record.get(SCORES) or {}).items() if values is not headline(record)}
+    numbers |= dict(_flat("validation", others))
     for key in ("dropped", "clipped"):
         if key in record:
             numbers[key] = float(len(record[key] or {}))

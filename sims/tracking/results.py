@@ -1,4 +1,4 @@
-"""Read the results of a run from its folder: accuracies, tables, plots, digests."""
+"""Read the results of a run from its folder: metrics, tables, plots, digests."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.server.run_folder.folder import CONFIG, RunFolder
+from fedloom.server.run_folder.scores import SCORES, headline
 from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.tables import Table
 from fedloom.sims.tracking.numbers import one
@@ -19,7 +20,7 @@ class Results:
 
     Attributes:
         round: The last round.
-        numbers: Accuracies from 0 to 1, by names such as test/sum/union.
+        numbers: The first metric by names such as test/sum/union, others as test/auroc/sum/union.
         tables: The tables of the report.
         pictures: The files of the plots.
         digest: SHA-256 of the final states, by slot.
@@ -39,9 +40,11 @@ def results_of(folder: Path) -> Results:
     run = RunFolder(folder)
     summary, metrics = run.summary(), run.metrics()
     numbers = {
-        **dict(_accuracies("test", summary.get("accuracy"))),
-        **dict(_accuracies("without", summary.get("forgotten"))),
+        **dict(_values("test", headline(summary))),
+        **dict(_values("without", summary.get("forgotten"))),
     }
+    for metric, values in list((summary.get(SCORES) or {}).items())[1:]:
+        numbers |= dict(_values(f"test/{one(metric)}", values))
     files = [folder / name for name in (CONFIG, REPORT) if (folder / name).is_file()]
     pictures = sorted((folder / "plots").glob("*.png"))
     digest = {str(name): str(value) for name, value in (summary.get("digest") or {}).items()}
@@ -49,7 +52,7 @@ def results_of(folder: Path) -> Results:
     return Results(max(metrics, default=0), numbers, tables, pictures, digest, files)
 
 
-def _accuracies(kind: str, accuracies: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, float]]:
-    for name, shares in (accuracies or {}).items():
+def _values(kind: str, values: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, float]]:
+    for name, shares in (values or {}).items():
         for domain, share in shares.items():
             yield f"{kind}/{one(name)}/{one(domain)}", float(share)

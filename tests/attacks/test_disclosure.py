@@ -70,6 +70,26 @@ def test_numbers_by_class_leave_when_the_site_says_so_whatever_engine_the_server
         assert any(name.startswith("by_class") for name in found) is told  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("disclose", "sent"), [("", {"right"}), ("scores", {"right"}), ("classes", {"right", "confusion", "scores"})]
+)
+def test_confusion_matrices_and_histograms_leave_only_when_the_site_discloses_classes(
+    tmp_path: Path, disclose: str, sent: set[str]
+) -> None:
+    words = (*WORDS, "evaluation.metrics=[balanced_accuracy,auroc]", "evaluation.where=sites")
+    policy: dict[str, Any] = {"disclose": disclose} if disclose else {}
+    server = Server(tmp_path, words, **policy)
+    found = server.ask(0, EVALUATE, {MODEL: server.mean}, split="validation")
+    assert set(found["sums"].keys()) == sent  # type: ignore[union-attr]
+
+
+def test_a_site_does_not_import_a_metric_that_the_server_names(tmp_path: Path) -> None:
+    words = (*WORDS, "evaluation.metrics=[accuracy,'no_such_module:Metric']", "evaluation.where=sites")
+    server = Server(tmp_path, words, disclose="classes")
+    found = server.ask(0, EVALUATE, {MODEL: server.mean}, split="validation")
+    assert set(found["sums"].keys()) == {"right"}  # type: ignore[union-attr]
+
+
 def test_small_batches_are_refused_where_something_is_hidden(tmp_path: Path) -> None:
     words = (*NOISE, "training.batch=1", "training.steps=1")
     with pytest.raises(Refused, match=r"RefusedError at training\.batch"):

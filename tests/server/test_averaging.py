@@ -142,7 +142,9 @@ def test_dittos_own_networks_are_local_training_without_the_pull_and_near_the_sh
     far, near = (sum(float((personal_of(run, 1)[name] - one).square().sum()) for name, one in shared.items())
                  for run in (free, held))  # fmt: skip
     assert near < far / 2
-    assert free.loop.accuracies([None], "test")[0]["union"] != free.loop.accuracies([free.aggregate.aggregate()], "test")[0]
+    assert (
+        free.loop.tables([None], "test")[0]["accuracy"]["union"] != free.loop.tables([free.aggregate.aggregate()], "test")[0]
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -221,7 +223,7 @@ def test_fedbn_keeps_batchnorm_at_the_sites(tmp_path: Path):
     norms = [name for name in state if name.split(".")[-1].startswith(("running", "num_batches"))]
     assert norms and all(torch.equal(state[name], start[name]) for name in norms)
     assert not any("running" in name for name in run.aggregate.view().contribution(NETWORKS, "site-0000"))
-    assert set(run.loop.accuracies([run.aggregate.aggregate()], "test")[0]) == {"digits", "union"}
+    assert set(run.loop.tables([run.aggregate.aggregate()], "test")[0]["accuracy"]) == {"digits", "union"}
 
 
 def test_only_those_who_answered_count(tmp_path: Path):

@@ -1,0 +1,45 @@
+"""Read the first metric from records of metrics.jsonl and summaries.
+
+The default metric is accuracy: a record has `accuracy` by domain, a summary by network and domain. With other metrics, both
+also have `scores` by metric, the first configured one first, and the summary has the facts of the first one in `metric`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedloom.conf.metrics import ACCURACY, Facts, facts_of
+
+SCORES, METRIC = "scores", "metric"
+
+
+def headline(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first metric's values in a record by domain, in a summary by network and domain; empty if not measured."""
+    scores = record.get(SCORES)
+    return (next(iter(scores.values()), {}) if scores else record.get(ACCURACY)) or {}
+
+
+def as_headline(record: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries of a record that have `values` as its first metric's."""
+    return {SCORES: {next(iter(record[SCORES])): values}} if record.get(SCORES) else {ACCURACY: values}
+
+
+def first_metric(record: Mapping[str, Any]) -> Facts:
+    """Return the first metric of a record or a summary."""
+    facts = facts_of(next(iter(record.get(SCORES) or {}), ACCURACY))
+    stored = record.get(METRIC) or {}
+    if stored.get("name") != facts.name:
+        return facts
+    return replace(facts, higher_is_better=bool(stored.get("higher_is_better", True)), share=bool(stored.get("share")))
+
+
+def metric_of(summary: Mapping[str, Any], records: Any = ()) -> Facts:
+    """Return the first metric of a run, from its summary or, before it is measured, from its records."""
+    if summary.get(SCORES):
+        return first_metric(summary)
+    return next((first_metric(record) for record in records if record.get(SCORES)), facts_of(ACCURACY))
+
+
+def spot(entry: Mapping[str, Any]) -> float | None:
+    """Return the first metric's value of a site in a summary's `per_site`; None if it has none."""
+    return entry["score"] if "score" in entry else entry.get(ACCURACY)

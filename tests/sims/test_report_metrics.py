@@ -1,0 +1,84 @@
+"""Reports, tables and comparisons of metrics whose smaller values are better, and of predicted against true numbers."""
+
+import pytest
+import torch
+
+from fedloom.clients.evaluation.accuracy import Score
+from fedloom.clients.evaluation.metrics import STATISTICS
+from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics
+from fedloom.clients.evaluation.metrics.values import FORMULAS
+from fedloom.conf.metrics import KNOWN, REGRESSION, facts_of
+from fedloom.server.evaluation.spread import spread_of_metrics
+from fedloom.server.run_folder.scores import first_metric, headline, metric_of
+from fedloom.sims.report.curves import accuracy_figure
+from fedloom.sims.report.errors import against_figure, confusion_figure, confusion_table
+from fedloom.sims.report.forgetting import caption, forgetting_table
+from fedloom.sims.report.headline import headline as sentence
+from fedloom.sims.report.plots import draw_all
+from fedloom.sims.report.sites import sites_table, spread_table
+from fedloom.sims.report.tables import accuracy_table
+from fedloom.sims.tracking.numbers import round_numbers
+
+SITES = {"a": 1.0, "b": 4.0}  # the deviation of each site's errors
+
+
+@pytest.fixture
+def summary():
+    """Return the summary of a run on numbers, with two sites of one domain."""
+    chosen = tuple(Metric(KNOWN[name], FORMULAS[REGRESSION][name]) for name in ("rmse", "mae", "r2"))
+    metrics = Metrics(REGRESSION, chosen, (STATISTICS["errors"], STATISTICS["against"]))
+    generator, scores = torch.Generator().manual_seed(2), dict[str, Score]()
+    for name, size in SITES.items():
+        true = 40 + 10 * torch.randn(200, 1, generator=generator)
+        predicted = true + size * torch.randn(200, 1, generator=generator)
+        scores[name] = Score(0, 200, sums=metrics.sums(predicted, true))
+    union = metrics.values(metrics.added([score.sums for score in scores.values()]))
+    table = {name: {"sum": {"houses": value, "union": value}} for name, value in union.items()}
+    return {
+        "status": "finished", "method": "fedavg", "rounds": 2, "aggregate": "sum", "accuracy": {}, "scores": table,
+        "metric": {"name": "rmse", "higher_is_better": False, "share": False},
+        "sites": [{"name": name, "domain": "houses", "samples": 9} for name in SITES],
+        "per_site": {"aggregate": spread_of_metrics(scores, metrics, {})},
+        "forgotten": {"a": {"houses": 5.0, "union": 5.0}},
+    }  # fmt: skip
+
+
+RECORDS = [{"round": round, "scores": {"rmse": {"houses": 9.0 / round, "union": 9.0 / round}, "r2": {"union": 0.5}}}
+           for round in (1, 2)]  # fmt: skip
+
+
+def test_the_union_of_sites_has_the_errors_of_both(summary):
+    rmse = summary["scores"]["rmse"]["sum"]["union"]
+    assert rmse == pytest.approx((0.5 * (SITES["a"] ** 2 + SITES["b"] ** 2)) ** 0.5, rel=0.1)
+    per_site = summary["per_site"]["aggregate"]
+    assert per_site["worst"]["site"] == "b" and per_site["best"]["site"] == "a"
+    assert per_site["union"]["scores"]["rmse"] == rmse
+
+
+def test_texts_have_the_metric_and_its_direction(summary):
+    rmse = summary["scores"]["rmse"]["sum"]["union"]
+    assert f"reaches {rmse:.4g} test RMSE on houses" in sentence(summary, RECORDS)
+    assert "Test RMSE" in accuracy_table(summary).plain() and f"{rmse:.4g}" in accuracy_table(summary).plain()
+    assert "RMSE on its own domain should rise" in caption({**summary, "sites": summary["sites"][:1]})
+    assert f"{rmse:.4g} → 5" in forgetting_table(summary).plain()
+    assert [row[0] for row in sites_table(summary).rows] == ["b", "a"]
+    assert "%" not in "".join(str(cell) for row in spread_table(summary).rows for cell in row)
+
+
+def test_pictures_show_predicted_against_true_numbers_per_site_and_over_sites(summary, tmp_path):
+    figure = against_figure(summary)
+    assert figure is not None
+    assert [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()] == ["sum, all sites", "a", "b"]
+    assert confusion_figure(summary) is None and confusion_table(summary) == []
+    names = {path.name for path in draw_all(tmp_path, RECORDS, summary)}
+    assert {"accuracy.png", "against.png", "per_site.png", "sites.png", "forgetting.png"} <= names
+
+
+def test_records_have_the_first_metric_and_trackers_all():
+    assert headline(RECORDS[0]) == {"houses": 9.0, "union": 9.0} and first_metric(RECORDS[0]).title == "RMSE"
+    assert metric_of({}, RECORDS) == facts_of("rmse") and metric_of({}) == facts_of("accuracy")
+    assert round_numbers(RECORDS[1]) == {
+        "validation/houses": 4.5, "validation/union": 4.5, "validation/r2/union": 0.5,
+    }  # fmt: skip
+    figure = accuracy_figure(RECORDS)
+    assert figure is not None and figure.axes[0].get_ylabel() == "validation RMSE"
