@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import class_count, domain_specs, num_classes
+from fedloom.clients.data import class_count, domain_specs, num_classes, task_of
 from fedloom.clients.evaluation.metrics.own import own_metric
 from fedloom.clients.evaluation.metrics.sums import STATISTICS, Statistic, Sums, in_blocks, joined
 from fedloom.clients.evaluation.metrics.values import FORMULAS, Formula
-from fedloom.clients.evaluation.targets import target_kind
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, CLASS, KNOWN, REGRESSION, Facts, named_metrics
 from fedloom.conf.schema import Config
@@ -108,7 +107,7 @@ def metrics_of(config: Config, own: bool = True) -> Metrics:
     Raises:
         UserError: As `named_metrics` does, and for metrics that sites cannot sum.
     """
-    kind = target_kind(config)
+    kind = task_of(config)
     chosen, statistics = list[Metric](), dict[str, Statistic]()
     for named in named_metrics(config.evaluation.metrics, kind):
         if not named.own:
