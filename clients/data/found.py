@@ -19,7 +19,7 @@ KEYS = {  # of the query in a domain such as npz:PATH?KEY=VALUE&KEY=VALUE
     "images": (),
     "npz": ("inputs", "task"),
     "dataset": ("image", "label", "inputs", "task"),
-    "table": ("target", "features", "categories", "missing", "task"),
+    "table": ("target", "features", "without", "categories", "missing", "task"),
 }
 
 Select = Callable[[Positions], Pixels | Iterable[Pixels]]
@@ -61,13 +61,13 @@ def has_path(domain: str) -> bool:
 def path_of(domain: str) -> Path:
     """Return the absolute path in a domain's name, such as images:PATH."""
     text = domain.partition(":")[2]
-    return _path(text if _path(text).exists() else text.partition("?")[0])
+    return _path(text if _exists(text) else text.partition("?")[0])
 
 
 def query_of(domain: str) -> dict[str, str]:
     """Return the query of a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for unknown keys."""
     kind, _, text = domain.partition(":")
-    asked = "" if _path(text).exists() else text.partition("?")[2]
+    asked = "" if _exists(text) else text.partition("?")[2]
     query = dict(parse_qsl(asked, keep_blank_values=True))
     if odd := [key for key in query if key not in KEYS[kind]]:
         takes = f"takes ?{'&'.join(f'{key}=' for key in KEYS[kind])}" if KEYS[kind] else "takes no keys"
@@ -76,6 +76,10 @@ def query_of(domain: str) -> dict[str, str]:
         if query.get(key, known[0]) not in known:
             raise UserError(f"domain '{domain}': {key}: got '{query[key]}', takes {', '.join(known)}")
     return query
+
+
+def _exists(text: str) -> bool:
+    return os.path.exists(_path(text))  # also False for a name that is too long
 
 
 def _path(text: str) -> Path:
@@ -96,7 +100,7 @@ def absolute(domain: str) -> str:
     if not has_path(domain):
         return domain
     kind, _, rest = domain.partition(":")
-    query = "" if _path(rest).exists() else "".join(rest.partition("?")[1:])
+    query = "" if _exists(rest) else "".join(rest.partition("?")[1:])
     return f"{kind}:{path_of(domain)}{query}"
 
 

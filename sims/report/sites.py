@@ -98,7 +98,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
 def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
     """Plot the number of training images by site and class as the area of dots. None for one site."""
     counts = summary.get("classes") or {}
-    if len(counts) < 2:
+    if len(counts) < 2 or not any(counts.values()):
         return None
     shown = sampled(counts)
     classes = sorted({int(name) for site in shown for name in counts[site]})

