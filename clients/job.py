@@ -35,9 +35,15 @@ STORE = "fedloom-store"  # default folder, in the site's working directory, if i
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Everything a site needs to answer one message. `content` is the message's content, `order` the instructions in it.
+    """Everything a site needs to answer one message.
 
-    `simulated`: the site runs in an engine on the user's own machines.
+    Attributes:
+        order: The instructions in the message.
+        experiment: The resolved configuration.
+        store: The site's own state in this run.
+        content: The message's content.
+        policy: What the site allows (site.yaml).
+        simulated: Whether the site runs in an engine on the user's own machines.
     """
 
     order: TaskInstructions

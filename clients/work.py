@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from fedloom.clients.data import Images, class_names, class_things, outputs, own_images, site_size
+from fedloom.clients.data import Images, class_meanings, class_names, outputs, own_images, site_size
 from fedloom.clients.data.own import left_out
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
 from fedloom.clients.evaluation.metrics import Metrics, metrics_of
@@ -214,7 +214,7 @@ def update(
         sent = {name: to_arrays(state, packing) for name, state in records.items()}
         local = as_sent(local, records, sent) if local is not None and packing != NONE else local
     else:
-        sent, cost = protection.hidden(session, records, start, outcome.steps)
+        sent, cost = protection.protect(session, records, start, outcome.steps)
         numbers |= cost
     if local is not None:
         job.store.save(job.order.round, job.order.base, local)
@@ -247,7 +247,7 @@ def answer_question(job: Job) -> RecordDict:
         result = Answer(metrics={"samples": site_size(job.config, source)})
         if line := left_out(source.spec.domain):
             LOG.warning(line)
-        classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_things(source.spec))})
+        classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_meanings(source.spec))})
     else:
         names = job.site.name, str(job.order.round), job.order.kind
         with drawing(torch_generator(job.config.seed, *names).initial_seed(), job.device):
@@ -279,7 +279,7 @@ def _measured(job: Job) -> Answer:
     jobs = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
     tells = job.simulated or job.policy.tells_classes(job.config)
     metrics = metrics_of(job.config, own=job.simulated)
-    metrics = metrics if tells else metrics.of_totals
+    metrics = replace(metrics, totals=not tells)
     scores = {name: _score(each, images, metrics) for name, each in jobs.items()}
     by_class = tells and (job.simulated or job.config.evaluation.classes)
     numbers = score_numbers({right_of(name): score for name, score in scores.items()}, len(images), by_class)

@@ -61,7 +61,7 @@ def imported(reference: str, key: str) -> Any:
         if lacks and f"{module}.".startswith(f"{lacks}."):
             hint = "install it, or start fedloom in the folder that contains it"
             raise UserError(f"{key}: cannot find module '{lacks}' (of '{reference}'); {hint}") from None
-        raise UserError(f"{key}: module '{module}' cannot be imported ({told(error)})") from error
+        raise UserError(f"{key}: module '{module}' cannot be imported ({error_summary(error)})") from error
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, target)}")
@@ -70,9 +70,20 @@ def imported(reference: str, key: str) -> Any:
 
 
 def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return function(**ours, **options). `ours`: the project's arguments. `options`: the user's. `name`: for errors.
+    """Call the user's function with the project's arguments and the user's options.
 
-    Raises UserError, beginning with the section `where`, for unknown and missing options and any error of the function.
+    Args:
+        function: The function or class.
+        options: The user's options.
+        ours: The project's arguments.
+        name: The function's name, for errors.
+        where: The section of the configuration, with which errors begin.
+
+    Returns:
+        function(**ours, **options)
+
+    Raises:
+        UserError: An option is unknown or missing, or the function fails.
     """
     _check_options(function, options, ours, name, where)
     try:
@@ -83,7 +94,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], ours: Mapping
         usual = {parameter.name: repr(parameter.default) for parameter in parameters(function)[0]}
         changed = [f"{key}={value!r}" for key, value in options.items() if usual.get(key) != repr(value)]
         options_text = f" with {plain(', '.join(changed))[:MOST_CHARACTERS]}" if changed else ""
-        raise UserError(f"{where}: '{name}' failed{options_text} ({told(error)})") from error
+        raise UserError(f"{where}: '{name}' failed{options_text} ({error_summary(error)})") from error
 
 
 def parameters(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
@@ -109,8 +120,8 @@ def _known_code(file: str) -> bool:
     return file.startswith(("<", *(f"{folder}{os.sep}" for folder in (*ours, *theirs))))
 
 
-def told(error: BaseException) -> str:
-    """Return an error as text: its type and its message's first line; only the type if the message is unreadable."""
+def error_summary(error: BaseException) -> str:
+    """Return an error in one line: its type, and its message's first line if that is readable."""
     try:
         text = str(error)
     except Exception:

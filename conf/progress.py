@@ -6,29 +6,33 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
-Hears = Callable[[str, int, int], None]  # what, parts done, parts in total (0: unknown)
+ProgressCallback = Callable[[str, int, int], None]  # what, parts done, parts in total (0: unknown)
 
 
-def _nobody(what: str, done: int, of: int) -> None:
+def _ignore(what: str, done: int, of: int) -> None:
     return
 
 
-_HEARS: ContextVar[Hears] = ContextVar("hears", default=_nobody)
+_CALLBACK: ContextVar[ProgressCallback] = ContextVar("progress_callback", default=_ignore)
 
 
 @contextlib.contextmanager
-def heard(hears: Hears) -> Iterator[None]:
-    """Send this thread's progress reports to the function `hears` (what, done, total) inside the context."""
-    before = _HEARS.set(hears)
+def progress_to(callback: ProgressCallback) -> Iterator[None]:
+    """Send this thread's progress reports to a function, inside the context.
+
+    Args:
+        callback: Receives the name of the work, the number of finished parts, and the number of all parts (0: unknown).
+    """
+    before = _CALLBACK.set(callback)
     try:
         yield
     finally:
-        _HEARS.reset(before)
+        _CALLBACK.reset(before)
 
 
 def step(what: str, done: int, of: int = 0) -> None:
     """Report that `done` of `of` parts (0: unknown) of the work `what` are done. It is fast, so call it often."""
-    _HEARS.get()(what, done, of)
+    _CALLBACK.get()(what, done, of)
 
 
 @contextlib.contextmanager

@@ -47,14 +47,18 @@ class DataConfig:
 
     root: str = option("", "folder with the data; empty: $FEDLOOM_DATA, else ./data", path=True)
     download: bool = option(False, "let torchvision download missing data")
-    size: int = option(16, "resize images to size x size pixels", low=4, high=512)
-    grey: bool = option(True, "true: one channel; false: three")
+    size: Any = option(16, "resize images to size x size pixels, or to [height, width]; 0: as they are, all of one size")
+    grey: bool = option(True, "true: one channel; false: three, or as many as the images have")
+    white: int = option(0, "level of 16-bit images that is white; 0: 65535", low=0, high=65535)
     heads: str = option(
         "shared",
         "outputs of networks: shared by all domains; task: a block for each domain; own: only those of the site's domain",
         choices=("shared", "task", "own"),
     )
     classes: int = option(0, "number of outputs of shared heads; 0: the number of the domains' classes", low=0)
+    form: dict[str, Any] = option(
+        {}, "form of examples if this machine has no data: {kind: features, shape: [30], task: class}; empty: the domains'"
+    )
     validation: float = option(0.1, "share of a domain's training images held out for validation", low=0.0, high=0.5)
     validation_limit: int = option(1000, "maximum of validation images per domain", low=1)
     test_limit: int = option(0, "maximum of test images per domain; 0: all", low=0)
@@ -73,6 +77,11 @@ class TrainingConfig:
     weight_decay: float = option(0.0, "L2 penalty of sgd; other optimizers have their own options", low=0.0)
     schedule: Any = option(
         "cosine", "of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}"
+    )
+    loss: Any = option(
+        "",
+        "empty: the targets' usual loss; cross_entropy, focal, binary_cross_entropy, mse, mae, huber, quantile, or "
+        "module:function of (outputs, targets); with options: {name: focal, gamma: 2, class_weights: [1, 5]}",
     )
     clip: float = option(0.0, "clip gradients to this norm; 0: no clipping", low=0.0)
     label_smoothing: float = option(

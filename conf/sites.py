@@ -23,11 +23,12 @@ MOST_NAME_BYTES = 100  # a site's name is also a folder name
 class PartitionConfig:
     """How the sites of one entry in the `sites` list divide the training images of their domain."""
 
-    name: str = option("iid", "iid, dirichlet, classes, size, an entry point of a package, or module:attribute")
+    name: str = option("iid", "iid, dirichlet, classes, size, column, an entry point of a package, or module:attribute")
     alpha: float = option(0.5, "dirichlet: concentration; a smaller value is more unequal", low=1e-3)
     classes_per_site: int = option(2, "classes: number of classes at each site", low=1)
     growth: float = option(1.0, "size: site k gets a share proportional to (k + 1) ** growth", low=0.0)
-    min_samples: int = option(10, "minimum of training images per site", low=1)
+    column: str = option("", "column: the table's column whose values divide the examples, one site for each value")
+    min_samples: int = option(10, "minimum of training examples per site", low=1)
     options: dict[str, Any] = option({}, "options of a partition from a package or module")
 
 
@@ -36,7 +37,9 @@ class SiteConfig:
     """A site, or several equal sites: domain, transformation of its images, number of images."""
 
     domain: str = option(
-        "", "a domain's name (`fedloom doctor` lists them), images:PATH, npz:PATH, dataset:PATH or module:attribute"
+        "",
+        "a domain's name (`fedloom doctor` lists them), images:PATH, npz:PATH, dataset:PATH, table:PATH?target=COLUMN or "
+        "module:attribute",
     )
     label: str = option("", "name of this domain in tables; empty: made from the domain and its transformation")
     name: str = option("", "the site's name; empty: site-0000, site-0001, ... in order")

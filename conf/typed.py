@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.conf.errors import UserError, listed, nearest, plain
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.shorthand import expand_shorthand, fields_of
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     except UserError:
         raise
     except Exception as error:  # from the class's own checks
-        raise UserError(f"{where}: {told(error)}") from error
+        raise UserError(f"{where}: {error_summary(error)}") from error
     _check_values(result, where)
     return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
 
@@ -233,7 +233,7 @@ def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
 MOST_CHARACTERS = 100  # characters of a value in an error
-MOST = 3.4e38  # of float32
+MAX_FLOAT32 = 3.4e38  # of float32
 
 
 def _short(item: Any) -> str:
@@ -278,8 +278,8 @@ def _check_entries(key: str, entries: list[Any]) -> None:
 def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
     if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
         raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
-    if isinstance(number, float) and abs(number) > MOST:
-        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MOST)} (32 bits)")
+    if isinstance(number, float) and abs(number) > MAX_FLOAT32:
+        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MAX_FLOAT32)} (32 bits)")
 
 
 def _check_text(key: str, text: str) -> None:

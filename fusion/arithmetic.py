@@ -22,7 +22,7 @@ from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise
 from fedloom.fusion.state import State, digest
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
-LARGEST = 2.0**62  # limit of an int64 entry
+MAX_ENTRY = 2.0**62  # limit of an int64 entry
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Alpha = float | Mapping[str, float]  # one number, or one for each layer by name
@@ -76,13 +76,19 @@ def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
 def combine(
     start: State, gradients: Sequence[Gradient], alphas: Sequence[Alpha], how: str = GRADIENTS, *, force: bool = False
 ) -> State:
-    """Return a weighted sum: theta_0 + sum alpha_i g_i (`how` GRADIENTS) or sum alpha_i theta_i (WEIGHTS), as int64.
+    """Return a weighted sum, as int64: theta_0 + sum alpha_i g_i (GRADIENTS) or sum alpha_i theta_i (WEIGHTS).
 
-    `start`: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are
-    added to its weights (arithmetic, Eq. 6), and its statistics stay unchanged. `gradients`: the cumulative
-    gradients. `alphas`: one coefficient for each gradient. `force`: allow gradients that count from another start.
-    Raise UserError if the start, the shapes or the number of coefficients do not fit. With WEIGHTS, another start is
-    always an error, because theta_i is then unknown.
+    Args:
+        start: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are added
+            to its weights (arithmetic, Eq. 6), and its statistics stay unchanged.
+        gradients: The cumulative gradients.
+        alphas: One coefficient for each gradient.
+        how: GRADIENTS or WEIGHTS.
+        force: Whether gradients may count from another start. With WEIGHTS this is always an error, because theta_i is
+            then unknown.
+
+    Raises:
+        UserError: The start, the shapes or the number of coefficients do not fit.
     """
     if len(gradients) != len(alphas):
         raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; use one for each")
@@ -102,10 +108,22 @@ def combine(
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
-    """Return what `combine` returns, from changes theta_i - theta_0 read one by one; all int64 in units of 2**-bits.
+    """Combine changes with a network: theta_0 plus the sum of alpha_i times change i.
 
-    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS). Raise UserError if the result is beyond
-    the range of exact sums.
+    Weights of theta_0 count once (GRADIENTS) or sum alpha times (WEIGHTS).
+
+    Args:
+        start: theta_0, int64 in units of 2**-bits.
+        alphas: The coefficient of each change.
+        changes: theta_i - theta_0, int64, read one by one.
+        how: GRADIENTS or WEIGHTS.
+        bits: One unit is 2**-bits.
+
+    Returns:
+        The combination, int64; the same as that of `combine`.
+
+    Raises:
+        UserError: The result is beyond the range of exact sums.
     """
     factors = {name: _factors(alphas, name, [1] * len(alphas)) for name in start}
     terms = ({name: _times(tensor, factors[name][index]) for name, tensor in change.items()}
@@ -114,7 +132,14 @@ def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], ho
 
 
 def evenly(start: State, alpha: Alpha, total: ExactSum, how: str) -> State:
-    """Return what `composed` returns if all changes have the coefficient `alpha`, from their sum `total`."""
+    """Combine changes that have the same coefficient, from their sum; otherwise as `composed`.
+
+    Args:
+        start: theta_0, int64.
+        alpha: The coefficient of all changes.
+        total: The sum of the changes.
+        how: GRADIENTS or WEIGHTS.
+    """
     number = total.addends
     factors = {name: _factors([alpha], name, [number])[0] for name in start}
     term = {name: _times(tensor, factors[name]) for name, tensor in total.totals.items()}
@@ -180,7 +205,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
         return tensor
     scaled = (tensor.double() * factor).round_()
-    if scaled.numel() and float(scaled.abs().max()) >= LARGEST:
+    if scaled.numel() and float(scaled.abs().max()) >= MAX_ENTRY:
         raise UserError(f"the coefficient {factor:g} is too large: the combination leaves the range of exact sums")
     return scaled.to(torch.int64)
 

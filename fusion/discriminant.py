@@ -14,12 +14,21 @@ NEVER = 1e3  # nats, so that the class is never the answer
 
 
 def discriminant(count: Tensor, total: Tensor, square: Tensor, never: float = NEVER) -> tuple[Tensor, Tensor]:
-    """Return weight [classes, d] and bias [classes], float64, of a linear head: log probabilities plus a constant.
+    """Return a linear head by Fisher's discriminant. Its outputs are log probabilities plus a constant.
 
     A class without images has the weight 0 and a bias `never` nats below all others.
 
-    `count`: shares of the images by class, [classes]. `total`: sums of x by class, divided by the number of images,
-    [classes, d]. `square`: the mean of x x^T, [d, d]. Raise UserError if no class has images.
+    Args:
+        count: The share of the images in each class, [classes].
+        total: The sums of x by class, divided by the number of images, [classes, d].
+        square: The mean of x x^T, [d, d].
+        never: How far the bias of a class without images is below the others.
+
+    Returns:
+        Weight [classes, d] and bias [classes], float64.
+
+    Raises:
+        UserError: No class has images.
     """
     shares = count.double().clamp(min=0.0)
     counted = shares > 0.0

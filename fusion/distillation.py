@@ -39,9 +39,15 @@ def distillation_loss(
 
     It is the mean over the batch (Hinton et al. 2015, Sec. 2), with cross-entropy from the labels.
 
-    `logits`: the student's, [k, classes]. `answers`: the teacher's logits, [k, classes]. `labels`: int64 [k]; needed
-    for a weight below 1. `weight`: 0 is plain training on the labels. Raise UserError if the weight is not in [0, 1],
-    or labels are missing.
+    Args:
+        logits: The student's, [k, classes].
+        answers: The teacher's logits, [k, classes].
+        temperature: T.
+        labels: int64 [k]; needed for a weight below 1.
+        weight: The weight of the teacher's answers; 0 is plain training on the labels.
+
+    Raises:
+        UserError: The weight is not in [0, 1], or labels are missing.
     """
     if not 0.0 <= weight <= 1.0 or (labels is None and weight < 1.0):
         raise UserError(f"distillation weight: got {weight}; use 0 to 1, and labels if it is below 1")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.fusion.state import State, flat
 
-LARGEST = 2**63 - 1
+INT64_MAX = 2**63 - 1
 
 
 class ExactSumError(ValueError):
@@ -149,9 +149,9 @@ class ExactSum:
         bound = self._bounds.get(name, 0) + step
         if not checked:
             return bound
-        if bound > LARGEST and name in self.totals:
+        if bound > INT64_MAX and name in self.totals:
             bound = _largest(self.totals[name]) + step
-        if bound > LARGEST:
+        if bound > INT64_MAX:
             raise ExactSumError(f"tensor '{name}' would overflow the exact sum: use fewer scale_bits than {self.bits}")
         return bound
 

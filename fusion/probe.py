@@ -74,10 +74,17 @@ def observe(
 
     Training flags and BatchNorm statistics stay unchanged.
 
-    `probe`: inputs, [k, ...]. `features`: names of the nodes whose values to store. `grams`: names of the nodes whose
-    Grams to compute. `moments`: names of the nodes whose moments to compute. `positions`: values of each channel to
-    store over all samples; None: all. `every`: compute moments on every n-th sample only. Raise UserError if the
-    probe set is not usable (check_probe), or features or Grams are not finite. The message has the layer.
+    Args:
+        wiring: The network's wiring.
+        probe: Inputs, [k, ...].
+        features: The names of the nodes whose values to store.
+        grams: The names of the nodes whose Grams to compute.
+        moments: The names of the nodes whose moments to compute.
+        positions: How many values of each channel to store, over all samples; None: all.
+        every: Moments are computed on every n-th sample only.
+
+    Raises:
+        UserError: The probe set is not usable (check_probe), or features or Grams are not finite. The message has the layer.
     """
     check_probe(wiring.graph, probe)
     share = max(1, positions // len(probe)) if positions else None
@@ -105,7 +112,7 @@ def cka(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def check_probe(network: nn.Module, probe: Tensor) -> None:
-    """Raise UserError unless the probe set has two or more finite samples of the network's dtype, on its device."""
+    """Raise UserError unless the probe set has two finite samples of the network's dtype or tokens, on its device."""
     if not isinstance(probe, Tensor) or probe.layout is not torch.strided:
         raise UserError(f"the probe set is a {type(probe).__name__}; use a dense torch.Tensor [k, ...]")
     if probe.ndim < 2 or len(probe) < 2:
@@ -113,7 +120,8 @@ def check_probe(network: nn.Module, probe: Tensor) -> None:
     like = next(network.parameters(), probe)
     if probe.device != like.device:
         raise UserError(f"the probe set is on {probe.device}, the network on {like.device}: move one of them")
-    if probe.dtype != like.dtype:
+    tokens = not probe.is_floating_point() and any(isinstance(module, nn.Embedding) for module in network.modules())
+    if probe.dtype != like.dtype and not tokens:
         raise UserError(f"the probe set is {probe.dtype}, the network {like.dtype}: convert one of them")
     if not bool(torch.isfinite(probe).all()):
         raise UserError("the probe set holds values that are not finite")

@@ -49,7 +49,17 @@ class Fused:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A fused network's `state` before refit or repair, the `mixture` that its channels imitate, and how both were made."""
+    """A fused network before refit and repair.
+
+    Attributes:
+        state: Its tensors.
+        mixture: The mixture of all networks that its channels imitate.
+        plans: For each network, how its channels moved, by layer.
+        costs: For each network, the cost of its plans, by layer.
+        aligned: The networks in the channels of the result.
+        statistics: For each network, the statistics of its channels: on the probe set, and stored by BatchNorm.
+        shares: By tensor, the weight of each network.
+    """
 
     state: State
     mixture: Mixture
@@ -62,10 +72,12 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a network, after it is brought to the result's depth, does on the probe set.
+    """What a network computes on the probe set, after it is brought to the result's depth.
 
-    `features`: values [channels, n] by node. `seen`: the mean and deviation of the channels by layer, for repair.
-    `own`: means and deviations that BatchNorm stored in training.
+    Attributes:
+        features: By node, its values, [channels, n].
+        seen: By layer, mean and deviation of its channels on the probe set. Repair uses them.
+        own: By layer, mean and deviation that BatchNorm stored in training.
     """
 
     features: Mapping[str, Tensor]

@@ -9,7 +9,7 @@ from torch import nn
 from fedloom.conf.errors import UserError
 
 STEPS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
-MOST = 5000  # points of a grid
+MAX_POINTS = 5000  # points of a grid
 
 Score = Callable[[Sequence[float]], float]
 
@@ -44,16 +44,16 @@ def _with_share(weights: Sequence[float], index: int, share: float) -> list[floa
 def best_on_grid(score: Score, steps: Sequence[float], number: int) -> list[float]:
     """Return the point of steps x ... x steps (`number` times) with the highest score; of equal ones the first.
 
-    Raise UserError if the grid has more than MOST points.
+    Raise UserError if the grid has more than MAX_POINTS points.
     """
     check_grid(steps, number)
     return list(max(itertools.product(steps, repeat=number), key=score))
 
 
 def check_grid(steps: Sequence[float], number: int) -> None:
-    """Raise UserError if steps x ... x steps (`number` times) has more than MOST points."""
-    if len(steps) ** number > MOST:
-        raise UserError(f"a grid of {len(steps)} steps for {number} coefficients has more than {MOST} points; "
+    """Raise UserError if steps x ... x steps (`number` times) has more than MAX_POINTS points."""
+    if len(steps) ** number > MAX_POINTS:
+        raise UserError(f"a grid of {len(steps)} steps for {number} coefficients has more than {MAX_POINTS} points; "
                         "use fewer steps, or a derivative-free search")  # fmt: skip
 
 

@@ -24,9 +24,9 @@ Index = tuple[Tensor | None, ...]
 class Submodel:
     """Where a smaller network's tensors lie in a larger one.
 
-    `places`: for each tensor of the smaller network, the larger one's tensor and its entries in each dimension (None:
-    all). `neutral`: for layers that the smaller network lacks, tensors that leave the larger one's function
-    unchanged.
+    Attributes:
+        places: By tensor of the smaller network, the larger network's tensor and its entries in each dimension (None: all).
+        neutral: For layers that the smaller network lacks, tensors that leave the larger one's function unchanged.
     """
 
     places: Mapping[str, tuple[str, Index]]
@@ -45,11 +45,15 @@ class Submodel:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One input of `mean_over_holders`: a smaller network's state, its place in the larger one, and its weight.
+    """One input of `mean_over_holders`: a smaller network and its place in the larger one.
 
-    `lacking`: the relative weight of the neutral tensors for missing layers. `shares`: if the state is already a mean
-    in which missing entries count as 0, the share of the weight that holds each entry, by the larger network's
-    tensor. A share is broadcast to the smaller tensor.
+    Attributes:
+        submodel: The place of each tensor in the larger network.
+        state: The smaller network's tensors.
+        weight: Its weight in the mean.
+        lacking: The relative weight of the neutral tensors that replace its missing layers.
+        shares: Only if `state` is already a mean in which missing entries count as 0. By tensor of the larger network, the
+            share of the weight that holds each entry; it is broadcast to the smaller tensor.
     """
 
     submodel: Submodel
@@ -94,10 +98,15 @@ def submodel(
 ) -> Submodel:
     """Return where the tensors of a smaller network lie in a larger one.
 
-    `matches`: units of the larger network by units of the smaller one; default: evenly spread in each group of
-    layers. `turn`: how far the larger network's channels are rotated before the first are taken. `names`: names of
-    both networks, for errors. Raise UserError if the smaller network is not a part of the larger one. The message
-    says which layer does not fit.
+    Args:
+        large: The wiring of the larger network.
+        small: The wiring of the smaller network.
+        matches: By unit of the smaller network, its unit in the larger one; None: evenly spread in each group of layers.
+        turn: How far the larger network's channels are rotated before the first are taken.
+        names: The names of both networks, for errors.
+
+    Raises:
+        UserError: The smaller network is not a part of the larger one. The message says which layer does not fit.
     """
     message = f"{names[1] or 'a network'} is not a part of {names[0] or 'another'}"
     try:

@@ -1,6 +1,9 @@
 """Domains of labelled images: their sources, splits and variants, and their division among sites."""
 
+from fedloom.clients.data.arrays import Labelled
 from fedloom.clients.data.domains import domain_names, where
+from fedloom.clients.data.form import Form
+from fedloom.clients.data.forms import input_form, task_of
 from fedloom.clients.data.found import absolute
 from fedloom.clients.data.images import Images, random_flip, to_float
 from fedloom.clients.data.sites import (
@@ -15,8 +18,8 @@ from fedloom.clients.data.sites import (
 )
 from fedloom.clients.data.variants import (
     class_count,
+    class_meanings,
     class_names,
-    class_things,
     differing,
     domain_specs,
     label,
@@ -26,15 +29,18 @@ from fedloom.clients.data.variants import (
 )
 
 __all__ = [
+    "Form",
     "Images",
+    "Labelled",
     "absolute",
     "class_count",
     "class_counts",
+    "class_meanings",
     "class_names",
-    "class_things",
     "differing",
     "domain_names",
     "domain_specs",
+    "input_form",
     "label",
     "num_classes",
     "outputs",
@@ -44,6 +50,7 @@ __all__ = [
     "site_images",
     "site_size",
     "site_sizes",
+    "task_of",
     "test_images",
     "to_float",
     "validation_images",

@@ -1,4 +1,4 @@
-"""Convert a user's images and labels to uint8 pixels, class numbers from 0, and names of classes."""
+"""Convert a user's images and labels to pixels, class numbers from 0, and names of classes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,28 +9,43 @@ import torch
 
 from fedloom.clients.data.sources import Labels, Pixels
 
-CHANNELS = (1, 3)
+CHANNELS = (1, 3)  # of tensors whose channels come first
+MOST_CHANNELS = 64
 MOST_CLASSES = 100_000
 MANY = 20  # from this number of classes on, each must have
-FEWEST_EACH = 2  # this many images on average
+MIN_PER_CLASS = 2  # this many images on average
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
-    """A user's images and labels, and the names of the classes (empty: classes are numbers without names)."""
+class Labelled:
+    """A user's examples. A function of a user may return one.
 
-    images: Any
-    labels: Any
+    Attributes:
+        inputs: An array [n, ...], or a list of images.
+        targets: Class numbers or names [n], numbers [n] or [n, numbers], or next tokens [n, steps].
+        names: Names of the classes, labels or numbers; empty if they have none.
+        kind: Of the inputs, one of form.KINDS; empty: what type and shape say.
+        task: Of the targets, one of schema.TASKS; empty: what type and shape say.
+        columns: Names of the features.
+    """
+
+    inputs: Any
+    targets: Any
     names: tuple[str, ...] = ()
+    kind: str = ""
+    task: str = ""
+    columns: tuple[str, ...] = ()
 
     @staticmethod
-    def of(source: Any) -> "Named":
-        """Return the content of `source`: arrays (images, labels), an iterator of (image, label), or a torch data set.
+    def of(source: Any) -> "Labelled":
+        """Return the content of `source`: arrays (inputs, targets), an iterator of (image, label), or a torch data set.
 
         The data set's attribute `classes` becomes the names. Raises ValueError for anything else.
         """
+        if isinstance(source, Labelled):
+            return source
         if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[0], tuple):
-            return Named(*source)
+            return Labelled(*source)
         if not isinstance(source, Iterator) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ValueError(f"returned a {type(source).__name__}; takes arrays (images, labels) or a data set of "
                              "(image, label)")  # fmt: skip
@@ -41,12 +56,14 @@ class Named:
         known = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
         if all(np.ndim(label) == 1 for _, label in samples):  # whole batches
             images: Any = [image for batch, _ in samples for image in batch]
-            return Named([image_of(image) for image in images], np.concatenate([np.asarray(y) for _, y in samples]), known)
-        return Named([image_of(image) for image, _ in samples], np.asarray([label for _, label in samples]), known)
+            return Labelled(
+                [image_of(image) for image in images], np.concatenate([np.asarray(y) for _, y in samples]), known
+            )
+        return Labelled([image_of(image) for image, _ in samples], np.asarray([label for _, label in samples]), known)
 
 
 def image_of(image: Any) -> Pixels:
-    """Convert a PIL image, a torch tensor [c, h, w] or [h, w], or an array to uint8 [h, w] or [h, w, 3].
+    """Convert a PIL image, a torch tensor [c, h, w] or [h, w], or an array to [h, w] or [h, w, c] as as_pixels does.
 
     Raises ValueError for an image of another form.
     """
@@ -79,7 +96,7 @@ def _check_mode(image: Any) -> None:
 
 def _converted(image: Any) -> Pixels:
     if image.mode.startswith("I;16"):
-        return np.round(np.asarray(image) / 257).astype(np.uint8)
+        return np.asarray(image).astype(np.uint16)
     _check_mode(image)
     grey = image.mode in ("1", "L", "LA", "La")
     return np.asarray((_on_white(image) if image.has_transparency_data else image).convert("L" if grey else "RGB"))
@@ -94,9 +111,10 @@ def _on_white(image: Any) -> Any:
 
 
 def as_pixels(images: Any, count: int) -> Any:
-    """Convert images to uint8 [n, h, w] or [n, h, w, 3]. Images of different sizes stay a list.
+    """Convert images to [n, h, w] or [n, h, w, c]: uint8, uint16 or float32. Images of different sizes stay a list.
 
-    Raises ValueError unless there are `count` images, of a valid shape, with numbers from 0 to 255 or floats from 0 to 1.
+    Raises ValueError unless there are `count` images, of a valid shape, with whole numbers from 0 to 65535 or floats from 0
+    to 1.
     """
     if len(images) != count:
         raise ValueError(f"has {len(images)} images and {count} labels")
@@ -105,26 +123,28 @@ def as_pixels(images: Any, count: int) -> Any:
     array = np.asarray(images)
     if array.ndim == 4 and array.shape[-1] == 1:
         array = array[..., 0]
-    if not (array.ndim == 3 or (array.ndim == 4 and array.shape[-1] in CHANNELS)) or 0 in array.shape:
-        raise ValueError(f"has images of shape {list(array.shape)}, takes [n, h, w] or [n, h, w, c] with 1 or 3 channels")
-    return _bytes(array)
+    if not (array.ndim == 3 or (array.ndim == 4 and array.shape[-1] <= MOST_CHANNELS)) or 0 in array.shape:
+        raise ValueError(f"has images of shape {list(array.shape)}, takes [n, h, w] or [n, h, w, c] with 1 to "
+                         f"{MOST_CHANNELS} channels")  # fmt: skip
+    return _levels(array)
 
 
-def _bytes(array: np.ndarray) -> Pixels:
-    if array.dtype == np.uint8:
+def _levels(array: np.ndarray) -> Pixels:
+    """Return whole numbers as uint8 or uint16, floats as float32."""
+    if array.dtype in (np.uint8, np.uint16):
         return array
     if array.dtype == bool:
         return array.astype(np.uint8) * np.uint8(255)
     if not np.issubdtype(array.dtype, np.number) or np.issubdtype(array.dtype, np.complexfloating):
         raise ValueError(f"has images of the type {array.dtype}, takes uint8 or floats")
     floats, low, high = np.issubdtype(array.dtype, np.floating), array.min(), array.max()
-    if not (low >= 0 and high <= (1 if floats else 255)):  # NaN, too
-        takes = "from 0 to 1" if floats else "from 0 to 255"
+    if not (low >= 0 and high <= (1 if floats else 65_535)):  # NaN, too
+        takes = "from 0 to 1" if floats else "from 0 to 65535"
         raise ValueError(f"has {array.dtype} images with values from {low:g} to {high:g}, takes values {takes}")
-    return np.round(array * 255).astype(np.uint8) if floats else array.astype(np.uint8)
+    return array.astype(np.float32 if floats else np.uint8 if high <= 255 else np.uint16)
 
 
-def numbered(parts: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
+def numbered(parts: Mapping[str, Labelled], certain: bool = False) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
     """Return class numbers from 0 for each part (such as train), the number of classes, and their names (empty: none).
 
     Text labels, and parts with different names, are numbered by the names of all parts in the order of `in_order`. Raises
@@ -132,7 +152,7 @@ def numbered(parts: Mapping[str, Named]) -> tuple[dict[str, Labels], int, tuple[
     """
     labels, own = {}, {}
     for part, images in parts.items():
-        labels[part], own[part] = _numbered(images)
+        labels[part], own[part] = _numbered(images, certain)
     named = {part: bool(names) for part, names in own.items()}
     if len(set(named.values())) > 1:
         fault = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
@@ -156,10 +176,10 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(ordered)
 
 
-def _numbered(named: Named) -> tuple[Labels, tuple[str, ...]]:
+def _numbered(named: Labelled, certain: bool) -> tuple[Labels, tuple[str, ...]]:
     """Return a part's class numbers and its names for them."""
-    array = _of_one_kind(_flat(np.asarray(named.labels)))
-    if not named.names:
+    array = _of_one_kind(_flat(np.asarray(named.targets)))
+    if not named.names and not certain:
         _check_classes(array)
     if array.dtype.kind in "US":
         texts, numbers = np.unique(array.astype(str), return_inverse=True)
@@ -190,9 +210,9 @@ def _check_classes(array: np.ndarray) -> None:
     values = np.unique(array)
     are_numbers = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
     classes = int(values[-1]) + 1 if are_numbers and values[-1] < MOST_CLASSES else len(values)
-    if len(values) >= MANY and len(array) < FEWEST_EACH * classes:
-        raise ValueError(f"has {len(values)} different labels for {len(array)} images, nearly one per image; takes classes "
-                         "that many images share (divide measurements into a few ranges)")  # fmt: skip
+    if len(values) >= MANY and len(array) < MIN_PER_CLASS * classes:
+        raise ValueError(f"has {len(values)} different labels for {len(array)} examples, nearly one per example. Write "
+                         "?task=regression behind the path for measurements, ?task=class for classes.")  # fmt: skip
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

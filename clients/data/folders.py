@@ -9,12 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.clients.data.arrays import image_of, in_order
+from fedloom.clients.data.arrays import as_pixels, image_of, in_order
 from fedloom.clients.data.found import Contents, Select, legible, short, wrong
+from fedloom.clients.data.inputs import levels_of
+from fedloom.clients.data.schema import BYTE, UNIT, WORD, Schema
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
+from fedloom.clients.data.tiff import read_channels
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
 
+DEEP = {".pgm", ".png", ".tif", ".tiff"}  # endings of images that may have more than 8 bits per channel
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 MOST_SHOWN = 10  # endings, or class folders, named in a message
 MOST_ENDING = 20  # letters of an ending
@@ -82,8 +86,29 @@ def read_folder(path: Path, domain: str) -> Contents:
     def reader(part: str) -> Select:
         return lambda index: (_decoded(files[part][position], domain) for position in index)
 
-    images = {part: reader(part) for part in files}
-    return Contents(labels, images, len(names), names, tuple(chain(*files.values())), search.words())
+    images, opened = {part: reader(part) for part in files}, tuple(chain(*files.values()))
+    schema = Schema(levels=_levels(opened, domain))
+    return Contents(labels, images, len(names), names, opened, search.words(), schema)
+
+
+def _levels(files: tuple[Path, ...], domain: str) -> int:
+    """Return BYTE, or WORD if any file has more than 8 bits per channel, or UNIT if any has floats. Reads only headers."""
+    levels = {_levels_of(file, domain) for file in files if file.suffix.lower() in DEEP}
+    return UNIT if UNIT in levels else WORD if WORD in levels else BYTE
+
+
+def _levels_of(file: Path, domain: str) -> int:
+    from PIL import Image
+
+    with legible(domain, str(file)):
+        if file.suffix.lower() == ".png":
+            with file.open("rb") as opened:
+                header = opened.read(25)
+            return WORD if header[12:16] == b"IHDR" and header[24] == 16 else BYTE
+        if (channels := read_channels(file)) is not None:
+            return levels_of(as_pixels(channels[None], 1))
+        with Image.open(file) as image:
+            return WORD if image.mode.startswith("I;16") else BYTE
 
 
 def _folders(root: Path) -> list[Path]:
@@ -142,5 +167,8 @@ def _enter(folder: Path, search: _Search) -> None:
 def _decoded(file: Path, domain: str) -> Pixels:
     from PIL import Image
 
-    with legible(domain, str(file)), Image.open(file) as image:
-        return image_of(image)
+    with legible(domain, str(file)):
+        if (channels := read_channels(file)) is not None:
+            return image_of(channels)
+        with Image.open(file) as image:
+            return image_of(image)

@@ -3,25 +3,42 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
+from fedloom.clients.data.form import KINDS as INPUTS
+from fedloom.clients.data.schema import IMAGES, TASKS, Schema
 from fedloom.clients.data.sources import Labels, Pixels, Positions
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import is_reference, told
+from fedloom.conf.plugins import error_summary, is_reference
 
-KINDS = ("images", "npz", "dataset")  # prefixes of domains with a path
+KINDS = ("images", "npz", "dataset", "table")  # prefixes of domains with a path
+KEYS = {  # of the query in a domain such as npz:PATH?KEY=VALUE&KEY=VALUE
+    "images": (),
+    "npz": ("inputs", "task"),
+    "dataset": ("image", "label", "inputs", "task"),
+    "table": ("target", "features", "categories", "missing", "task"),
+}
 
 Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A user's domain by part (train and test, or all): int64 labels, and a function from positions to images.
+    """The content of a user's domain. Its parts are "train" and "test", or only "all".
 
-    `classes`: their number. `names`: their names; empty if they are numbers. `files`: image files that are opened one by
-    one. `left_out`: descriptions of what is not read.
+    Attributes:
+        labels: By part, the targets: class numbers, int64 [n], or as Schema says.
+        images: By part, a function that returns the inputs at some positions.
+        classes: The number of classes, labels or target numbers.
+        names: The names of the classes, labels or numbers; empty if they have none.
+        files: Image files that are opened one by one.
+        left_out: Descriptions of files and examples that are not read.
+        schema: The kind of inputs and targets.
+        groups: By part, the columns that can divide a table among sites.
+        notes: Warnings.
     """
 
     labels: Mapping[str, Labels]
@@ -30,6 +47,9 @@ class Contents:
     names: tuple[str, ...]
     files: tuple[Path, ...] = ()
     left_out: tuple[str, ...] = ()
+    schema: Schema = IMAGES
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def has_path(domain: str) -> bool:
@@ -41,19 +61,21 @@ def has_path(domain: str) -> bool:
 def path_of(domain: str) -> Path:
     """Return the absolute path in a domain's name, such as images:PATH."""
     text = domain.partition(":")[2]
-    if domain.startswith("dataset:") and not _path(text).exists():
-        text = text.partition("?")[0]
-    return _path(text)
+    return _path(text if _path(text).exists() else text.partition("?")[0])
 
 
-def columns_of(domain: str) -> dict[str, str]:
-    """Return the columns in a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for other keys."""
-    text = domain.partition(":")[2]
+def query_of(domain: str) -> dict[str, str]:
+    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for unknown keys."""
+    kind, _, text = domain.partition(":")
     asked = "" if _path(text).exists() else text.partition("?")[2]
-    columns = dict(parse_qsl(asked, keep_blank_values=True))
-    if odd := [key for key in columns if key not in ("image", "label")]:
-        raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; takes ?image=COLUMN&label=COLUMN")
-    return columns
+    query = dict(parse_qsl(asked, keep_blank_values=True))
+    if odd := [key for key in query if key not in KEYS[kind]]:
+        takes = f"takes ?{'&'.join(f'{key}=' for key in KEYS[kind])}" if KEYS[kind] else "takes no keys"
+        raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; {takes}")
+    for key, known in (("inputs", INPUTS), ("task", TASKS)):
+        if query.get(key, known[0]) not in known:
+            raise UserError(f"domain '{domain}': {key}: got '{query[key]}', takes {', '.join(known)}")
+    return query
 
 
 def _path(text: str) -> Path:
@@ -65,7 +87,7 @@ def short(domain: str) -> str:
     kind, _, rest = domain.partition(":")
     if kind in KINDS:
         path = path_of(domain)
-        return (path.stem if kind == "npz" else path.name) or kind
+        return (path.stem if kind in ("npz", "table") else path.name) or kind
     return rest.rpartition(".")[2] if is_reference(domain) else domain
 
 
@@ -74,7 +96,7 @@ def absolute(domain: str) -> str:
     if not has_path(domain):
         return domain
     kind, _, rest = domain.partition(":")
-    query = "" if _path(rest).exists() or kind != "dataset" else "".join(rest.partition("?")[1:])
+    query = "" if _path(rest).exists() else "".join(rest.partition("?")[1:])
     return f"{kind}:{path_of(domain)}{query}"
 
 
@@ -97,7 +119,9 @@ def legible(domain: str, place: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         where = f"domain '{short(domain)}': {place or origin(domain)}"
-        raise UserError(f"{where} cannot be read ({told(error)}). Replace it with an intact copy, or remove it.") from error
+        raise UserError(
+            f"{where} cannot be read ({error_summary(error)}). Replace it with an intact copy, or remove it."
+        ) from error
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """Data sets written by Hugging Face's save_to_disk. This module picks their columns of images and labels."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data.arrays import Named, image_of, numbered
-from fedloom.clients.data.found import Contents, Select, columns_of, fitting, legible, wrong
+from fedloom.clients.data.arrays import Labelled, image_of, numbered
+from fedloom.clients.data.form import IMAGE
+from fedloom.clients.data.found import Contents, Select, fitting, legible, query_of, wrong
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
 from fedloom.conf.errors import plain
 from fedloom.conf.formatting import count
@@ -19,6 +21,8 @@ def read_dataset(path: Path, domain: str) -> Contents:
     """Read dataset:PATH. Raises UserError if it cannot be read, or if its columns are ambiguous."""
     from datasets import ClassLabel, DatasetDict, load_from_disk
 
+    from fedloom.clients.data.own import of_arrays
+
     if not path.is_dir():
         raise wrong(domain, "is not a folder. Name a folder that save_to_disk has written.")
     loaded: Any = load_from_disk(str(path))
@@ -29,10 +33,12 @@ def read_dataset(path: Path, domain: str) -> Contents:
     columns = {use: _column(use, parts, domain) for use in NAMES}
     image, label = columns["image"], columns["label"]
 
-    def named(rows: Any) -> Named:
+    def named(rows: Any) -> Labelled:
         kind = rows.features[label]
-        return Named(None, np.asarray(rows[label][:]), tuple(kind.names) if isinstance(kind, ClassLabel) else ())
+        return Labelled(None, np.asarray(rows[label][:]), tuple(kind.names) if isinstance(kind, ClassLabel) else ())
 
+    if not _are_images(parts, image) or query_of(domain).get("inputs", IMAGE) != IMAGE:
+        return of_arrays({part: _numeric(named(rows), rows, image, domain) for part, rows in parts.items()}, domain)
     with fitting(domain):
         labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()})
 
@@ -50,10 +56,23 @@ def read_dataset(path: Path, domain: str) -> Contents:
     return Contents(labels, {part: reader(part) for part in parts}, classes, names, left_out=left)
 
 
+def _are_images(parts: Mapping[str, Any], column: str) -> bool:
+    """Return whether a column has images: of Hugging Face's kind Image, or arrays of two or three dimensions."""
+    kind = next(iter(parts.values())).features[column]
+    return bool(_typed_images({column: kind})) or np.ndim(next(iter(parts.values()))[0][column]) != 1
+
+
+def _numeric(named: Labelled, rows: Any, column: str, domain: str) -> Labelled:
+    """Return the targets with the numbers of a column of lists, all of one length."""
+    query = query_of(domain)
+    inputs = rows.select_columns([column]).with_format("numpy")[column][:]
+    return replace(named, inputs=np.asarray(inputs), kind=query.get("inputs", ""), task=query.get("task", ""))
+
+
 def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
     """Return the column of images or labels: the one in the domain's query, else the only one that fits."""
     features = next(iter(parts.values())).features
-    if (asked := columns_of(domain).get(use)) is not None:
+    if (asked := query_of(domain).get(use)) is not None:
         if missing := [part for part, rows in parts.items() if asked not in rows.features]:
             raise wrong(domain, f"has no column '{asked}' in {missing[0]}; has {', '.join(features)}")
         return asked

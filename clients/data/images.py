@@ -1,4 +1,4 @@
-"""A batch of labelled images, and its conversion for a network."""
+"""Examples with their targets, and the conversion of inputs for a network."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Labelled images. A cache may share them, so never write into them.
+    """Examples with their targets. A cache may share them, so never write into them.
 
-    `x`: uint8 [n, c, h, w], 0 to 255; `y`: int64 [n], the domain's own class numbers.
+    Attributes:
+        x: Inputs: uint8 [n, c, h, w], 0 to 255, or float32 [n, c, h, w], -1 to 1, for images; float32 [n, ...] for features,
+            sequences and arrays; int64 [n, t] for tokens.
+        y: Targets, as schema.Schema says: the domain's own class numbers, int64 [n], or numbers or next tokens.
     """
 
     x: Tensor
@@ -26,8 +29,8 @@ class Images:
 
 
 def to_float(x: Tensor) -> Tensor:
-    """Convert uint8 of any shape, 0 to 255, to float32 in [-1, 1]: (x / 255 - 0.5) / 0.5."""
-    return x.to(torch.float32).div_(127.5).sub_(1.0)
+    """Convert uint8 of any shape, 0 to 255, to float32 in [-1, 1]: (x / 255 - 0.5) / 0.5. Other types stay as they are."""
+    return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 
 def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:

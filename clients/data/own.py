@@ -2,17 +2,31 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from fedloom.clients.data import listing
-from fedloom.clients.data.arrays import Named, as_pixels, check_image, numbered
-from fedloom.clients.data.found import KINDS, Contents, Select, fitting, has_path, legible, origin, path_of, short, wrong
+from fedloom.clients.data import inputs, listing, targets
+from fedloom.clients.data.arrays import Labelled, check_image
+from fedloom.clients.data.found import (
+    KINDS,
+    Contents,
+    Select,
+    fitting,
+    has_path,
+    legible,
+    origin,
+    path_of,
+    query_of,
+    short,
+    wrong,
+)
+from fedloom.clients.data.schema import Schema
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
+from fedloom.clients.data.tiff import read_channels
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.plugins import call, outside, parameters
 
@@ -26,7 +40,10 @@ MEMBERS = {  # names of arrays in npz files, lower-case
 
 @dataclass(frozen=True)
 class Own:
-    """A source that is named by the domain itself (`images:PATH`, ...), independent of the data folder."""
+    """A source that is named by the domain itself (`images:PATH`, ...), independent of the data folder.
+
+    Implements clients.data.sources.Source.
+    """
 
     domain: str
     parts: ClassVar[tuple[str, ...]] = WHOLE
@@ -45,6 +62,10 @@ class Own:
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
         return contents(self.domain).images[part](index)
+
+    def columns(self, part: str) -> Mapping[str, Any]:
+        """Return a table's columns by name, each [n]; empty for other domains."""
+        return contents(self.domain).groups.get(part, {})
 
 
 @dataclass(frozen=True)
@@ -79,12 +100,16 @@ def contents(domain: str) -> Contents:
     content = _read(domain)
     if has_path(domain) and listing.fresh(path_of(domain), _counts(domain)) != state:
         raise wrong(domain, "changed while it was read. Once it is complete, resume the run or start again.")
-    if before and run and before[1] == run and (before[2].classes, before[2].names) != (content.classes, content.names):
+    if before and run and before[1] == run and _facts(before[2]) != _facts(content):
         raise wrong(domain, "has other classes than when the run began. Restore them, or start a new run.")
     _CONTENTS[domain] = state, run, content
     while len(_CONTENTS) > MOST_HELD:
         _CONTENTS.popitem(last=False)
     return content
+
+
+def _facts(content: Contents) -> tuple[Any, ...]:
+    return content.classes, content.names, content.schema
 
 
 _CONTENTS: OrderedDict[str, tuple[str, str, Contents]] = (
@@ -113,14 +138,22 @@ def _check_files(domain: str, state: str) -> None:
     from PIL import Image
 
     for file in contents(domain).files:
-        with legible(domain, str(file)), Image.open(file) as image:
-            check_image(image)
+        with legible(domain, str(file)):
+            if read_channels(file) is not None:
+                continue
+            with Image.open(file) as image:
+                check_image(image)
 
 
 def left_out(domain: str) -> str:
-    """Return a line about the files at a domain's path that are not read; empty if everything is read."""
+    """Return a line about what is not read at a domain's path; empty if everything is read."""
     descriptions = contents(domain).left_out if has_path(domain) else ()
     return f"domain '{short(domain)}': left out: {', '.join(descriptions)}" if descriptions else ""
+
+
+def notes(domain: str) -> list[str]:
+    """Return warnings about the contents of a domain with a path."""
+    return [f"domain '{short(domain)}': {line}" for line in (contents(domain).notes if has_path(domain) else ())]
 
 
 def _npz(path: Path, domain: str) -> Contents:
@@ -138,8 +171,9 @@ def _npz(path: Path, domain: str) -> Contents:
             raise wrong(domain, f"has {', '.join(archive.files)}; takes x and y, or x_train, y_train, x_test and y_test")
         arrays = {part: tuple(_member(archive, members[name], domain) for name in chosen[part]) for part in parts}
     read = {members[name] for part in parts for name in chosen[part]}
-    left = tuple(f"the array '{plain(name)}'" for name in archive.files if name not in read)
-    return _of_arrays({part: Named(*pair) for part, pair in arrays.items()}, domain, left)
+    left, query = tuple(f"the array '{plain(name)}'" for name in archive.files if name not in read), query_of(domain)
+    asked = {"kind": query.get("inputs", ""), "task": query.get("task", "")}
+    return of_arrays({part: Labelled(*pair, **asked) for part, pair in arrays.items()}, domain, left)
 
 
 def _pair(members: Iterable[str], part: str, domain: str) -> tuple[str, ...]:
@@ -162,17 +196,30 @@ def _member(archive: Any, name: str, domain: str) -> Any:
         raise wrong(domain, fault) from None
 
 
-def _of_arrays(parts: Mapping[str, Named], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
-    """Check arrays of images and labels, and return them as contents."""
+def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
+    """Check inputs and targets, and return them as contents. Raises UserError if they are of no kind that fits."""
     with fitting(domain):
-        labels, classes, names = numbered(parts)
-        pixels = {part: as_pixels(named.images, len(labels[part])) for part, named in parts.items()}
+        read = {part: inputs.convert(named.inputs, len(named.targets), named.kind) for part, named in parts.items()}
+        schema = _joined([schema for _, schema in read.values()])
+        first = next(iter(parts.values()))
+        labels, schema, outputs, names = targets.convert(parts, replace(schema, columns=first.columns), first.task)
 
     def reader(part: str) -> Select:
-        held = pixels[part]
+        held = read[part][0]
         return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
 
-    return Contents(labels, {part: reader(part) for part in pixels}, classes, names, left_out=left_out)
+    return Contents(labels, {part: reader(part) for part in read}, outputs, names, left_out=left_out, schema=schema)
+
+
+def _joined(schemas: list[Schema]) -> Schema:
+    """Return the schema of train and test together. Raises ValueError if their inputs differ in kind or shape."""
+    first = schemas[0]
+    if difference := next(filter(None, (first.difference(other) for other in schemas[1:])), ""):
+        raise ValueError(f"has different inputs in train and test ({difference})")
+    vocabulary, levels = max(one.vocabulary for one in schemas), {one.levels for one in schemas}
+    if len(levels) > 1:
+        raise ValueError("has images of 8 bits, 16 bits or floats in train and others in test; save both alike")
+    return replace(first, vocabulary=vocabulary)
 
 
 def _function(domain: str) -> Contents:
@@ -193,7 +240,7 @@ def _function(domain: str) -> Contents:
     if set(parts) not in ({*OFFICIAL}, {*WHOLE}):
         raise wrong(domain, f"returned {', '.join(map(str, parts)) or 'nothing'}; takes train and test")
     with legible(domain), fitting(domain):
-        return _of_arrays({part: Named.of(images) for part, images in parts.items()}, domain)
+        return of_arrays({part: Labelled.of(made) for part, made in parts.items()}, domain)
 
 
 def lookup(domain: str, known: Iterable[str] = ()) -> Any:
@@ -213,4 +260,10 @@ def _dataset(path: Path, domain: str) -> Contents:
     return read_dataset(path, domain)
 
 
-READERS: dict[str, Callable[[Path, str], Contents]] = dict(zip(KINDS, (_folder, _npz, _dataset), strict=True))
+def _table(path: Path, domain: str) -> Contents:
+    from fedloom.clients.data.tables import read_table
+
+    return read_table(path, domain)
+
+
+READERS: dict[str, Callable[[Path, str], Contents]] = dict(zip(KINDS, (_folder, _npz, _dataset, _table), strict=True))

@@ -15,6 +15,7 @@ from fedloom.conf.plugins import call, outside, parameters
 from fedloom.conf.randomness import generator
 from fedloom.conf.sites import PartitionConfig
 
+COLUMN = "column"  # partition.name: by the values of a table's column
 VERSION = 1  # version of the partitioners below; a new one makes cached divisions invalid
 
 
@@ -82,18 +83,22 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
 def check_way(how: PartitionConfig) -> None:
     """Raise UserError for an unknown partition.name, or for options that this way of division does not take."""
     find_way(how.name)
+    if (how.name == COLUMN) != bool(how.column):
+        raise UserError(f"partition.column: name=column divides by the column of this name; got name={how.name} and column="
+                        f"'{how.column}'. Set both, or neither.")  # fmt: skip
     for name, way in WAYS.items():
         if way.key and name != how.name and getattr(how, way.key) != getattr(PartitionConfig(), way.key):
             raise UserError(f"partition.{way.key}: belongs to partition.name={name}, but the name is '{how.name}'. "
                             f"Set partition.name={name}, or remove {way.key}.")  # fmt: skip
-    if how.name in WAYS and how.options:
+    if how.name in (*WAYS, COLUMN) and how.options:
         raise UserError(f"partition.options: are only for a function of your own. Set the options of '{how.name}' in the "
                         "section partition itself.")  # fmt: skip
 
 
 def find_way(name: str) -> Any:
     """Return the Scheme of this name, or the user's function. Raises UserError for an unknown name."""
-    return WAYS[name] if name in WAYS else outside("partitioner", name, WAYS, "partition.name")
+    known = {**WAYS, COLUMN: divide_by}
+    return known[name] if name in known else outside("partitioner", name, known, "partition.name")
 
 
 def _by_outside(labels: Labels, parts: int, how: PartitionConfig, random: np.random.Generator) -> tuple[Positions, ...]:
@@ -144,6 +149,27 @@ def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: s
         except ValueError as error:
             why = f"{count} training images cannot be divided among {parts} sites by {way.asked.format(**vars(how))}"
             raise UserError(f"{why}; {way.mend}") from error
+
+
+def divide_by(
+    column: Labels, index: Positions, parts: int, how: PartitionConfig, fewest: int | None = None
+) -> tuple[Positions, ...]:
+    """Divide the examples `index` by the values of a table's column: one site for each value, in ascending order.
+
+    Returns each site's positions in `index`. Raises UserError unless there are `parts` values, each with at least
+    partition.min_samples examples (or `fewest`).
+    """
+    values = np.unique(column)
+    if len(values) != parts:
+        raise UserError(f"partition.column: '{how.column}' has {len(values)} values, but the entry has {parts} sites; set "
+                        f"count={len(values)}")  # fmt: skip
+    divided = tuple(np.flatnonzero(column[index] == value) for value in values)
+    least = how.min_samples if fewest is None else fewest
+    for value, part in zip(values, divided, strict=True):
+        if len(part) < least:
+            raise UserError(f"partition.column: '{how.column}' has {len(part)} training examples with the value '{value}', "
+                            f"fewer than partition.min_samples={least}")  # fmt: skip
+    return divided
 
 
 def divide_alike(labels: Labels, parts: Sequence[Labels], random: np.random.Generator) -> tuple[Positions, ...]:

@@ -6,17 +6,20 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from fedloom.clients.data.blank_images import check_not_blank
 from fedloom.clients.data.cache import ImageCache
 from fedloom.clients.data.domains import Place, locate
+from fedloom.clients.data.form import IMAGE
+from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.images import Images
 from fedloom.clients.data.listing import held
-from fedloom.clients.data.looks import looks
-from fedloom.clients.data.own import check_files, left_out
-from fedloom.clients.data.partition import check_way, divide, divide_alike
+from fedloom.clients.data.own import check_files, left_out, notes
+from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
 from fedloom.clients.data.remembered import while_same
+from fedloom.clients.data.schema import CLASS, WORD
 from fedloom.clients.data.sources import Labels, Positions
-from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split
-from fedloom.clients.data.transforms import render
+from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split, strata
+from fedloom.clients.data.transforms import Change, render
 from fedloom.clients.data.variants import Variant, check_shared, label, variant
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator, torch_generator
@@ -44,20 +47,25 @@ class _Pool:
 
 @held()
 def site_images(config: Config, site: Site) -> Images:
-    """Return the site's training images, uint8 [n, c, size, size], with labels int64 [n].
+    """Return the site's training examples: images [n, c, h, w], or inputs of another kind, with their targets.
 
     They are its part of the domain's training images, or `samples` of them drawn by (seed, site name).
     Raises UserError as site_sizes does.
     """
     pool, part, size = _share(config, site)
-    key = (pool, config.data.size, config.data.grey, site.name, site.part, size)
+    key = (pool, str(config.data.size), config.data.grey, config.data.white, site.name, site.part, size)
     return CACHE.get(key, lambda: _images(pool.place, _drawn(config, site, part, size), pool.variant, config.data))
 
 
 @held()
 def class_counts(config: Config, site: Site) -> dict[int, int]:
-    """Return the number of the site's training images by class, without classes that it lacks. Reads only labels."""
+    """Return the number of the site's training images by class, without classes that it lacks. Reads only labels.
+
+    Empty for targets that are not classes.
+    """
     pool, part, size = _share(config, site)
+    if pool.place.schema.task != CLASS:
+        return {}
     y = _relabelled(labels(pool.place, _drawn(config, site, part, size)), pool.variant)
     return {int(name): int(count) for name, count in zip(*np.unique(y, return_counts=True), strict=True)}
 
@@ -83,19 +91,20 @@ def site_sizes(config: Config) -> list[int]:
     unknown, missing or damaged, for classes that it lacks, and for a division that is impossible.
     """
     check_shared(config)
+    check_forms(config)
     for domain in config.domains:
         check_files(domain)
     sizes = [_share(config, site)[2] for site in config.roster]
     for domain in config.domains:
-        looks(locate(domain, config.data))
+        check_not_blank(locate(domain, config.data))
     return sizes
 
 
 @held()
 def remarks(config: Config) -> list[str]:
-    """Return warnings about the domains' files that are not read, and about images of a single colour."""
-    pairs = [(left_out(domain), looks(locate(domain, config.data))) for domain in config.domains]
-    return [line for pair in pairs for line in pair if line]
+    """Return warnings about the domains: files that are not read, images of a single colour, constant features."""
+    found = [(left_out(domain), check_not_blank(locate(domain, config.data)), *notes(domain)) for domain in config.domains]
+    return [line for lines in found for line in lines if line]
 
 
 @held()
@@ -106,7 +115,7 @@ def site_size(config: Config, site: Site) -> int:
 
 @held()
 def validation_images(config: Config, spec: SiteConfig) -> Images:
-    """Return the validation images of the variant in `spec`, uint8 [n, c, size, size]. No site of its domain trains on them.
+    """Return the validation examples of the variant in `spec`. No site of its domain trains on them.
 
     n is 0 if data.validation is 0, or if a small validation part has none of the variant's classes.
     """
@@ -117,7 +126,7 @@ def validation_images(config: Config, spec: SiteConfig) -> Images:
 
 @held()
 def test_images(config: Config, spec: SiteConfig) -> Images:
-    """Return the test images of the variant in `spec`, uint8 [n, c, size, size]; at most data.test_limit, random ones."""
+    """Return the test examples of the variant in `spec`; at most data.test_limit, random ones."""
     place = locate(spec.domain, config.data)
     selection = split(place, config.seed, config.data.validation, config.data.validation_limit).test
     return _watched(config, place, spec, "test", selection, config.data.test_limit)
@@ -147,7 +156,7 @@ test_images.__test__ = False  # type: ignore[attr-defined]  # not a test of pyte
 
 
 def _watched(config: Config, place: Place, spec: SiteConfig, use: str, selection: Selection, limit: int) -> Images:
-    key = (use, place, variant(spec), config.data, config.seed)
+    key = (use, place, variant(spec), str(config.data), config.seed)
 
     def make() -> Images:
         chosen = _chosen(place, selection, variant(spec), limit, config.seed)
@@ -162,9 +171,13 @@ def _chosen(place: Place, selection: Selection, change: Variant, limit: int, see
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
     y = labels(place, chosen)
-    looks(place)
-    x = render(place.images(chosen.part, chosen.index), data.size, data.grey, change.rotation, change.invert)
-    return Images(x, torch.from_numpy(_relabelled(y, change)))
+    check_not_blank(place)
+    inputs = place.images(chosen.part, chosen.index)
+    if place.schema.kind == IMAGE:
+        size, levels = image_size(data), place.schema.levels
+        how = Change(size, data.grey, change.rotation, change.invert, levels, data.white or WORD)
+        return Images(render(inputs, how), torch.from_numpy(_relabelled(y, change)))
+    return Images(torch.from_numpy(np.array(inputs)), torch.from_numpy(np.array(y)))
 
 
 def _relabelled(y: Labels, change: Variant) -> Labels:
@@ -209,8 +222,11 @@ def _parts(pool: _Pool) -> tuple[Selection, ...]:
     train = of_classes(pool.place, pool.split().train, pool.variant.classes)
     if pool.parts == 1:
         return (train,)
+    if pool.partition.name == COLUMN:
+        values = pool.place.column(train.part, pool.partition.column)
+        return tuple(train.at(mine) for mine in divide_by(values, train.index, pool.parts, pool.partition))
     positions: tuple[Positions, ...] = divide(
-        labels(pool.place, train), pool.parts, pool.partition, pool.seed, pool.variant.name
+        strata(pool.place, train), pool.parts, pool.partition, pool.seed, pool.variant.name
     )
     return tuple(train.at(mine) for mine in positions)
 
@@ -219,5 +235,7 @@ def _parts(pool: _Pool) -> tuple[Selection, ...]:
 def _test_parts(pool: _Pool, limit: int) -> tuple[Positions, ...]:
     """Return the positions of each site's test images among the variant's test images."""
     chosen = _chosen(pool.place, pool.split().test, pool.variant, limit, pool.seed)
-    parts = [labels(pool.place, part) for part in _parts(pool)]
-    return divide_alike(labels(pool.place, chosen), parts, generator(pool.seed, pool.variant.name, "test parts"))
+    if pool.partition.name == COLUMN:
+        return divide_by(pool.place.column(chosen.part, pool.partition.column), chosen.index, pool.parts, pool.partition, 0)
+    parts = [strata(pool.place, part) for part in _parts(pool)]
+    return divide_alike(strata(pool.place, chosen), parts, generator(pool.seed, pool.variant.name, "test parts"))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from fedloom.clients.data import listing
 
-Pixels = NDArray[np.uint8]
-Labels = NDArray[np.int64]
+Pixels = NDArray[Any]  # inputs: images of uint8, uint16 or float32; float32 numbers; int64 tokens
+Labels = NDArray[Any]  # targets: int64 classes or next tokens, float32 numbers
 Positions = NDArray[np.int64]
 
 OFFICIAL = ("train", "test")
@@ -23,34 +23,48 @@ WHOLE = ("all",)
 
 
 class Source(Protocol):
-    """A place that may have a domain, such as a file. `parts`: train and test, or all without a split."""
+    """A place that may have a domain, such as a file. `folder` is the data folder in all methods.
+
+    Attributes:
+        parts: "train" and "test", or only "all".
+    """
 
     parts: ClassVar[tuple[str, ...]]
 
     def origin(self, folder: Path) -> str:
-        """Return the place as text: a path below the data folder, or a package."""
+        """Return the place for messages: a path below the data folder, or the name of a package."""
         ...
 
     def found(self, folder: Path) -> bool:
-        """Return whether this source has the domain; `folder`: the data folder."""
+        """Return whether the place exists, so that the domain can be read."""
         ...
 
     def state(self, folder: Path) -> str:
-        """Return a digest of the files that the domain is read from; empty for a package."""
+        """Return a digest of the domain's files, to detect changes; "" for a package."""
         ...
 
     def labels(self, folder: Path, part: str) -> Labels:
-        """Return the labels of all images of a part, int64 [n], from 0."""
+        """Return the targets of all examples of a part: int64 [n] classes from 0, or as schema.Schema says."""
         ...
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels | Iterable[Pixels]:
-        """Return a part's images at the positions `index`: uint8 [n, h, w] (grey) or [n, h, w, 3], or of different sizes."""
+        """Return some inputs of a part.
+
+        Args:
+            folder: The data folder.
+            part: One of `parts`.
+            index: The positions of the examples, int64 [n].
+
+        Returns:
+            Images [n, h, w] (grey) or [n, h, w, c], an iterable of images if their sizes differ, or inputs [n, ...] of
+                another kind.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Idx:
-    """The four files of the MNIST family in NAME/raw, gzipped or unpacked."""
+    """The four files of the MNIST family in NAME/raw, gzipped or unpacked. Implements `Source`."""
 
     name: str
     parts: ClassVar[tuple[str, ...]] = OFFICIAL
@@ -82,7 +96,10 @@ class Idx:
 
 @dataclass(frozen=True)
 class Arrays:
-    """An npz file with X_train [n, h, w] or [n, h, w, 3], y_train [n], X_test and y_test, all uint8."""
+    """An npz file with X_train [n, h, w] or [n, h, w, 3], y_train [n], X_test and y_test, all uint8.
+
+    Implements `Source`.
+    """
 
     file: str
     parts: ClassVar[tuple[str, ...]] = OFFICIAL
@@ -105,7 +122,10 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Sheets:
-    """An npz file of JPEG sheets train_00, ... with 40 x 25 tiles of 32 x 32 pixels, of which `size` x `size` are used."""
+    """An npz file of JPEG sheets train_00, ... with 40 x 25 tiles of 32 x 32 pixels, of which `size` x `size` are used.
+
+    Implements `Source`.
+    """
 
     file: str
     size: int = 32
@@ -137,7 +157,7 @@ class Sheets:
 class Torchvision:
     """A data set class of torchvision and its `files`. `by_split`: it takes split=, and its channels come first.
 
-    CIFAR's original files are pickles. torchvision reads them only if their MD5 sums are in its list.
+    Implements `Source`. CIFAR's original files are pickles. torchvision reads them only if their MD5 sums are in its list.
     """
 
     name: str
@@ -176,7 +196,7 @@ class Torchvision:
 
 @dataclass(frozen=True)
 class Package:
-    """Images in an installed package. `load` returns all of them with their labels."""
+    """Images in an installed package. `load` returns all of them with their labels. Implements `Source`."""
 
     name: str
     module: str

@@ -5,7 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from fedloom.clients.data import targets
 from fedloom.clients.data.domains import Place
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.data.sources import OFFICIAL, Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator
@@ -46,19 +48,26 @@ def split(place: Place, seed: int, share: float, limit: int) -> Split:
     """
     train, test = _train_test(place, seed)
     count = min(limit, max(1, round(share * len(train)))) if share > 0 else 0
-    held, rest = _draw(labels(place, train), count, generator(seed, place.name, "validation"))
+    held, rest = _draw(strata(place, train), count, generator(seed, place.name, "validation"))
     return Split(train.at(rest), train.at(held), test)
 
 
 def labels(place: Place, selection: Selection) -> Labels:
-    """Return the labels of the selected images, int64 [n]."""
+    """Return the targets of the selected examples: int64 [n] classes, or as Schema says."""
     return _labels(place, selection.part)[selection.index]
+
+
+def strata(place: Place, selection: Selection) -> Labels:
+    """Return the strata of the selected examples, int64 [n]: their classes, or as targets.strata says."""
+    return _strata(place, selection.part)[selection.index]
 
 
 def of_classes(place: Place, selection: Selection, classes: tuple[int, ...]) -> Selection:
     """Return the selected images of these classes (empty: of all). Raises UserError for a class that the domain lacks."""
     if not classes:
         return selection
+    if place.schema.task != CLASS:
+        raise UserError(f"classes: {place.name} has no classes, but {place.schema.task} targets; remove classes")
     if max(classes) >= place.classes:
         raise UserError(f"classes: got {max(classes)}, but {place.name} has the classes 0 to {place.classes - 1}")
     return selection.at(np.flatnonzero(np.isin(labels(place, selection), classes)))
@@ -68,7 +77,7 @@ def at_most(place: Place, selection: Selection, limit: int, seed: int) -> Select
     """Return a stratified random subset of at most `limit` of the selected images (0: all)."""
     if limit == 0 or limit >= len(selection):
         return selection
-    drawn, _ = _draw(labels(place, selection), limit, generator(seed, place.name, "limit", selection.part))
+    drawn, _ = _draw(strata(place, selection), limit, generator(seed, place.name, "limit", selection.part))
     return selection.at(drawn)
 
 
@@ -78,7 +87,7 @@ def _train_test(place: Place, seed: int) -> tuple[Selection, Selection]:
         return train, test
     selection = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))
     count = round(TEST_SHARE * len(selection))
-    test, train = _draw(labels(place, selection), count, generator(seed, place.name, "test"))
+    test, train = _draw(strata(place, selection), count, generator(seed, place.name, "test"))
     return selection.at(train), selection.at(test)
 
 
@@ -97,7 +106,14 @@ def _draw(labels: Labels, count: int, random: np.random.Generator) -> tuple[Posi
 @lru_cache(maxsize=64)
 def _labels(place: Place, part: str) -> Labels:
     values = place.labels(part)
+    if place.schema.task != CLASS and len(values):
+        return values
     if len(values) == 0 or not 0 <= values.min() <= values.max() < place.classes:
         origin = place.source.origin(place.folder)
         raise UserError(f"domain '{place.name}': {origin} has no labels, or labels outside 0 to {place.classes - 1}")
     return values
+
+
+@lru_cache(maxsize=64)
+def _strata(place: Place, part: str) -> Labels:
+    return targets.strata(_labels(place, part), place.schema.task)

@@ -16,7 +16,15 @@ from fedloom.conf.sites import UNION, SiteConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """A domain and the changes to its images. Hashable, unlike the SiteConfig it comes from."""
+    """A domain and the changes to its images. Hashable, unlike the SiteConfig it comes from.
+
+    Attributes:
+        domain: The domain's name.
+        rotation: The angle in degrees, counter-clockwise.
+        invert: Whether pixels are inverted.
+        classes: The classes to use, in ascending order; empty: all.
+        relabel: Whether these classes are numbered from 0.
+    """
 
     domain: str
     rotation: float
@@ -78,10 +86,13 @@ def class_names(spec: SiteConfig) -> tuple[str, ...]:
     return _of_classes(spec, find(spec.domain).names)
 
 
-def class_things(spec: SiteConfig) -> tuple[str, ...]:
-    """Return the names of the classes, or what the numbers of a shipped data set stand for; empty if unknown."""
+def class_meanings(spec: SiteConfig) -> tuple[str, ...]:
+    """Return what a site's class numbers stand for: the names of its classes, or the meanings known for a shipped data set.
+
+    Empty if unknown.
+    """
     domain = find(spec.domain)
-    return _of_classes(spec, domain.names or domain.things)
+    return _of_classes(spec, domain.names or domain.meanings)
 
 
 def _of_classes(spec: SiteConfig, names: tuple[str, ...]) -> tuple[str, ...]:

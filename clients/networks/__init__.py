@@ -1,6 +1,6 @@
 """The networks that sites train, each an extractor and a head, and networks by name, including torchvision's."""
 
-from fedloom.clients.networks.architecture import Architecture, Model, architecture_of, network_text
+from fedloom.clients.networks.architecture import Architecture, Model, architecture_of, form_of, network_text
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count
 from fedloom.clients.networks.head_view import HeadView
 from fedloom.clients.networks.named import NetworkName, load_network, parse_name, save_network
@@ -14,6 +14,7 @@ __all__ = [
     "NetworkName",
     "NetworkSpec",
     "architecture_of",
+    "form_of",
     "initialise",
     "load_network",
     "network_text",

@@ -3,10 +3,11 @@
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedloom.clients.data import class_count, num_classes
+from fedloom.clients.data import class_count, domain_specs, input_form, num_classes
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS, Network
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
@@ -15,20 +16,27 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that builds a network: its section as JSON, the images' channels and size, the number of outputs."""
+    """Everything that builds a network: its section as JSON, and the form of its inputs and outputs."""
 
     network: str
-    channels: int
-    size: int
-    classes: int
+    form: Form
+
+    @property
+    def outputs(self) -> int:
+        """The numbers that the network returns for an example, or for each step."""
+        return self.form.outputs
+
+    def with_outputs(self, outputs: int) -> "Architecture":
+        """Return this architecture with another number of outputs."""
+        return replace(self, form=replace(self.form, outputs=outputs))
 
     def build(self) -> Network:
         """Build the network with undefined weights. Raises UserError for an unknown network or a wrong option."""
-        return _spec(self.network).empty(self.channels, self.size, self.classes)
+        return _spec(self.network).empty(self.form)
 
     def made(self) -> Network:
         """Build the network on torch's default device, with the initial weights that its own code draws."""
-        return _spec(self.network).build(self.channels, self.size, self.classes)
+        return _spec(self.network).build(self.form)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,9 +64,15 @@ def _spec(network: str) -> Any:
 
 def architecture_of(config: Config, site: Site | None = None) -> Architecture:
     """Return the architecture of a site, or (None) of the configuration's `network`."""
+    return Architecture(network_text(config, site), form_of(config, site))
+
+
+def form_of(config: Config, site: Site | None = None) -> Form:
+    """Return the form of a site's inputs and outputs, or (None) that of the configuration's networks."""
     own = site is not None and config.data.heads == "own"
     classes = class_count(site.spec) if site is not None and own else num_classes(config)
-    return Architecture(network_text(config, site), 1 if config.data.grey else 3, config.data.size, classes)
+    spec = site.spec if site is not None else next(iter(domain_specs(config).values()))
+    return input_form(config, spec, classes)
 
 
 def network_text(config: Config, site: Site | None = None) -> str:

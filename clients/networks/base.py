@@ -6,17 +6,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.registry import Registry
 
 EXTRACTOR, HEAD = "extractor.", "head."  # prefixes of the names of a state's tensors
+NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm2d)
 PARTS = {"extractor": EXTRACTOR, "head": HEAD}
 
 
 class Network(nn.Module):
-    """An extractor followed by a head: images [n, c, h, w] to logits [n, classes].
+    """An extractor followed by a head: inputs [n, *form.shape] to [n, outputs], or [n, steps, outputs] (form.each_step).
 
     The names of its state's tensors start with `extractor.` or `head.`.
     """
@@ -26,8 +28,8 @@ class Network(nn.Module):
         self.extractor = extractor
         self.head = head
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.extractor(images))
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.extractor(inputs))
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,25 @@ class NetworkSpec(ABC):
     """Base class of a network's options: a frozen dataclass whose `build` makes the network."""
 
     @abstractmethod
-    def build(self, channels: int, size: int, classes: int) -> Network:
-        """Build the network for images [n, channels, size, size]. Raises UserError for options that do not fit."""
+    def build(self, form: Form) -> Network:
+        """Build the network for inputs [n, *form.shape]. Raises UserError for a form or options that do not fit."""
 
     @property
     def constants(self) -> bool:
         """Whether modules may have constant tensors outside the state, which building without memory would lose."""
         return False
 
-    def empty(self, channels: int, size: int, classes: int) -> Network:
+    def empty(self, form: Form) -> Network:
         """Build the network with undefined weights and no random draws: it is built without memory, then gets memory."""
         if self.constants:
-            return self.build(channels, size, classes)
+            return self.build(form)
         try:
             with torch.device("meta"):
-                network = self.build(channels, size, classes)
+                network = self.build(form)
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            raise UserError(f"network: {type(self).__name__}.build failed ({told(error)})") from error
+            raise UserError(f"network: {type(self).__name__}.build failed ({error_summary(error)})") from error
         if not isinstance(network, Network):
             built = f"{type(self).__name__}.build returned a {type(network).__name__}"
             raise UserError(f"network: {built}; it must return a fedloom.clients.networks.Network(extractor, head)")
@@ -87,21 +89,23 @@ class SelfStarting(ABC):
 
 NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec, "fedloom.clients.networks", {
     "convnet": "convnet", "exits": "exits", "plain": "conv6 vgg11 vgg13 vgg16 vgg19", "small": "lenet mlp",
-    "residual": "resnet10 resnet14 resnet18 resnet20 resnet22 resnet26 resnet34 resnet56 wide_resnet", "split": "rest split",
+    "residual": "resnet10 resnet14 resnet18 resnet20 resnet22 resnet26 resnet34 resnet56 wide_resnet",
+    "sequences": "cnn1d lstm", "split": "rest split", "transformer": "transformer",
 }, adapter="own")  # fmt: skip
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Draw all weights from `generator`: He-normal convolutions (fan out), uniform +-1/sqrt(fan in) linear layers.
 
-    Norm layers start at scale 1 and shift 0, BatchNorm's running statistics at mean 0 and variance 1. The draw depends only
-    on the generator and the order of modules. A user's network (SelfStarting) draws its weights itself.
+    Embeddings are standard normal; recurrent layers uniform +-1/sqrt(width); attention's inputs Glorot-uniform. Norm layers
+    start at scale 1 and shift 0, BatchNorm's running statistics at mean 0 and variance 1. The draw depends only on the
+    generator and the order of modules. A user's network (SelfStarting) draws its weights itself.
     """
     if isinstance(network, SelfStarting):
         network.restart(int(torch.randint(2**62, (), generator=generator)))
         return
     for module in network.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv1d | nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu", generator=generator)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -110,11 +114,29 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
             nn.init.uniform_(module.weight, -bound, bound, generator=generator)
             if module.bias is not None:
                 nn.init.uniform_(module.bias, -bound, bound, generator=generator)
-        elif isinstance(module, nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm2d):
+        elif isinstance(module, NORMS):
             module.reset_parameters()
+        else:
+            _initialise_steps(module, generator)
     for module in network.modules():
         if isinstance(module, Starting):
             module.start()
+
+
+def _initialise_steps(module: nn.Module, generator: torch.Generator) -> None:
+    """Draw the weights of a layer for sequences: an embedding, a recurrent layer or attention's inputs."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, generator=generator)
+    elif isinstance(module, nn.RNNBase):
+        bound = module.hidden_size**-0.5
+        for weight in module.parameters():
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
+    elif isinstance(module, nn.MultiheadAttention):
+        for weight in module.parameters(recurse=False):
+            if weight.ndim > 1:
+                nn.init.xavier_uniform_(weight, generator=generator)
+            else:
+                nn.init.zeros_(weight)
 
 
 def parameter_count(network: nn.Module) -> int:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
-from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, norm_layers
+from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, check_image, norm_layers
 from fedloom.clients.networks.small import hidden
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
@@ -27,8 +28,9 @@ class Convnet(NetworkSpec):
     bias: bool = option(False, "convolutions with a bias")
     head_bias: bool = option(True, HEAD_HELP)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for strides or pools that do not fit the widths."""
+        check_image(form)
         strides = self.strides or [1] * len(self.widths)
         if not self.widths or len(strides) != len(self.widths):
             raise UserError(
@@ -36,20 +38,21 @@ class Convnet(NetworkSpec):
             )
         if wrong := next((block for block in self.pools if block > len(self.widths)), 0):
             raise UserError(f"network.pools: got {wrong}, but there are {len(self.widths)} blocks")
-        blocks, side = OrderedDict[str, nn.Module](), size
+        blocks, channels, sides = OrderedDict[str, nn.Module](), form.channels, [form.height, form.width]
         for number, (out, stride) in enumerate(zip(self.widths, strides, strict=True), start=1):
             convolution = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=self.bias)
             pool = [nn.MaxPool2d(2)] if number in self.pools else []
             blocks[f"block{number}"] = nn.Sequential(
                 convolution, *norm_layers(self.norm, out, self.groups), nn.ReLU(), *pool
             )
-            channels, side = out, ((side - 1) // stride + 1) // (2 if pool else 1)
-        if side < 1:
-            raise UserError(f"data.size: got {size}, too small for the network's poolings")
+            channels, sides = out, [((side - 1) // stride + 1) // (2 if pool else 1) for side in sides]
+        if min(sides) < 1:
+            got = form.height if form.height == form.width else f"{form.height} x {form.width}"
+            raise UserError(f"data.size: got {got}, too small for the network's poolings")
         if not self.hidden:
             blocks |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
-            return Network(nn.Sequential(blocks), nn.Linear(channels, classes, bias=self.head_bias))
-        layers = hidden(channels * side * side, self.hidden, True)
+            return Network(nn.Sequential(blocks), nn.Linear(channels, form.outputs, bias=self.head_bias))
+        layers = hidden(channels * sides[0] * sides[1], self.hidden, True)
         if self.dropout:
             layers = [
                 expanded
@@ -57,4 +60,4 @@ class Convnet(NetworkSpec):
                 for expanded in ([layer, nn.Dropout(self.dropout)] if isinstance(layer, nn.ReLU) else [layer])
             ]
         blocks |= {"flat": nn.Flatten(), "hidden": nn.Sequential(*layers)}
-        return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], classes, bias=self.head_bias))
+        return Network(nn.Sequential(blocks), nn.Linear(self.hidden[-1], form.outputs, bias=self.head_bias))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
 from fedloom.clients.networks.residual import Residual
 from fedloom.conf.errors import UserError
@@ -15,17 +16,17 @@ from fedloom.conf.typed import option
 
 
 class ExitNetwork(Network):
-    """Successive parts, each followed by a classifier: images [n, c, h, w] to the mean of all logits, [n, classes]."""
+    """Successive parts, each followed by a classifier: inputs [n, ...] to the mean of all logits, [n, outputs]."""
 
     def __init__(self, parts: Sequence[nn.Module], classifiers: Sequence[nn.Module]) -> None:
         super().__init__(nn.ModuleList(parts), nn.ModuleList(classifiers))
 
-    def forward(self, images: Tensor, each: bool = False) -> Tensor:
-        """Return the mean logits, or (`each`) those of every classifier, [classifiers, n, classes]."""
+    def forward(self, inputs: Tensor, each: bool = False) -> Tensor:
+        """Return the mean logits, or (`each`) those of every classifier, [classifiers, n, outputs]."""
         logits = []
         for part, classifier in zip(self.extractor.children(), self.head.children(), strict=True):
-            images = part(images)
-            logits.append(classifier(images))
+            inputs = part(inputs)
+            logits.append(classifier(inputs))
         return torch.stack(logits) if each else torch.stack(logits).mean(0)
 
 
@@ -42,9 +43,9 @@ class Exits(NetworkSpec):
     after: list[int] = option([], "numbers of the blocks, from 1, that a classifier follows; empty: all", low=1)
     depth: int = option(0, "number of these classifiers; blocks after the last one are left out; 0: all", low=0)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for a network without blocks, or a wrong `after` or `depth`."""
-        blocks = _blocks(NETWORKS.build(self.of, "network.of").build(channels, size, classes).extractor)
+        blocks = _blocks(NETWORKS.build(self.of, "network.of").build(form).extractor)
         if not blocks:
             raise UserError(f"network.of: '{self.of['name']}' is not a chain of layers and blocks")
         numbers = self.after or list(range(1, len(blocks) + 1))
@@ -58,7 +59,7 @@ class Exits(NetworkSpec):
         parts = [
             nn.Sequential(*(layer for block in blocks[begin:end] for layer in block)) for begin, end in pairwise([0, *ends])
         ]
-        return ExitNetwork(parts, _classifiers(parts, torch.zeros(1, channels, size, size), classes))
+        return ExitNetwork(parts, _classifiers(parts, form.zeros(1), form.outputs))
 
 
 def _blocks(extractor: nn.Module) -> list[list[nn.Module]]:
@@ -78,12 +79,12 @@ def _steps(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _classifiers(parts: Sequence[nn.Module], images: Tensor, classes: int) -> list[nn.Module]:
-    """Return a classifier for the outputs of each part, whose shapes come from these images."""
+def _classifiers(parts: Sequence[nn.Module], inputs: Tensor, outputs: int) -> list[nn.Module]:
+    """Return a classifier for the outputs of each part, whose shapes come from these inputs."""
     classifiers: list[nn.Module] = []
     for part in parts:
-        images = part.eval()(images)
+        inputs = part.eval()(inputs)
         part.train()
-        linear = nn.Linear(images.shape[1], classes)
-        classifiers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear) if images.ndim == 4 else linear)
+        linear = nn.Linear(inputs.shape[1], outputs)
+        classifiers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear) if inputs.ndim == 4 else linear)
     return classifiers

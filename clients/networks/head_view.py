@@ -5,12 +5,12 @@ from torch import Tensor, nn
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import BATCH_NORM
 
-FEWEST = 2  # images of a batch with a variance
+MIN_BATCH = 2  # images of a batch with a variance
 BATCH = "batch"  # evaluation.statistics: BatchNorm uses each batch's mean and variance
 
 
 class HeadView(nn.Module):
-    """The `outputs` of a network: images [n, c, h, w] to logits [n, classes].
+    """The `outputs` of a network: inputs to [n, outputs], or [n, steps, outputs].
 
     With statistics=BATCH, BatchNorm uses the batch's mean and variance in evaluation mode too. The batch should then be a
     large random draw of the domain. The running statistics stay unchanged.
@@ -22,10 +22,12 @@ class HeadView(nn.Module):
         norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
         self._norms = [norm for norm in norms if norm.running_mean is not None] if statistics == BATCH else []
 
-    def forward(self, images: Tensor) -> Tensor:
-        if self._norms and not self.training and len(images) < FEWEST:
-            raise UserError(f"evaluation.statistics={BATCH}: needs at least {FEWEST} images of a domain, got {len(images)}")
-        return self.network(images)[:, self.outputs]
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self._norms and not self.training and len(inputs) < MIN_BATCH:
+            raise UserError(
+                f"evaluation.statistics={BATCH}: needs at least {MIN_BATCH} images of a domain, got {len(inputs)}"
+            )
+        return self.network(inputs)[..., self.outputs]
 
     def train(self, mode: bool = True) -> "HeadView":
         """Set training mode, or evaluation mode with the configured statistics."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.conf.errors import UserError
 
 
@@ -38,6 +39,14 @@ HEAD_HELP = "a bias in the last layer, which computes the classes' scores"
 NORM_HELP = (
     "norm after each convolution: GroupNorm, BatchNorm, LayerNorm (over channels and positions), InstanceNorm or none"
 )
+
+
+def check_image(form: Form, least: int = 1) -> None:
+    """Raise UserError unless the inputs are images of at least `least` pixels in height and width."""
+    form.takes(IMAGE, what="network")
+    if min(form.height, form.width) < least:
+        got = form.height if form.height == form.width else f"{form.height} x {form.width}"
+        raise UserError(f"data.size: got {got}, takes at least {least} for this network")
 
 
 def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list[nn.Module]:

@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import DIMENSIONS, IMAGE, KINDS, Form
 from fedloom.clients.networks.base import NETWORKS
 from fedloom.clients.storage.states import read_metadata, read_state, write_state
 from fedloom.conf.errors import UserError, plain, unknown
@@ -24,28 +25,26 @@ RUN_KEY = "network"  # the metadata's key for the section `network` of a run's c
 
 @dataclass(frozen=True)
 class NetworkName:
-    """Everything that builds a network: name, options, and the shape of images and number of classes it is for."""
+    """Everything that builds a network: name, options, and the form of the inputs and outputs that it is for."""
 
     name: str
     options: Mapping[str, Any]
-    channels: int
-    size: int
-    classes: int
+    form: Form
 
     def build(self) -> nn.Module:
         """Build the network with undefined weights (torchvision's with its own initial weights).
 
         torch's global generator stays unchanged. Raises UserError for an unknown name or option.
         """
-        for key in ("channels", "size", "classes"):
-            if getattr(self, key) < 1:
-                raise UserError(f"{key}: got {getattr(self, key)}, takes a number of at least 1")
+        for key, numbers in (("shape", self.form.shape), ("outputs", [self.form.outputs])):
+            if min(numbers, default=1) < 1:
+                raise UserError(f"{key}: got {' x '.join(map(str, numbers))}, takes numbers of at least 1")
         if self.name.startswith(FOREIGN):
             return _foreign(self)
-        return NETWORKS.create(self.name, self.options, "network").empty(self.channels, self.size, self.classes)
+        return NETWORKS.create(self.name, self.options, "network").empty(self.form)
 
 
-def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName:
+def parse_name(text: str, form: Form) -> NetworkName:
     """Parse the name of a network with its options.
 
     Examples: `vgg13`, `vgg13:norm=batch,width=0.5`, `mlp:widths=[40,20]`, `torchvision:resnet18`, your own
@@ -54,7 +53,7 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
     Raises UserError for an unknown name and for options that are not key=value. `build` checks keys and values.
     """
     if text.startswith(FOREIGN):
-        return NetworkName(text, {}, channels, size, classes)
+        return NetworkName(text, {}, form)
     name, separator, rest = text.partition(":")
     if name not in NETWORKS.names() and is_reference(":".join(text.split(":")[:2])):
         attribute, separator, rest = rest.partition(":")
@@ -71,7 +70,7 @@ def parse_name(text: str, channels: int, size: int, classes: int) -> NetworkName
             options[key] = read_yaml(item)
         except yaml.YAMLError:
             raise UserError(f"network '{text}': the value of '{key}' cannot be read: '{item}'") from None
-    return NetworkName(name, options, channels, size, classes)
+    return NetworkName(name, options, form)
 
 
 def _split(text: str) -> list[str]:
@@ -88,7 +87,8 @@ def _split(text: str) -> list[str]:
 
 def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
     """Write the network's parameters and buffers, and its name in the metadata, to a safetensors file."""
-    write_state(path, network.state_dict(), **{KEY: json.dumps({**vars(name), "options": dict(name.options)})})
+    built_as = {"name": name.name, "options": dict(name.options), "form": name.form.plain()}
+    write_state(path, network.state_dict(), **{KEY: json.dumps(built_as)})
 
 
 def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:
@@ -121,24 +121,25 @@ def _foreign(name: NetworkName) -> nn.Module:
         raise unknown("network", name.name, known)
     if name.options:
         raise UserError(f"network '{name.name}': takes no options, got {', '.join(map(str, name.options))}")
-    if name.channels != 3:
-        raise UserError(f"network '{name.name}': takes images of 3 channels, got {name.channels}; set data.grey=false for 3")
+    name.form.takes(IMAGE, what=f"network '{name.name}'")
+    if name.form.channels != 3:
+        got = f"got {name.form.channels}; set data.grey=false for 3"
+        raise UserError(f"network '{name.name}': takes images of 3 channels, {got}")
     with torch.random.fork_rng(devices=[]):
-        return models.get_model(name.name.removeprefix(FOREIGN), weights=None, num_classes=name.classes)
+        return models.get_model(name.name.removeprefix(FOREIGN), weights=None, num_classes=name.form.outputs)
 
 
 def _read_name(path: Path) -> NetworkName:
     metadata = read_metadata(path)
     if KEY not in metadata:
         hint = _hint(metadata.get(RUN_KEY, ""))
-        raise UserError(f"{path}: does not name its network and the shape of its images. Add --network {hint}")
+        raise UserError(f"{path}: does not name its network and the form of its inputs. Add --network {hint}")
     try:
         fields = json.loads(metadata[KEY])
-        name = NetworkName(**fields)
-    except (TypeError, ValueError, RecursionError):
-        fields, name = {}, None
-    numbers = all(isinstance(fields.get(key), int) for key in ("channels", "size", "classes"))
-    if name is None or not numbers or not isinstance(name.name, str) or not isinstance(name.options, dict):
+        name = NetworkName(fields["name"], fields["options"], _read_form(fields))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        name = None
+    if name is None or not isinstance(name.name, str) or not isinstance(name.options, dict):
         raise UserError(f"{path}: its metadata '{KEY}' is not a valid network's name. Add --network NAME[:KEY=VALUE,...]")
     foreign = name.name.startswith(FOREIGN)
     if untrusted := next(
@@ -150,6 +151,20 @@ def _read_name(path: Path) -> NetworkName:
             f"{path}: {fault}. If you trust it, add --network {_hint(json.dumps({'name': name.name, **name.options}))}"
         )
     return name
+
+
+def _read_form(fields: Mapping[str, Any]) -> Form:
+    """Return the form in a file's metadata. Older files have channels, size and classes of square images instead."""
+    form = (
+        Form.parsed(fields["form"])
+        if "form" in fields
+        else Form.images(*(fields[k] for k in ("channels", "size", "classes")))
+    )
+    whole = all(type(number) is int for number in (*form.shape, form.outputs, form.vocabulary))
+    dimensions = DIMENSIONS.get(form.kind, len(form.shape))
+    if not whole or form.kind not in KINDS or len(form.shape) != dimensions or type(form.each_step) is not bool:
+        raise ValueError("not a form")
+    return form
 
 
 def _named(section: Mapping[str, Any]) -> Iterator[str]:

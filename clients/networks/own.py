@@ -11,43 +11,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, TOKENS, Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import call, parameters, told
+from fedloom.conf.plugins import call, error_summary, parameters
 from fedloom.fusion.graph.undisturbed import undisturbed
 from fedloom.fusion.inputs import uncompiled
 from fedloom.fusion.state import BATCH_NORM
 
 SPELLINGS = {
-    "classes": ("classes", "num_classes", "n_classes"),
+    "outputs": ("classes", "num_classes", "n_classes", "outputs", "n_outputs"),
     "channels": ("channels", "in_channels", "num_channels", "in_chans"),
     "size": ("size", "image_size", "img_size", "input_size"),
+    "height": ("height",),
+    "width": ("width",),
+    "features": ("features", "in_features", "n_features", "input_size"),
+    "vocabulary": ("vocabulary", "vocab_size"),
+    "length": ("length", "seq_len"),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class OwnSpec(NetworkSpec):
-    """A user's network. `make(**options)` returns the module; classes, channels and size are added if it takes them."""
+    """A user's network. `make(**options)` returns the module; numbers of the form are added if it takes them."""
 
     name: str
     make: Callable[..., Any]
     options: Mapping[str, Any]
     where: str
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for a module that cannot be divided into extractor and head."""
-        return OwnNetwork(self, channels, size, classes)
+        return OwnNetwork(self, form)
 
     @property
     def constants(self) -> bool:
         """Users' modules may have constants."""
         return True
 
-    def module(self, channels: int, size: int, classes: int) -> nn.Module:
+    def module(self, form: Form) -> nn.Module:
         """Return the user's module. Raises UserError if it is not a torch module with float32 weights."""
-        facts = {"classes": classes, "channels": channels, "size": size}
-        made = uncompiled(call(self.make, self.options, self._ours(facts), self.name, self.where))
+        self._check_square(form)
+        made = uncompiled(call(self.make, self.options, self._ours(_facts(form)), self.name, self.where))
         if not isinstance(made, nn.Module):
             raise self.refused(f"returned a {type(made).__name__}; it must return a torch.nn.Module")
         if wrong := [
@@ -62,6 +68,13 @@ class OwnSpec(NetworkSpec):
         """Return a UserError that names the user's module; `why` continues the sentence."""
         return UserError(f"{self.where}: '{self.name}' {why}")
 
+    def _check_square(self, form: Form) -> None:
+        """Raise UserError if the function needs one size, but the images have two."""
+        known, _ = parameters(self.make)
+        needs = next((each.name for each in known if each.name in SPELLINGS["size"] and each.default is each.empty), "")
+        if form.kind == IMAGE and form.height != form.width and needs and needs not in self.options:
+            raise self.refused(f"takes '{needs}', but the data are {form}; take 'height' and 'width' in its place")
+
     def _ours(self, facts: Mapping[str, int]) -> dict[str, int]:
         """Return the facts that the function takes, in its spelling. A function with **kwargs gets num_classes."""
         known, others = parameters(self.make)
@@ -71,7 +84,9 @@ class OwnSpec(NetworkSpec):
             if any(spelling in self.options for spelling in SPELLINGS[fact]):
                 continue
             taken = next((spelling for spelling in SPELLINGS[fact] if spelling in names), None)
-            if taken or (fact == "classes" and others):
+            if fact == "width" and "height" not in names:
+                continue  # a width of layers
+            if taken or (fact == "outputs" and others):
                 ours[taken or "num_classes"] = item
         return ours
 
@@ -79,12 +94,12 @@ class OwnSpec(NetworkSpec):
 class OwnNetwork(Network, SelfStarting):
     """The user's module, with its last linear layer moved out and used as the head."""
 
-    def __init__(self, spec: OwnSpec, channels: int, size: int, classes: int) -> None:
-        self._made = (spec, channels, size, classes)
+    def __init__(self, spec: OwnSpec, form: Form) -> None:
+        self._made = (spec, form)
         with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(0)
-            extractor, head = _fitted(spec, channels, size, classes)
-            _check_training(spec, extractor, torch.rand(2, channels, size, size))
+            extractor, head = _fitted(spec, form)
+            _check_training(spec, form, extractor, form.random(2))
         super().__init__(extractor, head)
         for module in extractor.modules():
             _leave_out_counter(module)
@@ -111,13 +126,29 @@ def own_network(name: str, made: Any, options: Mapping[str, Any], where: str) ->
     return OwnSpec(name, made, options, where)
 
 
-def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Linear]:
+def _facts(form: Form) -> dict[str, int]:
+    """Return the numbers of a form, by the first name in SPELLINGS."""
+    facts = {"outputs": form.outputs}
+    if form.kind == IMAGE:
+        square = {"size": form.height} if form.height == form.width else {}
+        facts |= {"channels": form.channels, **square, "height": form.height, "width": form.width}
+    if form.kind in (FEATURES, SEQUENCE, ARRAY):
+        facts["features"] = form.features
+    if form.kind == TOKENS:
+        facts["vocabulary"] = form.vocabulary
+    if form.kind in (SEQUENCE, TOKENS):
+        facts["length"] = form.length
+    return facts
+
+
+def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear]:
     """Divide the module into extractor and head. Raises UserError without a last linear layer or the right outputs."""
-    module, images = spec.module(channels, size, classes), torch.rand(2, channels, size, size)
+    module, inputs = spec.module(form), form.random(2)
     passed: list[tuple[nn.Linear, Tensor]] = []
-    outputs = _forward(spec, module, images, passed)
-    if not isinstance(outputs, Tensor) or outputs.shape != (2, classes):
-        fault = f"returns {_named(outputs)} for 2 images of {channels} x {size} x {size}, must return [2, {classes}]"
+    outputs = _forward(spec, form, module, inputs, passed)
+    wanted = [2, form.length, form.outputs] if form.each_step else [2, form.outputs]
+    if not isinstance(outputs, Tensor) or list(outputs.shape) != wanted:
+        fault = f"returns {_named(outputs)} for 2 examples ({form}), must return {wanted}"
         raise spec.refused(f"{fault}; add a parameter `classes` (or num_classes)")
     head = passed[-1][0] if passed else None
     if head is None or [layer for layer, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
@@ -131,17 +162,17 @@ def _fitted(spec: OwnSpec, channels: int, size: int, classes: int) -> tuple[nn.M
     if names == [""]:
         return nn.Identity(), head
     module.set_submodule(names[0], nn.Identity())
-    if not torch.equal(_forward(spec, nn.Sequential(module, head), images, []), outputs):
+    if not torch.equal(_forward(spec, form, nn.Sequential(module, head), inputs, []), outputs):
         raise spec.refused(f"returns other outputs when '{names[0]}' is moved to its end; use that layer once, at the end")
     return module, head
 
 
-def _check_training(spec: OwnSpec, extractor: nn.Module, images: Tensor) -> None:
+def _check_training(spec: OwnSpec, form: Form, extractor: nn.Module, inputs: Tensor) -> None:
     """Raise UserError if outputs differ in form in training mode, as with auxiliary outputs. Changes nothing."""
     buffers = [(buffer, buffer.clone()) for buffer in extractor.buffers()]
     with undisturbed(extractor):
-        usual = _named(_forward(spec, extractor, images, []))
-        got = _named(_forward(spec, extractor.train(), images, [], " in training mode"))
+        usual = _named(_forward(spec, form, extractor, inputs, []))
+        got = _named(_forward(spec, form, extractor.train(), inputs, [], " in training mode"))
     for buffer, before in buffers:
         buffer.copy_(before)
     if got == usual:
@@ -181,7 +212,7 @@ def _forget_counter(module: nn.Module, state: dict[str, Any], prefix: str, *othe
 
 
 def _forward(
-    spec: OwnSpec, module: nn.Module, images: Tensor, passed: list[tuple[nn.Linear, Tensor]], mode: str = ""
+    spec: OwnSpec, form: Form, module: nn.Module, inputs: Tensor, passed: list[tuple[nn.Linear, Tensor]], mode: str = ""
 ) -> Any:
     """Return the module's outputs. Appends the linear layers used, with their outputs, to `passed`."""
 
@@ -192,12 +223,10 @@ def _forward(
     hooks = [layer.register_forward_hook(note) for layer in module.modules() if isinstance(layer, nn.Linear)]
     try:
         with torch.no_grad():
-            return module(images)
+            return module(inputs)
     except (Exception, SystemExit) as error:
-        shape = " x ".join(map(str, images.shape[1:]))
-        raise spec.refused(
-            f"fails on images of {shape}{mode} ({told(error)}); data.size and data.grey change their shape"
-        ) from error
+        hint = "; data.size and data.grey change their shape" if form.kind == IMAGE else "; it must take these inputs"
+        raise spec.refused(f"fails on {form}{mode} ({error_summary(error)}){hint}") from error
     finally:
         for hook in hooks:
             hook.remove()

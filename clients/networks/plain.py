@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
-from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
-from fedloom.conf.errors import UserError
+from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, check_image, norm_layers, scaled
 from fedloom.conf.typed import option
 
 POOL = 0  # in a layout: a 2x2 max-pooling instead of a convolution
@@ -41,12 +41,11 @@ class PlainSpec(NetworkSpec):
     bias: bool = option(False, "convolutions with a bias")
     head_bias: bool = option(True, HEAD_HELP)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for widths that `groups` does not divide."""
-        if size >> self.layout.count(POOL) < 1:
-            raise UserError(f"data.size: got {size}, takes at least {1 << self.layout.count(POOL)} for this network")
+        check_image(form, least=1 << self.layout.count(POOL))
         convolution = StandardisedConv2d if self.standardise else nn.Conv2d
-        layers: list[nn.Module] = []
+        channels, layers = form.channels, list[nn.Module]()
         for step in self.layout:
             if step == POOL:
                 layers.append(nn.MaxPool2d(2))
@@ -57,7 +56,7 @@ class PlainSpec(NetworkSpec):
             layers.append(nn.ReLU(inplace=True))
             channels = out
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        return Network(nn.Sequential(*layers), nn.Linear(channels, classes, bias=self.head_bias))
+        return Network(nn.Sequential(*layers), nn.Linear(channels, form.outputs, bias=self.head_bias))
 
 
 @NETWORKS.register("conv6")

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
-from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, norm_layers, scaled
+from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, check_image, norm_layers, scaled
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
 
@@ -127,16 +128,17 @@ class ResnetSpec(ResidualSpec):
     widths: ClassVar[tuple[int, ...]] = (64, 128, 256, 512)
     blocks: ClassVar[tuple[int, ...]] = ()
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for widths that `groups` does not divide."""
+        check_image(form)
         widths = [scaled(step, self.width) for step in self.widths]
         extractor = OrderedDict[str, nn.Module](
-            stem=nn.Sequential(self.convolution(channels, widths[0]), *self.norms(widths[0]), nn.ReLU()),
+            stem=nn.Sequential(self.convolution(form.channels, widths[0]), *self.norms(widths[0]), nn.ReLU()),
             **self.stages(BasicBlock, widths[0], widths, list(self.blocks)),
             pool=nn.AdaptiveAvgPool2d(1),
             flat=nn.Flatten(),
         )
-        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes, bias=self.head_bias))
+        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], form.outputs, bias=self.head_bias))
 
 
 @NETWORKS.register("resnet10")
@@ -213,17 +215,18 @@ class WideResnet(ResidualSpec):
     depth: int = option(16, "number of layers: 6 n + 4, for n blocks in each of three stages", low=10)
     widen: int = option(4, "factor of the three stages' widths", low=1)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for an invalid width or depth."""
+        check_image(form)
         if self.depth % 6 != 4:
             raise UserError(f"network.depth: got {self.depth}, takes 6 n + 4 (10, 16, 22, 28, ...)")
         stem = scaled(16, self.width)
         widths = [scaled(step * self.widen, self.width) for step in (16, 32, 64)]
         extractor = OrderedDict[str, nn.Module](
-            stem=self.convolution(channels, stem),
+            stem=self.convolution(form.channels, stem),
             **self.stages(PreActivationBlock, stem, widths, 3 * [(self.depth - 4) // 6]),
             last=nn.Sequential(*self.norms(widths[-1]), nn.ReLU()),
             pool=nn.AdaptiveAvgPool2d(1),
             flat=nn.Flatten(),
         )
-        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], classes, bias=self.head_bias))
+        return Network(nn.Sequential(extractor), nn.Linear(widths[-1], form.outputs, bias=self.head_bias))

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
-from fedloom.clients.networks.layers import HEAD_HELP, WIDTH_HELP, scaled
+from fedloom.clients.networks.layers import HEAD_HELP, WIDTH_HELP, check_image, scaled
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
 
@@ -22,16 +23,19 @@ def hidden(inputs: int, widths: list[int], bias: bool) -> list[nn.Module]:
 @NETWORKS.register("mlp")
 @dataclass(frozen=True)
 class Mlp(NetworkSpec):
-    """Images flattened, hidden linear layers with ReLU, a linear head."""
+    """Inputs flattened, hidden linear layers with ReLU, a linear head."""
 
     widths: list[int] = option([400, 200, 100], "widths of the hidden layers; empty: only the head", low=1)
     bias: bool = option(True, "hidden layers with a bias")
     head_bias: bool = option(True, HEAD_HELP)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
-        """Build the network."""
-        inputs = channels * size * size
-        head = nn.Linear([inputs, *self.widths][-1], classes, bias=self.head_bias)
+    def build(self, form: Form) -> Network:
+        """Build the network. Raises UserError for tokens."""
+        form.takes(IMAGE, FEATURES, SEQUENCE, ARRAY, what="network 'mlp'")
+        if form.each_step:
+            raise UserError("network 'mlp': returns outputs once for an example, not for each step; use lstm or transformer")
+        inputs = form.numbers
+        head = nn.Linear([inputs, *self.widths][-1], form.outputs, bias=self.head_bias)
         return Network(nn.Sequential(nn.Flatten(), *hidden(inputs, self.widths, self.bias)), head)
 
 
@@ -44,16 +48,15 @@ class Lenet(NetworkSpec):
     bias: bool = option(True, "convolutions and hidden layers with a bias")
     head_bias: bool = option(True, HEAD_HELP)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for images smaller than 16 x 16 pixels."""
-        if size < 16:
-            raise UserError(f"data.size: got {size}, takes at least 16 for this network")
+        check_image(form, least=16)
         first, second, third, fourth = (scaled(step, self.width) for step in (6, 16, 120, 84))
-        side = ((size - 4) // 2 - 4) // 2
+        height, width = (((side - 4) // 2 - 4) // 2 for side in (form.height, form.width))
         extractor = nn.Sequential(
-            *(nn.Conv2d(channels, first, 5, bias=self.bias), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+            *(nn.Conv2d(form.channels, first, 5, bias=self.bias), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
             *(nn.Conv2d(first, second, 5, bias=self.bias), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
             nn.Flatten(),
-            *hidden(second * side * side, [third, fourth], self.bias),
+            *hidden(second * height * width, [third, fourth], self.bias),
         )
-        return Network(extractor, nn.Linear(fourth, classes, bias=self.head_bias))
+        return Network(extractor, nn.Linear(fourth, form.outputs, bias=self.head_bias))

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting, initialise
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.typed import option
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.graph.undisturbed import undisturbed
@@ -58,12 +59,12 @@ class _Cutting(NetworkSpec):
         """Return the configuration's sections of the networks that this one is made of, by key."""
         return {"network.of": self.of}
 
-    def cut(self, channels: int, size: int, classes: int) -> tuple[nn.Module, nn.Module, Network]:
+    def cut(self, form: Form) -> tuple[nn.Module, nn.Module, Network]:
         """Return the part before the point, the part behind it, and the whole network.
 
         Raises UserError for an unknown point.
         """
-        whole = NETWORKS.build(self.of, "network.of").build(channels, size, classes)
+        whole = NETWORKS.build(self.of, "network.of").build(form)
         graph = _traced(whole)
         places = _places(graph)
         if not places:
@@ -92,17 +93,17 @@ class Split(_Cutting):
     def sections(self) -> dict[str, Mapping[str, Any]]:
         return {"network.of": self.of, **({"network.head": self.head} if self.head else {})}
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
+    def build(self, form: Form) -> Network:
         """Build the network. Raises UserError, naming both shapes, if head and extractor do not fit."""
-        before, head, whole = self.cut(channels, size, classes)
-        plain = _shape(before, torch.zeros(1, channels, size, size), "network.of")
+        before, head, whole = self.cut(form)
+        plain = _shape(before, form.zeros(1), "network.of")
         fitted = self._fitted(plain)
         shape = _shape(fitted, torch.zeros(1, *plain), "network")
         wholes = [whole]
         if self.head:
             if len(shape) != 3:
                 raise UserError(f"network.head: takes features of channels x side x side, but they are {_named(shape)}")
-            wholes.append(NETWORKS.build(self.head, "network.head").build(shape[0], shape[1], classes))
+            wholes.append(NETWORKS.build(self.head, "network.head").build(Form(IMAGE, shape, form.outputs)))
             head = wholes[-1]
         elif plain != shape and not self._fits_rest(head, shape):
             fault = f"the features are {_named(shape)}, but the rest of '{self.of['name']}' behind '{self.at}' takes"
@@ -143,15 +144,16 @@ class Rest(_Cutting):
     channels: int = option(3, "channels of the images that the whole network is for", low=1)
     size: int = option(32, "size of the images that the whole network is for", low=1)
 
-    def build(self, channels: int, size: int, classes: int) -> Network:
-        """Build the head for features [n, channels, size, size]. Raises UserError, naming both shapes, if they differ."""
-        before, behind, whole = self.cut(self.channels, self.size, classes)
-        takes = _shape(before, torch.zeros(1, self.channels, self.size, self.size), "network.of")
+    def build(self, form: Form) -> Network:
+        """Build the head for features [n, *form.shape]. Raises UserError, naming both shapes, if they differ."""
+        images = Form.images(self.channels, self.size, form.outputs)
+        before, behind, whole = self.cut(images)
+        takes = _shape(before, images.zeros(1), "network.of")
         try:
-            _shape(behind, torch.zeros(1, channels, size, size), "network.head")
+            _shape(behind, form.zeros(1), "network.head")
         except UserError:
             fault = f"the rest of '{self.of['name']}' behind '{self.at}' takes features of {_named(takes)}"
-            raise UserError(f"network.head: {fault}, but they are {_named((channels, size, size))}") from None
+            raise UserError(f"network.head: {fault}, but they are {_named(form.shape)}") from None
         parts = nn.Sequential(), behind
         return SelfStartingSplit(*parts, [whole]) if isinstance(whole, SelfStarting) else Network(*parts)
 
@@ -214,7 +216,7 @@ def _traced(network: Network) -> fx.GraphModule:
         with undisturbed(chain):
             return fx.GraphModule(chain, tracer.trace(chain))
     except Exception as error:
-        raise UserError(f"network: cannot be cut: torch.fx cannot trace it ({told(error)})") from error
+        raise UserError(f"network: cannot be cut: torch.fx cannot trace it ({error_summary(error)})") from error
 
 
 class _Tracer(fx.Tracer):
@@ -271,7 +273,7 @@ def _shape(module: nn.Module, images: Tensor, where: str) -> tuple[int, ...]:
         with torch.no_grad(), evaluating(module):
             return tuple(module(images).shape[1:])
     except Exception as error:
-        raise UserError(f"{where}: fails on {_named(tuple(images.shape[1:]))} ({told(error)})") from error
+        raise UserError(f"{where}: fails on {_named(tuple(images.shape[1:]))} ({error_summary(error)})") from error
 
 
 def _named(shape: tuple[int, ...]) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images, label
+from fedloom.clients.data import Images, label, task_of
 from fedloom.clients.networks import Architecture, Network, architecture_of
 from fedloom.clients.protocol.messages import MODEL
-from fedloom.clients.training.loss import task_loss
+from fedloom.clients.training.loss import Loss, loss_of
 from fedloom.clients.training.recipe import Recipe, recipe_of
 from fedloom.clients.training.session import Session
 from fedloom.conf.errors import UserError
@@ -69,8 +69,13 @@ class Task:
         return self.load_local_state()
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy of scores [n, classes] with labels [n], with training.label_smoothing."""
-        return task_loss(scores, labels, self.config.training.label_smoothing)
+        """Return the loss of a batch, a scalar.
+
+        Args:
+            scores: The outputs, [n, outputs]; for next tokens, [n, steps, outputs].
+            labels: The targets, as data.schema.Schema says.
+        """
+        return self.experiment.loss.value(scores, labels, self.config.training.label_smoothing)
 
     @property
     def device(self) -> torch.device:
@@ -178,6 +183,16 @@ class Experiment:
     def evaluation(self) -> EvaluationConfig:
         """The section `evaluation`."""
         return self.config.evaluation
+
+    @functools.cached_property
+    def task(self) -> str:
+        """The task of the targets, one of data.schema.TASKS."""
+        return task_of(self.config)
+
+    @functools.cached_property
+    def loss(self) -> Loss:
+        """The loss of the task. Raises UserError if training.loss does not take its targets."""
+        return loss_of(self.config.training, self.task)
 
     @functools.cached_property
     def _architectures(self) -> dict[int, Architecture]:

@@ -23,7 +23,7 @@ class DepthFL(Heterogeneous):
 
     weight: float = option(1.0, "of what the classifiers learn from each other (lambda of the paper)", low=0.0)
 
-    def joint(self, task: Task) -> Session:
+    def fused_session(self, task: Task) -> Session:
         return DepthFLSession(self.weight, task)
 
 

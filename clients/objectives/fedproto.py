@@ -76,7 +76,7 @@ class ProtoSession(AloneSession):
     def loss_of(self, weights: Mapping[str, Tensor], drawn: tuple[State, ...], images: Tensor, labels: Tensor) -> Tensor:
         features = functional_call(self.network.extractor, below(weights, EXTRACTOR), (images,))
         scores = functional_call(self.network.head, below(weights, HEAD), (features,))
-        loss = self.task.loss(scores[:, self.outputs], labels)
+        loss = self.task.loss(scores[..., self.outputs], labels)
         for prototypes in drawn:
             classes = labels + self.outputs.start
             apart = (features - prototypes[MEANS][classes]) * prototypes[KNOWN][classes, None]

@@ -27,14 +27,14 @@ class HeteroFL(Heterogeneous):
     lacks are 0 in the loss (Masked Cross-Entropy).
     """
 
-    def joint(self, task: Task) -> Session:
+    def fused_session(self, task: Task) -> Session:
         return HeteroFLSession(task)
 
     def answer(self, kind: str, task: Task, images: Images) -> Answer:
         """Answer LABELS: for which outputs the site has images."""
         if kind != LABELS:
             return super().answer(kind, task, images)
-        held = torch.zeros(task.architecture.classes)
+        held = torch.zeros(task.architecture.outputs)
         held[outputs(task.config, task.site.spec).start + images.y.unique()] = 1.0
         return Answer({LABELS: {HELD: held}})
 

@@ -27,10 +27,13 @@ class Heterogeneous(Local):
     def session(self, task: Task) -> Session:
         if MEAN not in task.incoming:
             return AloneSession(task)
-        return LocalSession(task) if self.mode == EXCLUSIVE else self.joint(task)
+        return LocalSession(task) if self.mode == EXCLUSIVE else self.fused_session(task)
 
-    def joint(self, task: Task) -> Session:
-        """Return the session for mode `fused`. A method with another loss overrides this method."""
+    def fused_session(self, task: Task) -> Session:
+        """Return the session for mode `fused`: the site trains its network from what the server sends.
+
+        A method with another loss overrides this method.
+        """
         return LocalSession(task)
 
 

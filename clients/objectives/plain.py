@@ -54,20 +54,21 @@ class PlainSession(Session):
         return self.loss_of(self.weights(), self.per_step_inputs(), images, labels)
 
     def cross_entropy(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy over the outputs for the site's domain. Missing weights are the network's own."""
+        """Return the task's loss over the outputs for the site's domain. Missing weights are the network's own."""
         config = self.task.config
         if config.engine.compile and len(images) == config.training.batch:
             from fedloom.clients.training.compiled import compiled_loss  # torch's compiler: imported only where it is used
 
             smoothing = config.training.label_smoothing
-            return compiled_loss(self.network, self.outputs.start, self.outputs.stop, smoothing)(weights, images, labels)
+            loss = compiled_loss(self.network, self.outputs.start, self.outputs.stop, self.task.experiment.loss, smoothing)
+            return loss(weights, images, labels)
         return self.task.loss(self.scores(weights, images), labels)
 
     def scores(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the network's outputs for the site's domain, [n, outputs]. Missing weights are the network's own."""
         as_it_is = all(weights.get(name, weight) is weight for name, weight in self.parts.items())
         scores = self.network(images) if as_it_is else functional_call(self.network, dict(weights), (images,))
-        return scores[:, self.outputs]
+        return scores[..., self.outputs]
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

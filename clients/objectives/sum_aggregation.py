@@ -135,9 +135,11 @@ class ExactSession(OwnSession):
 class RegularisedSession(OwnSession):
     """Session of mode `regularised`: CE(N_i) + CE(N*) + strength * sum over convolutions of ||W* - (W_1 + ... + W_n)||.
 
-    The site does not know the other sites' weights. `others` says what to assume. `alike`: they move like W_i, so the sum
-    is S + n (W_i - W_i at the round's start), and the penalty's gradient on W_i is n times that of Eq. 3. `still`: they
-    stay, so the sum is S + W_i - W_i at the start, with the gradient of Eq. 3. N_i and N* share the head.
+    N_i and N* share the head. The site does not know the other sites' weights, so the option `others` sets an assumption:
+
+    - `alike`: they change as W_i does. The sum is S + n (W_i - W_i at the round's start), and the penalty's gradient on W_i
+      is n times that of Eq. 3.
+    - `still`: they do not change. The sum is S + W_i - W_i at the start, with the gradient of Eq. 3.
     """
 
     from_server = frozenset({ROUND})

@@ -88,6 +88,6 @@ def keep_sent(job: Job, changed: Changes, sent: Mapping[str, State]) -> None:
     names = changed.kept | ({order.slot} if order.secure else set())  # masked contributions are changes of the last one
     integers = {record: dict(state) for record, state in sent.items() if record in names}
     if order.slot in integers:
-        store.keep(order.round, order.base, integers.pop(order.slot))
+        store.save(order.round, order.base, integers.pop(order.slot))
     if integers:
-        store.keep_records(order.round, order.base, integers)
+        store.save_records(order.round, order.base, integers)

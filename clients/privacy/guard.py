@@ -38,20 +38,27 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
         return Message(RecordDict({BLAMED: ConfigRecord({"site": error.site})}), reply_to=message)
     if not full:
         LOG.error("a message could not be answered", exc_info=error)
-    reason = told_here(error) if full else told_outside(error)
+    reason = full_error_text(error) if full else public_error_text(error)
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
-def told_here(error: BaseException) -> str:
-    """Return an error as text, for the site's own use. If it is not a UserError, add its type and the place in the code."""
+def full_error_text(error: BaseException) -> str:
+    """Return an error as text for the site's own log, or for simulations.
+
+    If it is not a UserError, the text also has its type and its place in the code.
+    """
     if isinstance(error, UserError):
         return str(error)
     place = place_of(error)
     return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
 
 
-def told_outside(error: BaseException) -> str:
-    """Return an error's type and option as text for the server, without its message. A DivergedError stays in full."""
+def public_error_text(error: BaseException) -> str:
+    """Return the part of an error that the server may read: its type, and the option at fault.
+
+    The message may contain the site's own values, so it stays at the site. A DivergedError has no such values and is
+    returned in full.
+    """
     if isinstance(error, DivergedError):
         return str(error)
     kind = type(error).__name__

@@ -18,6 +18,7 @@ from fedloom.clients.privacy.limits import Limits, check_harmless
 from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, TaskInstructions, content_bytes
 from fedloom.clients.protocol.signatures import Identity
+from fedloom.clients.training.loss import LOSSES, loss_section
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
 from fedloom.clients.training.schedules import SCHEDULES, schedule_section
 from fedloom.conf.errors import UserError
@@ -175,6 +176,7 @@ class Policy:
         self._allow_all(OBJECTIVES, self.objectives, config.objective, "objective")
         self._allow_all(OPTIMIZERS, self.optimizers, optimizer_section(config.training), "training.optimizer")
         self._allow_all(SCHEDULES, (), schedule_section(config.training), "training.schedule")
+        self._allow_all(LOSSES, (), loss_section(config.training), "training.loss")
         if self.strategies and (name := config.strategy.get("name")) not in self.strategies:
             reason = f"'{name}' is not among the strategies of this site's policy ({', '.join(self.strategies)})"
             raise RefusedError(f"strategy.name: {reason}")

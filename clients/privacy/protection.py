@@ -19,7 +19,11 @@ from fedloom.fusion.state import State
 
 @dataclass(frozen=True, eq=False)
 class Protection:
-    """Protects one job's contribution. Call `begin` before training and `hidden` after it."""
+    """Protects the contribution of one job by noise, masks or both. Call `begin` before training, and `protect` after it.
+
+    Attributes:
+        job: The site's order and stores.
+    """
 
     job: Job
 
@@ -45,17 +49,27 @@ class Protection:
         if self.job.config.privacy.noise:
             _ = self.cost
 
-    def hidden(
-        self, session: Session, given: dict[str, State], start: Mapping[str, State], steps: int
+    def protect(
+        self, session: Session, records: dict[str, State], start: Mapping[str, State], steps: int
     ) -> tuple[dict[str, ArrayRecord], dict[str, float]]:
-        """Return the records `given` with noise, masks or both, and the noise's cost. `start`: `given` before training."""
+        """Return the records to send, with noise, masks or both.
+
+        Args:
+            session: The trained session.
+            records: Its contribution after training, by record.
+            start: Its contribution before training. Only the difference is protected and sent.
+            steps: The number of training steps.
+
+        Returns:
+            The protected records, and the privacy cost as {"epsilon": ...} (empty without noise).
+        """
         job, privacy, bits = self.job, self.job.config.privacy, self.job.config.federation.scale_bits
-        changed = changes(job, session, start, given)
+        changed = changes(job, session, start, records)
         cost = {"epsilon": self.cost} if privacy.noise else {}
         if privacy.noise:
             protected = private(changed, bits, privacy, noise_share(job, self.ready) if job.order.secure else 1.0)
         else:
-            changed = bounded(job, changed, given)
+            changed = bounded(job, changed, records)
             protected = changed.whole()
         if job.order.secure:
             key = b"" if job.charged else self.sketch_key

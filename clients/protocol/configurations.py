@@ -12,14 +12,14 @@ from fedloom.clients.storage.states import write_bytes
 from fedloom.conf import Config, from_json
 from fedloom.conf.errors import UserError
 
-MOST = 8  # configurations in memory
+MAX_CACHED = 8  # configurations in memory
 MOST_KEPT = 32  # configurations on a site's disk
 MOST_BYTES = 64 * 2**20  # size of one configuration in a real federation
 
 _TEXTS: OrderedDict[str, str] = OrderedDict()
 
 
-@functools.lru_cache(maxsize=MOST)
+@functools.lru_cache(maxsize=MAX_CACHED)
 def parsed(text: str, run: str = "") -> Config:
     """Parse a configuration's JSON. Returns the same object for the same run: it carries caches of the run's data."""
     return from_json(text)
@@ -46,7 +46,7 @@ def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
     else:
         raise UnknownConfigurationError(digest)
     _TEXTS[digest] = text
-    while len(_TEXTS) > MOST:
+    while len(_TEXTS) > MAX_CACHED:
         _TEXTS.popitem(last=False)
     return text
 

@@ -48,11 +48,18 @@ ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Exact sums over the replies of some sites. The server must use all of these replies, or none.
+    """Exact sums over the replies of some sites. The server must use all of these replies, or none of them.
 
-    `messages`: ids of the answered messages. `samples`: by site. `addends`: by record, how many are added. `records`: int64
-    sums; for contributions, the change of the sum. If a `node` stores the records, `ticket` is their name there, and `blobs`
-    are the digests of the sites' contributions.
+    Attributes:
+        run: The run's id.
+        round: The round.
+        messages: The ids of the answered messages.
+        samples: The number of samples, by site.
+        addends: By record, the number of terms in its sum.
+        records: The sums, int64; for contributions, the change of the server's sum.
+        node: The node that stores `records`; "" if they are included.
+        ticket: The name of the stored records at this node.
+        blobs: By site, the digest of the contribution that the node stores.
     """
 
     run: str

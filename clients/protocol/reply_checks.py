@@ -23,9 +23,14 @@ class ReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on a site's contribution; 0: no bound. Options with the same names are in the section `federation`.
+    """Bounds on a site's contribution; 0: no bound. The section `federation` has options with these names.
 
-    `counted`: a site that reports more samples counts with this number.
+    Attributes:
+        largest_weight: The largest absolute value of a weight.
+        largest_change: The largest L2 norm of a round's change.
+        most_samples: The largest number of samples that a site may report.
+        clip_change: The L2 norm to which a round's change is clipped.
+        counted: A site that reports more samples counts with this number.
     """
 
     largest_weight: float = 0.0
@@ -41,7 +46,17 @@ class Bounds:
                    federation.clip_change)  # fmt: skip
 
     def check(self, kind: str, state: Mapping[str, Tensor], start: Mapping[str, Tensor], *, change: bool = True) -> None:
-        """Raise ReplyError if a record's floating-point weights are too large, or (`change`) too far from `start`."""
+        """Check the floating-point weights of a record.
+
+        Args:
+            kind: The record's name, for the error.
+            state: The record.
+            start: The weights from which the site started.
+            change: Whether to check the distance from `start`, too.
+
+        Raises:
+            ReplyError: A weight is too large, or the weights are too far from `start`.
+        """
         floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and tensor.numel()}
         if not floats:
             return
@@ -76,9 +91,18 @@ FREE = Bounds()
 
 
 def train_numbers(content: RecordDict, bounds: Bounds, hidden: bool = False) -> dict[str, float]:
-    """Return the loss, samples and privacy cost (`epsilon`, if present) of a reply to TRAIN. Raises ReplyError.
+    """Return the numbers in a reply to TRAIN.
 
-    `hidden`: sites hide their training, and may withhold the loss.
+    Args:
+        content: The reply's content.
+        bounds: The bounds on the site's samples.
+        hidden: Whether the run uses masks or noise. Then a site may withhold its loss.
+
+    Returns:
+        "samples", "loss" (if sent) and "epsilon" (the privacy cost, if sent).
+
+    Raises:
+        ReplyError: A number is missing or not valid.
     """
     metrics = content.metric_records.get(METRICS) or {}
     loss, samples, cost = (metrics.get(name) for name in ("loss", "samples", "epsilon"))

@@ -62,7 +62,11 @@ def signing_payload(*parts: object) -> bytes:
 
 
 def update_payload(run: str, site: str, round: int, content: RecordDict) -> tuple[object, ...]:
-    """Return the parts of the statement "this site sent these arrays in this round", with a digest of the arrays."""
+    """Return the statement to sign for a reply: "this site sent these arrays in this round".
+
+    Returns:
+        The parts of the statement for `signing_payload`; the last one is a digest of the arrays.
+    """
     total = hashlib.sha256()
     for record, arrays in sorted(content.array_records.items()):
         for name, array in sorted(arrays.items()):
@@ -71,7 +75,18 @@ def update_payload(run: str, site: str, round: int, content: RecordDict) -> tupl
 
 
 def erased_words(run: str, site: str, files: int, size: int, request: str) -> tuple[object, ...]:
-    """Return the parts of the statement "this site deleted all its files of this run", with their number and bytes."""
+    """Return the statement to sign for an erasure: "this site deleted all its files of this run".
+
+    Args:
+        run: The run's id.
+        site: The site's name.
+        files: The number of deleted files.
+        size: Their bytes.
+        request: The id of the request; "" in statements of earlier versions.
+
+    Returns:
+        The parts of the statement for `signing_payload`.
+    """
     return "erased", run, site, files, size, *([request] if request else [])
 
 

@@ -17,7 +17,11 @@ SUMMED, OTHERS = "summed", "sent"  # prefixes of file names
 
 @dataclass(frozen=True)
 class Sent:
-    """The files of one site in one run. All tensors are int64, in units of 2**-scale_bits."""
+    """What one site has sent in one run. All tensors are int64, in units of 2**-scale_bits.
+
+    Attributes:
+        store: The site's store for this run.
+    """
 
     store: SiteStore
 
@@ -25,8 +29,14 @@ class Sent:
         """Return the site's contribution to the server's sum after a round. Raises LostStateError if it is missing."""
         return self._read(SUMMED, round)
 
-    def keep(self, round: int, base: int, contribution: State) -> None:
-        """Save the contribution of a round. Retain the one of round `base`, which it replaces; delete older ones."""
+    def save(self, round: int, base: int, contribution: State) -> None:
+        """Save the contribution of a round. The one of the base round remains; all others are deleted.
+
+        Args:
+            round: The round.
+            base: The round that this one continues from, whose contribution this one replaces in the sum.
+            contribution: The contribution as the server sums it.
+        """
         self._write(SUMMED, round, base, contribution)
 
     def records(self, round: int) -> dict[str, State]:
@@ -37,8 +47,14 @@ class Sent:
             records.setdefault(record, {})[tensor_name] = tensor
         return records
 
-    def keep_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
-        """Save the other records of a round. Retain those of round `base`; delete older ones."""
+    def save_records(self, round: int, base: int, records: Mapping[str, State]) -> None:
+        """Save the other records of a round, by name. Those of the base round remain; all others are deleted.
+
+        Args:
+            round: The round.
+            base: The round that this one continues from.
+            records: The tensors of each record.
+        """
         joined = {f"{record}/{name}": tensor for record, state in records.items() for name, tensor in state.items()}
         self._write(OTHERS, round, base, joined)
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import to_float
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.plugins import call, told
+from fedloom.conf.plugins import call, error_summary
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.conf.registry import section_of
 from fedloom.conf.schema import TrainingConfig
@@ -47,7 +48,7 @@ class Augmentation:
                 hint = (
                     "" if _floats(image) else "; if it needs floats, put {name: ToDtype, dtype: float32, scale: true} first"
                 )
-                raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({told(error)}){hint}") from error
+                raise UserError(f"{where}: failed on an image of {_shape(pixels)} ({error_summary(error)}){hint}") from error
         if not isinstance(image, Tensor) or not (image.dtype == torch.uint8 or _floats(image)):
             got = image.dtype if isinstance(image, Tensor) else type(image).__name__
             raise UserError(f"{WHERE}: the result is {got}, takes images as uint8 or as floats from 0 to 1")
@@ -62,11 +63,12 @@ def augmentation_of(training: TrainingConfig) -> Augmentation | None:
     return Augmentation(dict(_transforms(training.augment, WHERE))) if training.augment else None
 
 
-def check_augmentation(augmentation: Augmentation | None, channels: int, size: int) -> None:
-    """Raise UserError for augmentations that fail on images [channels, size, size], or change their shape."""
+def check_augmentation(augmentation: Augmentation | None, form: Form) -> None:
+    """Raise UserError for augmentations of other inputs than images, that fail on them, or that change their shape."""
     if augmentation:
+        form.takes(IMAGE, what=WHERE)
         generator = torch_generator(0, "augmentation", "trial")
-        trial = torch.randint(256, (TRIALS, channels, size, size), generator=generator).to(torch.uint8)
+        trial = torch.randint(256, (TRIALS, *form.shape), generator=generator).to(torch.uint8)
         least, most = ((float(bound) + 1.0) / 2.0 for bound in augmentation(trial, generator).aminmax())
         if not (least >= -SLACK and most <= 1.0 + SLACK):
             raise UserError(f"{WHERE}: returns floats from {least:.3g} to {most:.3g}, takes 0 to 1. Use ToDtype with "

@@ -12,7 +12,7 @@ from fedloom.clients.training.augmentation import check_augmentation
 from fedloom.clients.training.learner import check_batches
 from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_section
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import EngineConfig, TrainingConfig
 
 
@@ -25,7 +25,7 @@ def check_training(experiment: Experiment, architectures: Iterable[Architecture]
         _check_handed_on(training)
         for architecture in architectures:
             _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
-    check_augmentation(experiment.training.augmentation, 1 if config.data.grey else 3, config.data.size)
+    check_augmentation(experiment.training.augmentation, experiment.architecture().form)
     _check_stacking(config.engine, training, optimizer)
 
 
@@ -52,7 +52,7 @@ def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConf
             step(training.rate, [torch.ones_like(weight) for weight in moving])
     except Exception as error:
         name = optimizer_section(training)["name"]
-        raise UserError(f"{WHERE}: '{name}' failed in a step ({told(error)})") from error
+        raise UserError(f"{WHERE}: '{name}' failed in a step ({error_summary(error)})") from error
 
 
 def _check_stacking(engine: EngineConfig, training: TrainingConfig, optimizer: Optimizer) -> None:

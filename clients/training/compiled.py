@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.clients.training.loss import task_loss
+from fedloom.clients.training.loss import Loss as TaskLoss
 from fedloom.conf.errors import UserError
 
 Loss = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
 @functools.lru_cache(maxsize=16)
-def compiled_loss(network: nn.Module, start: int, stop: int, smoothing: float = 0.0) -> Loss:
+def compiled_loss(network: nn.Module, start: int, stop: int, task_loss: TaskLoss, smoothing: float = 0.0) -> Loss:
     """Return the compiled loss over outputs start to stop, a function of weights, images [n, c, h, w] and labels [n].
 
     It raises UserError where torch.compile fails, for example without a C++ compiler.
@@ -26,7 +26,7 @@ def compiled_loss(network: nn.Module, start: int, stop: int, smoothing: float = 
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler
 
     def loss(weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        return task_loss(functional_call(network, weights, (images,))[:, start:stop], labels, smoothing)
+        return task_loss.value(functional_call(network, weights, (images,))[..., start:stop], labels, smoothing)
 
     fast = torch.compile(loss, dynamic=False)
 

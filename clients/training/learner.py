@@ -42,10 +42,23 @@ def learn(
     session: Session, images: Images, experiment: Experiment, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
-    """Train a session for a round (training.epochs or steps), seeded by (seed, site, words). Raises DivergedError.
+    """Train a session for one round.
 
-    `words`: names of the round's draw (TaskInstructions.words); empty: the first one. `least`: fewest images of a batch; a
-    smaller last batch of an epoch is left out.
+    Args:
+        session: The session. It selects its images, and has the loss and the parameters of each stage.
+        images: The site's training images.
+        experiment: Sets the epochs (or steps), the optimiser and the seed.
+        site: The site. Batches depend on (seed, site, words).
+        round: The round's number for the site.
+        device: Where to train.
+        words: The names of the round's draw of batches (TaskInstructions.words); empty: the first draw.
+        least: The fewest images of a batch. A smaller last batch of an epoch is left out.
+
+    Returns:
+        The mean loss, and the numbers of images and steps.
+
+    Raises:
+        DivergedError: The loss is not finite.
     """
     images, words = session.training_images(images), words or (str(round),)
     steps, number = (
@@ -76,7 +89,14 @@ def _one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, T
 
 
 def step_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:
-    """Return the number of steps in a round on `images` images, for the network of `site` (None: the configuration's)."""
+    """Return the number of steps in a round.
+
+    Args:
+        images: The number of training images.
+        experiment: Sets epochs, or steps.
+        site: The site with the network; None: the configuration's network.
+        least: The fewest images of a batch.
+    """
     training = experiment.training
     return training.steps or training.epochs * batch_count(images, experiment, site, least)
 
@@ -112,9 +132,10 @@ def batches(
     words: Sequence[str] = (),
     least: int = 0,
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """Yield the steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b].
+    """Yield the steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. Arguments as in `learn`.
 
-    Raises UserError if the site has no batch that its network can train on.
+    Raises:
+        UserError: The site has no batch that its network can train on.
     """
     check_batches(len(images), experiment, site)
     return _batches(images, experiment, site, round, device, words or (str(round),), least)

@@ -1,8 +1,22 @@
-"""The loss of a site's task: cross-entropy with label smoothing."""
+"""The loss of a site's task by name: cross-entropy and its variants, losses of several labels and of numbers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fedloom.clients.data.schema import CLASS, IGNORED, MULTILABEL, NEXT, REGRESSION, TASKS
+from fedloom.conf.errors import UserError
+from fedloom.conf.registry import Registry, section_of
+from fedloom.conf.schema import TrainingConfig
+from fedloom.conf.typed import option
+
+WHERE = "training.loss"
+USUAL = {CLASS: "cross_entropy", NEXT: "cross_entropy", MULTILABEL: "binary_cross_entropy", REGRESSION: "mse"}  # by task
 
 
 def full(scores: Tensor) -> Tensor:
@@ -16,3 +30,176 @@ def task_loss(scores: Tensor, labels: Tensor, smoothing: float, reduction: str =
     The target is smoothing / classes for every class, plus 1 - smoothing for the label (Szegedy et al. 2016, Sec. 7).
     """
     return F.cross_entropy(full(scores), labels, label_smoothing=smoothing, reduction=reduction)
+
+
+@dataclass(frozen=True, eq=False)
+class Loss(ABC):
+    """Base class of losses. `tasks`: the tasks whose targets it takes."""
+
+    tasks: ClassVar[tuple[str, ...]] = TASKS
+
+    @abstractmethod
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        """Return the mean loss of a batch, a scalar.
+
+        Args:
+            scores: The network's outputs, [n, outputs]; next tokens: [n, steps, outputs].
+            targets: As schema.Schema says.
+            smoothing: training.label_smoothing.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLoss(Loss):
+    """A user's function of (outputs, targets). It returns one number for a batch."""
+
+    function: Callable[..., Any]
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        made = self.function(full(scores), targets, **dict(self.options))
+        if not isinstance(made, Tensor) or made.ndim:
+            got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else f"type {type(made).__name__}"
+            raise UserError(f"{WHERE}: '{self.name}' returned a value of {got}; it must return one number for the batch")
+        return made
+
+
+LOSSES: Registry[Loss] = Registry("loss", Loss)
+
+
+@LOSSES.adapter
+def own_loss(name: str, made: Any, options: Mapping[str, Any], where: str) -> Loss:
+    """Wrap a user's function. Raises UserError for anything else."""
+    if not callable(made):
+        raise UserError(
+            f"{where}.name: '{name}' has the type {type(made).__name__}; it must be a function of (outputs, targets)"
+        )
+    return OwnLoss(made, name, tuple(sorted(options.items())))
+
+
+@LOSSES.register("cross_entropy")
+@dataclass(frozen=True, eq=False)
+class CrossEntropy(Loss):
+    """Cross-entropy of classes or next tokens, with training.label_smoothing."""
+
+    tasks = (CLASS, NEXT)
+    class_weights: list[float] = option([], "weight of each class; empty: all alike", low=0.0)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        if not self.class_weights and targets.ndim == 1:
+            return task_loss(scores, targets, smoothing)
+        return _weighted(scores, targets, smoothing, self.class_weights)
+
+
+@LOSSES.register("focal")
+@dataclass(frozen=True, eq=False)
+class Focal(Loss):
+    """Focal loss: cross-entropy times (1 - p) ** gamma, for the label's probability p (Lin et al. 2017, Eq. 4 and 5)."""
+
+    tasks = (CLASS, NEXT)
+    gamma: float = option(2.0, "larger values count well classified examples less", low=0.0)
+    class_weights: list[float] = option([], "weight of each class; empty: all alike", low=0.0)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return _weighted(scores, targets, smoothing, self.class_weights, self.gamma)
+
+
+@LOSSES.register("binary_cross_entropy")
+@dataclass(frozen=True, eq=False)
+class BinaryCrossEntropy(Loss):
+    """Binary cross-entropy of each label's logit."""
+
+    tasks = (MULTILABEL,)
+    positive_weights: list[float] = option([], "weight of each label where it is 1; empty: as where it is 0", low=0.0)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        scores = full(scores)
+        weights = _weights(self.positive_weights, scores, "positive_weights")
+        targets = targets * (1.0 - smoothing) + smoothing / 2
+        return F.binary_cross_entropy_with_logits(scores, targets, pos_weight=weights)
+
+
+@LOSSES.register("mse")
+@dataclass(frozen=True, eq=False)
+class MeanSquaredError(Loss):
+    """Mean of squared errors."""
+
+    tasks = (REGRESSION,)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return F.mse_loss(full(scores), targets)
+
+
+@LOSSES.register("mae")
+@dataclass(frozen=True, eq=False)
+class MeanAbsoluteError(Loss):
+    """Mean of absolute errors."""
+
+    tasks = (REGRESSION,)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return F.l1_loss(full(scores), targets)
+
+
+@LOSSES.register("huber")
+@dataclass(frozen=True, eq=False)
+class Huber(Loss):
+    """Huber loss: squared up to an error of `delta`, absolute beyond."""
+
+    tasks = (REGRESSION,)
+    delta: float = option(1.0, "error from which the loss grows linearly", low=1e-9)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return F.huber_loss(full(scores), targets, delta=self.delta)
+
+
+@LOSSES.register("quantile")
+@dataclass(frozen=True, eq=False)
+class Quantile(Loss):
+    """Quantile (pinball) loss: the network learns the targets' quantile (Koenker and Bassett 1978)."""
+
+    tasks = (REGRESSION,)
+    quantile: float = option(0.5, "0.5: the median", low=0.0, high=1.0)
+
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        errors = targets - full(scores)
+        return torch.maximum(self.quantile * errors, (self.quantile - 1.0) * errors).mean()
+
+
+def _weighted(scores: Tensor, targets: Tensor, smoothing: float, weights: list[float], gamma: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy of classes [n] or next tokens [n, steps], by weight of the class, without IGNORED."""
+    scores, targets = full(scores).flatten(0, -2), targets.flatten()
+    counts, chosen = (targets != IGNORED).to(scores.dtype), targets.clamp(min=0)
+    each = F.cross_entropy(scores, chosen, reduction="none", label_smoothing=smoothing)
+    if gamma:
+        each = (1.0 - scores.softmax(1).gather(1, chosen[:, None])[:, 0]) ** gamma * each
+    by_class = _weights(weights, scores, "class_weights")
+    counts = counts if by_class is None else counts * by_class[chosen]
+    return (each * counts).sum() / counts.sum().clamp(min=1e-12)
+
+
+def _weights(weights: list[float], scores: Tensor, key: str) -> Tensor | None:
+    if not weights:
+        return None
+    if len(weights) != scores.shape[-1]:
+        raise UserError(f"{WHERE}.{key}: got {len(weights)} weights, takes one for each of {scores.shape[-1]} outputs")
+    return torch.tensor(weights, dtype=scores.dtype, device=scores.device)
+
+
+def loss_section(training: TrainingConfig, task: str = CLASS) -> Mapping[str, Any]:
+    """Return the configured loss's section: name (default: the task's usual one) and options."""
+    chosen = section_of(training.loss, WHERE, "{name: focal, gamma: 2}") if training.loss else {}
+    return {"name": USUAL[task], **chosen}
+
+
+def loss_of(training: TrainingConfig, task: str) -> Loss:
+    """Return the configured loss, or the task's usual one. Raises UserError for one that takes other targets."""
+    section = loss_section(training, task)
+    loss = LOSSES.build(section, WHERE)
+    if task not in loss.tasks:
+        fitting = ", ".join(name for name in LOSSES.names() if LOSSES.shipped(name) and task in LOSSES.get(name).tasks)
+        raise UserError(f"{WHERE}: '{section['name']}' does not take {task} targets; takes {fitting}, or module:function")
+    if training.label_smoothing and task == REGRESSION:
+        raise UserError("training.label_smoothing: is for classes and labels, but the targets are numbers; set it to 0")
+    return loss

@@ -17,7 +17,7 @@ from fedloom.fusion.graph.channels import Layer, Unit, Wiring
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.state import State
 
-BALANCED = ("conv", "linear", "depthwise", "norm")  # kinds of layers that can occur in networks of different depths
+BALANCED = ("conv", "linear", "depthwise", "embedding", "norm")  # layers that networks of different depths can have
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -69,15 +69,22 @@ def balanced(
     signs: Mapping[str, Tensor] | None = None,
     inner: str = "own",
 ) -> Balanced:
-    """Return `network` with the layers of `target`. `structure` and `wiring` are the wirings of target and network.
+    """Return a network with the layers of another one.
 
-    Units of the structure without a match are added. Units of the network without a match are merged (linear layers)
-    or removed (residual blocks).
+    Units of `target` without a match are added. Units of `network` without a match are merged (linear layers) or removed
+    (residual blocks).
 
-    `matches`: units of the network by those of the structure (matching.match_units). `signs`: for each merged unit's
-    node, the diagonal D that replaces its ReLU. `inner`: the width inside added blocks: the target's ("own") or the
-    stream's ("stream", as in the public code). Raise UserError if a layer cannot be added, merged or removed. The
-    message has its name.
+    Args:
+        target: The network that sets the layers.
+        structure: The wiring of `target`.
+        network: The network to change.
+        wiring: The wiring of `network`.
+        matches: By unit of `target`, its match in `network` (matching.match_units).
+        signs: For each merged unit's node, the diagonal D that replaces its ReLU.
+        inner: The width inside added blocks: the target's ("own"), or the stream's ("stream", as in the public code).
+
+    Raises:
+        UserError: A layer cannot be added, merged or removed. The message has its name.
     """
     if _one_structure(structure, wiring) and all(ours == theirs for ours, theirs in matches.items()):
         for layer in wiring.layers:
@@ -187,7 +194,8 @@ class _Builder:
             self.sources[node] = self.last = Source(other)
             self.end = node
         if partner is not None:
-            self.width = partner.shape[0]
+            last = [self.have[name] for name in partner.layers if not isinstance(self.have[name], NORMS)][-1]
+            self.width = partner.shape[-1 if isinstance(last, nn.Linear | nn.Embedding) else 0]
 
     def _after_merged(self, tensor: str, entry: Tensor, module: nn.Module) -> Tensor:
         """Return a layer's tensor with the layers merged before it: W (W_k x + b_k) + b."""
@@ -223,7 +231,7 @@ class _Builder:
     def _add_block(self, unit: Unit, entries: int) -> None:
         if not unit.identity_skip:
             raise UserError(f"block '{unit.name}' cannot be added: its skip is not an identity")
-        width = self.width
+        width, previous = self.width, 0  # of the added layer's inputs; outputs of the target's layer before it
         last = [name for name in unit.layers if not isinstance(self.goal[name], NORMS)][-1]
         for name in unit.layers:
             module = self.goal[name]
@@ -231,11 +239,15 @@ class _Builder:
                 self._neutral_norm(name, module, width)
                 continue
             shape = module.get_parameter("weight").shape
-            out = self.width if name == last or self.inner == "stream" else shape[0]
             grouped = getattr(module, "groups", 1) > 1
+            if previous and not grouped and shape[1] != previous:  # attention reads a third of its inputs' layer
+                if self.inner == "stream":
+                    raise UserError(f"block '{unit.name}' has attention, which cannot be added in the public code's way")
+                width = shape[1]
+            out = self.width if name == last or self.inner == "stream" else shape[0]
             out, inputs = (width, 1) if grouped else (out, width)
             self._put(name, {"weight": torch.zeros(out, inputs, *shape[2:]), "bias": torch.zeros(out)}, module)
-            width = out
+            width, previous = out, shape[0]
         total = next(node for node in self.structure.graph.graph.nodes if node.name == unit.sum)
         straight = self.end in {node.name for node in total.all_input_nodes}  # no ReLU before the skip
         self._carry_on(unit, [node for node in _points(self.structure, unit.layers, unit) if node == unit.sum], not straight)

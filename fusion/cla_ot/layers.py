@@ -13,21 +13,21 @@ def identity(name: str, module: nn.Module, width: int) -> Tensor:
     """
     if type(module) is nn.Linear:
         return torch.eye(width)
-    if not isinstance(module, nn.Conv2d) or not _keeps_size(module):
+    if not isinstance(module, nn.Conv1d | nn.Conv2d) or not _keeps_size(module):
         raise UserError(
             f"layer '{name}' cannot be added as an identity: it must be a plain convolution that preserves the size"
         )
-    rows, columns = module.kernel_size
-    weight = torch.zeros(width, width, rows, columns)
-    weight[:, :, rows // 2, columns // 2] = torch.eye(width)
+    weight = torch.zeros(width, width, *module.kernel_size)
+    weight[:, :, *(size // 2 for size in module.kernel_size)] = torch.eye(width)
     return weight
 
 
-def _keeps_size(module: nn.Conv2d) -> bool:
+def _keeps_size(module: nn.Conv1d | nn.Conv2d) -> bool:
     """Return whether outputs are as large as inputs, and every output can depend on every input channel."""
     reach = tuple(d * (k // 2) for k, d in zip(module.kernel_size, module.dilation, strict=True))
     odd = all(k % 2 for k in module.kernel_size)
-    return type(module) is nn.Conv2d and module.groups == 1 and module.stride == (1, 1) and odd and module.padding == reach
+    plain = type(module) in (nn.Conv1d, nn.Conv2d) and module.groups == 1 and not any(step > 1 for step in module.stride)
+    return plain and odd and module.padding == reach
 
 
 def check_design(name: str, goal: nn.Module, other: str, have: nn.Module) -> None:

@@ -20,13 +20,18 @@ from fedloom.fusion.probe import Observation, check_probe, cka, features_of, obs
 
 
 def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool = True) -> tuple[int, ...]:
-    """Return for each layer j of the shallower network its match a(j) in the deeper one, of least sum_j cost[a(j), j].
+    """Return the alignment a of least cost: for each layer j of the shallower network, its match a(j) in the deeper one.
 
-    Takes O(mn). a(0) < a(1) < ... < a(n-1); of equal sums, the result has the smaller rows, from the last backwards.
+    It minimises sum_j cost[a(j), j] with a(0) < a(1) < ... < a(n-1), in O(mn). Of equal sums, the result has the smaller
+    rows, from the last backwards.
 
-    `cost`: [m, n] with m >= n; rows are the deeper network's layers. `pin_first`: require a(0) = 0. With a single
-    column, this takes precedence over `pin_last`. `pin_last`: require a(n-1) = m - 1. Raise UserError if there are
-    fewer rows than columns, or costs are not finite.
+    Args:
+        cost: The costs, [m, n] with m >= n. Rows are the deeper network's layers.
+        pin_first: Whether to require a(0) = 0. With a single column, this takes precedence over `pin_last`.
+        pin_last: Whether to require a(n-1) = m - 1.
+
+    Raises:
+        UserError: There are fewer rows than columns, or costs are not finite.
     """
     table = np.asarray(cost, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] < table.shape[1] or not table.shape[1]:
@@ -53,14 +58,22 @@ def optimal_alignment(cost: ArrayLike, *, pin_first: bool = True, pin_last: bool
 def layer_costs(
     a: nn.Module, b: nn.Module, probe: Tensor, *, representation: str = "preactivation", dissimilarity: str = "cka"
 ) -> np.ndarray:
-    """Return costs [m, n], float64, between the m hidden layers (or residual blocks) of `a` and the n of `b`.
+    """Return the costs between the hidden layers (or residual blocks) of two networks (CLA+OT, Sec. 3.1).
 
-    CLA+OT, Sec. 3.1.
+    Args:
+        a: A network with m hidden layers.
+        b: A network with n hidden layers.
+        probe: Inputs, [k, ...].
+        representation: "preactivation", or "neurons": the squared difference of their numbers.
+        dissimilarity: For "preactivation": "cka" (1 - linear CKA, centred over the samples), or "wasserstein" (between the
+            layers' neurons, each a vector over samples and positions; infinite if these differ).
 
-    `probe`: inputs, [k, ...]. `representation`: "preactivation", or "neurons": the squared difference of their
-    numbers. `dissimilarity`: for "preactivation": "cka" (1 - linear CKA, centred over the samples), or "wasserstein"
-    (between the layers' neurons, each a vector over samples and positions; infinite if these differ). Raise UserError
-    if a name is unknown, or the probe set is not usable. Raise WiringError if a network cannot be wired.
+    Returns:
+        The costs, float64 [m, n].
+
+    Raises:
+        UserError: A name is unknown, or the probe set is not usable.
+        WiringError: A network cannot be wired.
     """
     name = "neurons" if representation == "neurons" else dissimilarity
     known = representation == "neurons" or (representation == "preactivation" and dissimilarity in ("cka", "wasserstein"))
@@ -139,10 +152,22 @@ class Pins:
 def match_units(
     deep: Wiring, shallow: Wiring, cost: np.ndarray, *, pin_first: bool = True, pin_last: bool = True
 ) -> dict[int, int]:
-    """Return {unit of `deep`: its match in `shallow`} by index, group by group; `cost` is [deep, shallow].
+    """Match the units (layers and blocks) of two networks by their costs, group by group.
 
-    In each group, every unit of the smaller side gets a match. Raise UserError if the networks have different groups
-    (max-pools, stages, fully connected part).
+    In each group, every unit of the smaller side gets a match.
+
+    Args:
+        deep: The wiring of the network with more units.
+        shallow: The wiring of the other network.
+        cost: The costs between units, [deep, shallow].
+        pin_first: Whether the first units match each other.
+        pin_last: Whether the last units match each other.
+
+    Returns:
+        By index of a unit of `deep`, its match in `shallow`.
+
+    Raises:
+        UserError: The networks have different groups (max-pools, stages, fully connected part).
     """
     return _match(deep, shallow, lambda i, j: cost[np.ix_(i, j)], Pins(pin_first, pin_last))
 

@@ -23,10 +23,13 @@ FEW = 4  # a plan with at most this many entries a row or column is processed as
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """How a network's channels move to another's: `plans` by axis index. Axes without a plan stay.
+    """How the channels of one network move to those of another. Axes (channels that move as one) without a plan stay.
 
-    `outgoing`: by layer name, [n, m], how its outputs move. `incoming`: how its inputs move, if plans are by layer
-    (fusion.cla_ot.reference). `costs`: of the plans, by layer.
+    Attributes:
+        outgoing: By layer name, [n, m]: how the layer's outputs move.
+        incoming: By layer name, [n, m]: how its inputs move. Only if plans are by layer (fusion.cla_ot.reference).
+        costs: By layer name, the cost of the plan.
+        plans: By axis index, the transport plan; None if plans are by layer.
     """
 
     outgoing: Mapping[str, Tensor]
@@ -53,7 +56,10 @@ def moved(state: Mapping[str, Tensor], layers: Sequence[Layer], moves: Moves) ->
 
 
 class Movement(Protocol):
-    """How the channels of an axis move, [n, m]: where they are written (`outgoing`), and where they are read."""
+    """How the n channels of an axis move to m channels, as two matrices [n, m].
+
+    `outgoing` moves tensors that write the channels; `incoming` moves tensors that read them.
+    """
 
     @property
     def outgoing(self) -> Tensor: ...
@@ -65,9 +71,16 @@ class Movement(Protocol):
 def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
     """Return a network's state with its channels moved to those of another network of the same structure.
 
-    `source`: the network's own wiring. `goal`: the other network's wiring. `plans`: by axis. A slot that a layer
-    reads moves by `incoming`, the others by `outgoing`. Raise UserError if a tensor's size is not the plan's. The
-    message has its name.
+    A tensor that reads channels moves by `incoming`, one that writes them by `outgoing`.
+
+    Args:
+        state: The network's tensors.
+        source: The network's own wiring.
+        goal: The other network's wiring.
+        plans: By axis index, the movement.
+
+    Raises:
+        UserError: A tensor's size is not the plan's. The message has its name.
     """
     new = {name: tensor.clone() for name, tensor in state.items()}
     sizes = goal.graph.state_dict()
@@ -101,7 +114,16 @@ def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Sl
 def moved_along(
     tensor: Tensor, dim: int, pairs: list[tuple[int, Slot, Slot]], plans: Mapping[int, Movement], size: int, name: str
 ) -> Tensor:
-    """Return a tensor with the channels along one dimension moved by `plans`; entries on no axis stay in place."""
+    """Return a tensor whose channels along one dimension are moved. Entries on no axis stay in place.
+
+    Args:
+        tensor: The tensor.
+        dim: The dimension.
+        pairs: By axis: its index, and its entries in the old and in the new tensor.
+        plans: By axis index, the movement.
+        size: The new size of the dimension.
+        name: The tensor's name, for errors.
+    """
     front = tensor.movedim(dim, 0)
     new = front.clone() if size == len(front) else front.new_zeros(size, *front.shape[1:])
     for index, ours, theirs in pairs:

@@ -161,9 +161,14 @@ def solve(
 ) -> Plan:
     """Return the transport plan for the costs [n, m] between channels.
 
-    `groups`: the number of groups of consecutive channels. Whole groups, of equal weight, go to whole groups.
-    `importance`: weights [n] and [m] of the channels, for settings.marginals "importance"; used within each group.
-    Raise UserError if costs are not finite, or the solver does not converge.
+    Args:
+        cost: The costs, [n, m].
+        settings: The solver and its options.
+        groups: The number of groups of consecutive channels. Whole groups, of equal weight, move to whole groups.
+        importance: Weights [n] and [m] of the channels, for settings.marginals "importance"; used within each group.
+
+    Raises:
+        UserError: Costs are not finite, or the solver does not converge.
     """
     if groups == 1:
         cost = scaled(cost, settings)
@@ -175,13 +180,26 @@ def solve(
 
 
 class Blocks:
-    """The plans between any two groups of channels. `table`: their costs [groups, other groups]."""
+    """Transport plans for grouped channels: one plan for each pair of a group and another network's group.
+
+    To move whole groups, find a plan between groups from the costs in `table`, and pass it to `plan`.
+
+    Attributes:
+        table: The cost of moving each group to each other group, [groups, other groups].
+    """
 
     def __init__(
         self, cost: np.ndarray, places: tuple[np.ndarray, np.ndarray], settings: TransportSettings,
         importance: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Compute the plans. `places`: the channels of each group, [groups, size]; `importance` as in `solve`."""
+        """Compute the plan for each pair of groups.
+
+        Args:
+            cost: The costs between channels, [n, m].
+            places: For both networks, the channels of each group, [groups, size].
+            settings: The solver and its options.
+            importance: As in `solve`.
+        """
         self.cost, self.places, self.settings = scaled(cost, settings), places, settings
         mu, nu = marginals(cost.shape, settings, importance)
         self.plans = [[_block(self.cost, mu, nu, i, j, settings) for j in places[1]] for i in places[0]]
@@ -190,7 +208,11 @@ class Blocks:
         self.table = np.array(costs)
 
     def plan(self, between: np.ndarray) -> Plan:
-        """Return the plan of all channels from the plan `between` the groups, [groups, other groups]."""
+        """Return the plan of all channels.
+
+        Args:
+            between: A transport plan between the groups, [groups, other groups].
+        """
         joint, groups = np.zeros_like(self.cost), len(between)
         for a, b in np.argwhere(between > 0):
             i, j = self.places[0][a], self.places[1][b]

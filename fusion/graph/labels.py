@@ -138,9 +138,10 @@ class Atoms:
         self.memberships.append(Membership(pairs[0], pairs[1]))
 
     def refined(self) -> np.ndarray:
-        """Return a colour for each atom, to distinguish the atoms of one channel by what they are tied to, recursively.
+        """Return a colour for each atom: uint64 [atoms].
 
-        The method is that of Weisfeiler and Leman (1968).
+        Two atoms have the same colour if they occur in the same way in the network's tensors (`mark`), and are tied to atoms
+        of the same colours. This is repeated until no more colours are distinguished (Weisfeiler and Leman 1968).
         """
         colours, count = self.colour, 0
         sizes = [len(one) for one, _, _ in self._ties]

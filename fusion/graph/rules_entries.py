@@ -64,7 +64,14 @@ def _meets_still(walk: Walk, factor: Tensor, other: Value) -> bool:
 
 
 def contracted(walk: Walk, value: Value, dims: Iterable[int], keep: bool = False) -> Value:
-    """Return the labels after a sum, mean or maximum over `dims`. Where channels are reduced, their groups remain."""
+    """Return the labels after a sum, mean or maximum. Where channels are reduced, their groups remain.
+
+    Args:
+        walk: The walk through the network.
+        value: The labels before the operation.
+        dims: The reduced dimensions.
+        keep: Whether they remain, with size 1.
+    """
     gone = {dim % len(value.shape) for dim in dims}
     factors = []
     for factor in value.factors:
@@ -123,7 +130,10 @@ def elementwise(walk: Walk, node: Node) -> Value:
 
 
 def add(walk: Walk, node: Node) -> Value:
-    """Return the labels of a sum or difference. Record a sum that can end a block: of two tensors of one shape."""
+    """Return the labels of a node that adds or subtracts.
+
+    Also record the node as a possible end of a residual block, if it adds two tensors of the same shape.
+    """
     operands = [
         operand for operand in (*node.args, *node.kwargs.values()) if isinstance(operand, Node) and operand in walk.sources
     ]

@@ -42,7 +42,7 @@ def _moved(walk: Walk, node: Node, apply: Callable[[dict[Node, Tensor]], Any]) -
     for factor in value.factors:
         new = apply({operand: factor.expand(value.shape).contiguous()})
         places = linear_places(value.shape, factor)
-        factors.append(walk.settled(new, lambda places=places: apply({operand: places})))
+        factors.append(walk.compressed(new, lambda places=places: apply({operand: places})))
     return value_of(factors, walk.shape(node))
 
 
@@ -67,7 +67,7 @@ def getitem(walk: Walk, node: Node) -> Value:
         for factor in value.factors:
             run = lambda labels: picked({source: parts({operand: labels})})  # noqa: E731
             new = run(factor.expand(value.shape).contiguous())
-            factors.append(walk.settled(new, lambda run=run, f=factor: run(linear_places(value.shape, f))))
+            factors.append(walk.compressed(new, lambda run=run, f=factor: run(linear_places(value.shape, f))))
         return value_of(factors, walk.shape(node))
     return movement(walk, node)
 
@@ -103,7 +103,7 @@ def concatenation(walk: Walk, node: Node) -> Value:
             positions = linear_places(one.shape, torch.zeros([1] * len(one.shape)) if factor is None else factor)
             places.append(positions + base)
             base += int(positions.max()) + 1 if positions.numel() else 0
-        factors.append(walk.settled(join(labels, dim), lambda places=places: join(places, dim)))
+        factors.append(walk.compressed(join(labels, dim), lambda places=places: join(places, dim)))
     return value_of(factors, walk.shape(node))
 
 
@@ -129,7 +129,16 @@ def spatial(walk: Walk, node: Node) -> Value:
 
 
 def mixed(walk: Walk, value: Value, dims: Any, shape: Any) -> Value:
-    """Return the labels of entries mixed along `dims`: channels that differ along these, and elsewhere, become one."""
+    """Return the labels after an operation that mixes entries along some dimensions.
+
+    Channels that differ along these dimensions, and also along others, become one channel.
+
+    Args:
+        walk: The walk through the network.
+        value: The labels before the operation.
+        dims: The mixed dimensions.
+        shape: The shape of the result.
+    """
     factors = []
     for factor in value.factors:
         over = varied(factor) & set(dims)
@@ -161,7 +170,7 @@ def pad(walk: Walk, node: Node) -> Value:
             continue
         new = torch.nn.functional.pad(factor.expand(value.shape).contiguous(), pads, value=NONE)
         places = linear_places(value.shape, factor)
-        factors.append(walk.settled(new, lambda places=places: torch.nn.functional.pad(places, pads)))
+        factors.append(walk.compressed(new, lambda places=places: torch.nn.functional.pad(places, pads)))
     return value_of(factors, walk.shape(node))
 
 

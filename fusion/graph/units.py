@@ -37,17 +37,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Unit:
-    """A hidden layer (kind "layer"; convolution or linear) or a residual block (kind "block").
+    """A unit that fusion aligns as a whole: a hidden layer, or a residual block.
 
     Attributes:
         name: The layer's name, or the common module path of the block's layers.
-        layers: The names of its layers in order, with their norms and depthwise convolutions, and a block's shortcut.
-        node: The fx node whose output represents it; for a block, the last convolution of the residual branch, before
-            norm and sum.
-        group: The number of its group, whose borders alignment does not cross.
-        axis: The axis index of its output; for a block, after the sum.
+        kind: "layer" (a convolution or linear layer), or "block".
+        layers: The names of its layers in order. They include norms, depthwise convolutions and a block's shortcut.
+        node: The fx node whose output represents the unit. For a block, it is the last convolution of the residual
+            branch, before norm and sum.
+        group: The number of its group. Alignment only matches units of corresponding groups.
+        axis: The index of the axis (channels that move as one) of its output; for a block, after the sum.
         shape: The shape of the node's output, without the batch dimension.
-        identity_skip: Whether the other branch of the block has no layers.
+        identity_skip: Whether the block's shortcut has no layers.
         sum: The fx node of a block's sum; "" for a layer.
     """
 

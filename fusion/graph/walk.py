@@ -31,7 +31,15 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A layer with the atoms that it reads and writes, before there are axes. `weight`: its tensor, or None."""
+    """A layer with the atoms that it reads and writes, before the axes are known.
+
+    Attributes:
+        name: The layer's name.
+        kind: Its kind, such as "conv", "linear" or "norm".
+        weight: Its weight, or None.
+        inputs: The atoms that it reads.
+        outputs: The atoms that it writes.
+    """
 
     name: str
     kind: str
@@ -94,6 +102,9 @@ class Walk:
 
     def _several(self, node: Node) -> None:
         """Note a list of tensors (chunk, split, unbind); its parts are labelled where they are selected."""
+        if node.op == "call_module" and isinstance(self.module(node), nn.RNNBase):
+            raise Refusal(f"{self.what(node)} ties several gates to each channel at every step, which cannot be wired; use "
+                          "networks such as cnn1d or transformer, or a method without fusion")  # fmt: skip
         if operation(node) not in LISTS:
             raise Refusal(f"the result of {self.what(node)} is not one tensor; use chunk, split or unbind, or "
                           "try to return one tensor")  # fmt: skip
@@ -217,8 +228,15 @@ class Walk:
         """Return whether some channel in the factor can move, as far as known now."""
         return not self.atoms.is_pinned(factor)
 
-    def settled(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
-        """Return the factor compressed. If a channel has several entries, they get atoms in the order of `positions()`."""
+    def compressed(self, factor: Tensor, positions: Callable[[], Tensor]) -> Tensor:
+        """Return a factor in its smallest form (`Atoms.compressed`).
+
+        If a channel has several entries in the factor, each entry first gets its own atom.
+
+        Args:
+            factor: The atoms of a tensor's entries.
+            positions: Returns numbers that order the entries of one channel. It is called only if they are needed.
+        """
         factor = self.atoms.compressed(factor)
         if not self.atoms.repeated(factor):
             return factor

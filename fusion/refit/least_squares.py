@@ -16,7 +16,7 @@ from fedloom.conf.errors import UserError
 
 FLOOR = 1e-3  # relative to the mean variance; added to D, so that a nearly constant input gets no large weight
 TINY = 1e-30
-JITTER, MOST = 1e-7, 1e3
+JITTER, MAX_JITTER = 1e-7, 1e3
 PIECE = 2048  # rows that are multiplied at once; pieces are summed in float64
 
 
@@ -91,7 +91,7 @@ def _solved(matrix: Tensor, right: Tensor, size: Tensor) -> Tensor:
     added = JITTER
     factor, failed = torch.linalg.cholesky_ex(matrix)
     while bool(failed.any()):
-        if not added <= MOST:
+        if not added <= MAX_JITTER:
             raise UserError("refit: a layer's inputs are too large for their type; scale them, or convert all to float64")
         matrix.diagonal(dim1=1, dim2=2).add_(added * size[:, None] + TINY)
         factor, failed = torch.linalg.cholesky_ex(matrix)

@@ -27,7 +27,14 @@ def places(samples: int, count: int, share: int | None, first: int = 0) -> Tenso
 
 
 def picked(value: Tensor, share: int | None, dims: tuple[int, ...] = (1,), first: int = 0) -> Tensor:
-    """Return a tensor [k, ...] at `places` as rows [k * positions, c]. `dims`, flattened, are the channels."""
+    """Return observations of a tensor at some positions, as rows [k * positions, c].
+
+    Args:
+        value: The tensor, [k, ...].
+        share: Positions for each sample; None: all.
+        dims: The dimensions that are the channels, flattened.
+        first: The number of the first sample, on which the positions depend (`places`).
+    """
     value = value.movedim(dims, tuple(range(1, 1 + len(dims)))).flatten(1, len(dims))
     value = value.flatten(2) if value.ndim > 2 else value[:, :, None]
     where = places(len(value), value.shape[2], share, first).to(value.device)

@@ -20,11 +20,11 @@ from fedloom.fusion.refit.selection import (
     Choice,
     Pool,
     best_groups,
+    choice_of,
     choose,
     importance,
     keeping,
     pooled,
-    settled,
     side_by_side,
 )
 from fedloom.fusion.refit.sensitivity import sensitivities
@@ -44,10 +44,17 @@ class Part:
 def chosen_channels(
     bodies: Sequence[Body], weights: Sequence[float], width: float, probe: Tensor, classes: bool = True
 ) -> dict[int, Choice]:
-    """Select channels from all networks for each axis that can move. Return a Choice by axis index.
+    """Select channels from all networks, for each axis that can move.
 
-    `weights`: of the networks, with sum 1. `width`: the number of selected channels, relative to the first network.
-    `classes`: whether the networks return logits.
+    Args:
+        bodies: The networks, with equal layers.
+        weights: Their weights, with sum 1.
+        width: The number of selected channels, relative to the first network.
+        probe: Images [n, c, h, w].
+        classes: Whether the networks return logits.
+
+    Returns:
+        The Choice for each axis, by its index.
     """
     pools = _Pools(bodies, weights, probe, classes)
     choices: dict[int, Choice] = {}
@@ -72,7 +79,7 @@ def _chosen_groups(pools: "_Pools", axis: Axis, members: Sequence[Axis], count: 
         return {each.index: keeping(pools.sizes(each)) for each in (axis, *_below(pools, axis))}
     several = [pool for pool in candidates if pool is not None]
     blocks = best_groups(side_by_side(several), count)
-    chosen = {member.index: settled(pool, blocks) for member, pool in zip(members, several, strict=True)}
+    chosen = {member.index: choice_of(pool, blocks) for member, pool in zip(members, several, strict=True)}
     return {axis.index: keeping(pools.sizes(axis), blocks), **chosen}
 
 
@@ -159,7 +166,17 @@ def parts_of(choices: Mapping[int, Choice], index: int) -> dict[int, Part]:
 
 
 def goal_of(network: nn.Module, body: Body, choices: Mapping[int, Choice], probe: Tensor) -> Wiring:
-    """Return the fused network's wiring: `network` with the selected widths. Raise UserError if it does not run."""
+    """Return the wiring of the fused network.
+
+    Args:
+        network: The network that sets the layers.
+        body: The first network, with these layers.
+        choices: The selected channels, by axis index.
+        probe: Images [n, c, h, w].
+
+    Raises:
+        UserError: A network with the selected widths does not run.
+    """
     wiring = body.wiring
     if all(choice.keeps.shape[1] == wiring.axes[axis].size for axis, choice in choices.items()):
         return wiring

@@ -31,10 +31,12 @@ FLOAT = 1e-5  # relative to its size: the precision of float32
 
 @dataclass(frozen=True)
 class Refitted:
-    """What a refit did.
+    """What a refit changed.
 
-    `layers`: names of changed layers. `biased`: names of layers that got a bias. `short`: name, inputs and rows of
-    layers with more inputs than the probe set has rows.
+    Attributes:
+        layers: The names of the changed layers.
+        biased: The names of layers that got a bias.
+        short: Name, inputs and rows of each layer with more inputs than the probe set has rows.
     """
 
     layers: tuple[str, ...]
@@ -57,10 +59,15 @@ class Refitted:
 def refit(
     network: nn.Module, wiring: Wiring, targets: Targets, probe: Tensor, positions: int | None, classes: bool = True
 ) -> Refitted:
-    """Fit the layers of a network to `targets`, in place.
+    """Fit the layers of a network to targets, in place.
 
-    `wiring`: the network's wiring. `probe`: the samples of the targets, [k, ...]. `positions`: how many of each
-    channel's values to use, over all samples; None: all. `classes`: whether the network returns logits.
+    Args:
+        network: The network.
+        wiring: The network's wiring.
+        targets: What the layers should compute.
+        probe: The samples of the targets, [k, ...].
+        positions: How many of each channel's values to use, over all samples; None: all.
+        classes: Whether the network returns logits.
     """
     share = max(1, positions // len(probe)) if positions else None
     work = _Refit(wiring, targets, share, classes)

@@ -131,7 +131,7 @@ def _twins(prints: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def choose(pool: Pool, blocks: int) -> Choice:
     """Return the best Choice of `blocks` groups. If too few channels differ, add others, the first network's first."""
-    return settled(pool, best_groups(pool, blocks))
+    return choice_of(pool, best_groups(pool, blocks))
 
 
 def best_groups(pool: Pool, count: int) -> Tensor:
@@ -144,10 +144,12 @@ def best_groups(pool: Pool, count: int) -> Tensor:
     return torch.tensor(sorted(order))
 
 
-def settled(pool: Pool, blocks: Tensor) -> Choice:
-    """Return the Choice of the channels of some groups, with weights that estimate the other channels from them.
+def choice_of(pool: Pool, blocks: Tensor) -> Choice:
+    """Return the Choice that retains the channels of some groups. Its weights estimate the other channels from them.
 
-    `blocks`: indices of the groups.
+    Args:
+        pool: The channels of all networks.
+        blocks: The indices of the groups.
     """
     chosen = pool.groups[blocks].flatten()
     return Choice(pool.sizes, chosen, blocks, _ones(chosen, len(pool.twins)), _followed(pool.covariance, chosen, pool.twins))

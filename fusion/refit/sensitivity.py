@@ -62,7 +62,8 @@ def sensitivities(
             noise = torch.randn(answers.shape, generator=generator, dtype=torch.float64).to(answers)
             noise = noise * answers.detach().mul(0.5).exp() if classes else noise
             total = (answers * noise).sum()
-            torch.autograd.grad(total, run.leaves, allow_unused=True)
+            weights = [weight for weight in graph.parameters() if weight.requires_grad]  # if tokens are the input
+            torch.autograd.grad(total, run.leaves or weights, allow_unused=True)
             for name, part in run.sums.items():
                 sums[name] = sums.get(name, 0.0) + part
     return sums

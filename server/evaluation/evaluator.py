@@ -148,8 +148,11 @@ class Evaluator:
                     scores[site.name] = score(view, images, self.config.evaluation.batch, self.device, self.metrics)
         return scores
 
-    def settled(self, model: Model) -> Model:
-        """Return the model as it is measured: with new BatchNorm statistics if evaluation.statistics=recomputed."""
+    def with_statistics(self, model: Model) -> Model:
+        """Return the model in the form in which it is measured.
+
+        With evaluation.statistics=recomputed, it has new BatchNorm statistics; otherwise it is unchanged.
+        """
         if self.config.evaluation.statistics != RECOMPUTED:
             return model
         network = self.loaded(model)

@@ -61,7 +61,7 @@ def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")
         right = hits(view, images, evaluator.config.evaluation.batch, evaluator.device).cpu()
-        counts[domain] = torch.stack(by_class(images.y, right, model.architecture.classes)).double()
+        counts[domain] = torch.stack(by_class(images.y, right, model.architecture.outputs)).double()
     return counts
 
 
@@ -69,7 +69,7 @@ def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Mode
     """Return the cost of each shared network, and of an ensemble of all sites' networks.
 
     The cost is the number of sites with the network, its parameters, the bytes that a site receives and sends in a round,
-    and the seconds for 1,000 images on this machine.
+    and the seconds for 1,000 examples on this machine.
     """
     counts: dict[Architecture, int] = {}
     for site in sites:
@@ -92,12 +92,11 @@ def costs(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, Mode
 @torch.no_grad()
 def _seconds(evaluator: Evaluator, model: Model) -> float:
     """Return the shortest of three times."""
-    network, size = evaluator.loaded(model), model.architecture
-    images = torch.zeros(TIMED, size.channels, size.size, size.size, device=evaluator.device)
+    network, inputs = evaluator.loaded(model), model.architecture.form.zeros(TIMED).to(evaluator.device)
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        for part in images.split(evaluator.config.evaluation.batch):
-            network(part).argmax(1).cpu()
+        for part in inputs.split(evaluator.config.evaluation.batch):
+            network(part).argmax(-1).cpu()
         times.append(time.perf_counter() - begin)
     return min(times)

@@ -65,11 +65,11 @@ class RemoteBlobStore(Protocol):
         ...
 
     def summed(self, row: Any, names: Any, given: Any, bits: int) -> Any:
-        """Add up contributions that nodes store, as server.ledger.sums.added_up does."""
+        """Add up contributions that nodes store. Arguments as in server.ledger.sums.added_up."""
         ...
 
     def remove(self, digests: Collection[str]) -> None:
-        """Remove contributions, as far as their nodes are reachable."""
+        """Delete these contributions. Skip those on nodes that do not answer."""
         ...
 
     def end(self) -> None:
@@ -91,8 +91,8 @@ def ledger_errors(path: Path) -> Iterator[None]:
 class Blobs:
     """The states (blobs) in `folder`, each in a file <sha256>.safetensors, which is written completely or not at all.
 
-    `settle` makes contents and names survive a loss of power, for all files of a round at once. A file that was never
-    settled may be torn after a loss of power. Nothing refers to it, and the next `put` of the same state writes it again.
+    `flush` makes contents and names survive a loss of power, for all files of a round at once. A file that was never
+    flushed may be torn after a loss of power. Nothing refers to it, and the next `put` of the same state writes it again.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class Blobs:
         for digest in away:
             with ledger_errors(self.path(digest)):
                 write_bytes(self.path(digest), self._content(digest), durable=False, private=True)
-        self.settle(away)
+        self.flush(away)
         self.elsewhere.end()
         return len(away)
 
@@ -149,7 +149,7 @@ class Blobs:
         path = self.path(digest)
         return path.is_file() and file_digest(path) == digest
 
-    def settle(self, digests: Iterable[str]) -> None:
+    def flush(self, digests: Iterable[str]) -> None:
         """Flush these blobs to disk, before anything refers to them. Raises LedgerError naming a blob that is missing."""
         paths = [self.path(digest) for digest in digests if not self.holder(digest)]
         for path in paths:

@@ -29,7 +29,15 @@ def prefixes(slots: Sequence[str]) -> dict[str, str]:
 
 @dataclass
 class Contributions:
-    """Reads and stages a run's contributions. `latest`: the last committed one of each site that is not forgotten."""
+    """Reads and stages the contributions of a run.
+
+    Attributes:
+        ledger: The run's ledger.
+        bits: One unit of an integer is 2**-bits.
+        history: federation.history: "latest" or "all".
+        slots: The names of the run's slots.
+        latest: The last committed contribution of each site that is not forgotten.
+    """
 
     ledger: Ledger
     bits: int

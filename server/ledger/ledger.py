@@ -40,10 +40,19 @@ class Ledger(Records):
         cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE,
         slots: Sequence[str] | None = None,
     ) -> "Ledger":  # fmt: skip
-        """Create a ledger and become its one server. Raises LedgerError if it exists, or the folder cannot be written.
+        """Create a ledger and become its one server.
 
-        `config`: the text of config.yaml. `bits`: sums count in units of 2**-bits. `sums`: the method's sums, as the first
-        event stores them (server.ledger.sums). `slots`: the names of all its slots.
+        Args:
+            folder: The run's folder.
+            run: The run's id.
+            config: The text of config.yaml.
+            bits: Sums count in units of 2**-bits.
+            sites: The names of the sites.
+            sums: The method's sums, as the first event stores them (server.ledger.sums).
+            slots: The names of all its slots.
+
+        Raises:
+            LedgerError: The ledger exists, or the folder cannot be written.
         """
         check_repeated(sites)
         make(Path(folder) / LEDGER)
@@ -120,17 +129,25 @@ class Ledger(Records):
         record: dict[str, Any] | None,
         keep: str,
     ) -> None:
-        """Commit a round whose blobs exist; round 0 is the start. `keep`: 'latest' (remove replaced blobs) or 'all'.
+        """Commit a round whose blobs exist. If it fails, nothing is written.
 
-        Raises LedgerError, and writes nothing, if the round is not the next one, a site is unknown or forgotten, a blob is
-        missing, or the disk refuses.
+        Args:
+            round: The round's number; 0: the start.
+            contributions: By site, its contribution in this round.
+            states: By name, the digests of the sums and of the server's states.
+            digest: By slot, the digest of the exact sum.
+            record: The round's line of metrics.jsonl.
+            keep: "latest" (remove replaced blobs) or "all".
+
+        Raises:
+            LedgerError: The round is not the next one, a site is unknown or forgotten, a blob is missing, or the disk fails.
         """
         body = {"round": round, "contributions": _plain(contributions), "states": dict(states), "digest": dict(digest)}
         if keep not in ("latest", "all"):
             raise LedgerError(f"round {round}: keep must be 'latest' or 'all', not '{keep}'")
         if wrong := {contribution.round for contribution in contributions.values()} - {round}:
             raise LedgerError(f"round {round}: a contribution belongs to round {min(wrong)}; commit each in its own round")
-        self.blobs.settle(_blobs(contributions, states))
+        self.blobs.flush(_blobs(contributions, states))
         with self._replacing() as db:
             check_round(db, round)
             check_sites(db, contributions, forgotten=False)
@@ -195,7 +212,19 @@ class Ledger(Records):
         body: dict[str, Any] | None = None,
         request: str | None = None,
     ) -> None:
-        """Readmit forgotten sites, with contributions of committed rounds; otherwise as `forget`."""
+        """Readmit forgotten sites.
+
+        Args:
+            sites: The sites.
+            contributions: By site, the contribution of a committed round with which it starts.
+            states: By name, the digests of the sums and of the server's states with these sites.
+            digest: By slot, the digest of the exact sum.
+            body: Facts for the event.
+            request: The id of the request that this fulfils.
+
+        Raises:
+            LedgerError: A site is not forgotten, or a blob is missing.
+        """
         if unnamed := contributions.keys() - set(sites):
             raise LedgerError(
                 f"site '{min(unnamed)}' has a contribution but is not among the readmitted sites ({', '.join(sites)})"
@@ -211,7 +240,7 @@ class Ledger(Records):
         contributions: Mapping[str, Contribution],
         request: str | None,
     ) -> None:
-        self.blobs.settle(_blobs(contributions, body["states"]))
+        self.blobs.flush(_blobs(contributions, body["states"]))
         with self._replacing() as db:
             if not db.execute("SELECT 1 FROM rounds").fetchone():
                 raise LedgerError(f"{self.folder}: no round is committed yet, so there is nothing to change")

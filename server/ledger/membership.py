@@ -12,7 +12,7 @@ from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.slots import Slots, stored
 from fedloom.server.ledger.sums import SumRow, added_up
 
-Settle = Callable[[], None]  # recomputes what a method derives from its slots
+BeforeCommit = Callable[[], None]  # recomputes what a method derives from its slots
 
 
 def check_members(members: Sequence[Site], names: Sequence[str]) -> None:
@@ -44,10 +44,10 @@ def rounds_with(ledger: Ledger, names: Sequence[str]) -> int:
 
 
 class Membership:
-    """Removes sites from a run's slots and readmits them. `settle`: called before a change is committed."""
+    """Removes sites from a run's slots and readmits them. `before_commit` is called before each change is committed."""
 
-    def __init__(self, slots: Slots, settle: Settle = lambda: None) -> None:
-        self.slots, self.ledger, self.settle = slots, slots.ledger, settle
+    def __init__(self, slots: Slots, before_commit: BeforeCommit = lambda: None) -> None:
+        self.slots, self.ledger, self.before_commit = slots, slots.ledger, before_commit
 
     def check_forgetting(self, names: Sequence[str], rollback: bool = False) -> None:
         """Check that these sites can be removed and, with `rollback`, that the run can go back to before they participated.
@@ -136,7 +136,7 @@ class Membership:
         before = slots.members, slots.contributions.latest
         slots.members, slots.contributions.latest = members, latest
         try:
-            self.settle()
+            self.before_commit()
             yield
         except BaseException:
             slots.members, slots.contributions.latest = before

@@ -22,7 +22,15 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A committed round. `states`: blobs of sums and server's states by name, empty once a later commit replaced them."""
+    """A committed round.
+
+    Attributes:
+        round: Its number; 0: the start.
+        time: The time of the commit.
+        record: Its line of metrics.jsonl.
+        states: The digests of the sums and of the server's states, by name; empty once a later commit replaced them.
+        digest: The digests of the exact sums, by slot.
+    """
 
     round: int
     time: str
@@ -50,7 +58,17 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the server, such as to forget sites. `state`: one of those in MOVES."""
+    """A request to the server, such as to forget sites.
+
+    Attributes:
+        id: The request's id.
+        kind: What to do.
+        sites: The sites that it names.
+        reason: The reason that the user wrote.
+        options: The options, such as repair rounds.
+        state: One of those in MOVES, such as "received".
+        result: The result; None before the request is applied.
+    """
 
     id: str
     kind: str

@@ -19,9 +19,14 @@ from fedloom.server.ledger.ledger import Ledger
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """What a site puts into a slot.
+    """What one site puts into a slot in a round.
 
-    `state`: float tensors, or int64 in units of 2**-bits. `integers`: the latter, if known. `samples`: of its training.
+    Attributes:
+        slot: The slot's name.
+        site: The site's name.
+        state: The tensors: floats, or int64 in units of 2**-bits.
+        samples: The number of training images, for weighted sums.
+        integers: The state as int64, if it is already known.
     """
 
     slot: str
@@ -163,9 +168,18 @@ class Slots:
     def merge(
         self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
     ) -> None:
-        """Stage a change of a sum by several sites, whose contributions workers wrote, or a node stores (`blobs`).
+        """Stage a change of a sum by several sites whose contributions are already stored.
 
-        Raises ExactSumError if the sum overflows; UserError if a worker's file is missing.
+        Args:
+            slot: The slot's name.
+            change: The change of the sum, int64.
+            samples: The number of samples, by site.
+            round: The round.
+            blobs: By site, the digest of the contribution that a cluster's node stores. None: workers have written them.
+
+        Raises:
+            ExactSumError: The sum overflows.
+            UserError: A worker's file is missing.
         """
         if not blobs:
             self.contributions.check_written(samples, round)

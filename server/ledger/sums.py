@@ -14,10 +14,13 @@ ONE = {"sum": {"prefix": "", "weighted": False}}  # in ledgers of earlier versio
 
 @dataclass(frozen=True)
 class SumRow:
-    """The ledger's description of a summed slot.
+    """The ledger's description of a slot that is summed.
 
-    `prefix`: stands before its tensors' names in contributions. `weighted`: samples are weights. `masked`: contributions are
-    masked (secure aggregation); their sum is modulo 2**64, where masks cancel.
+    Attributes:
+        name: The slot's name.
+        prefix: The prefix of its tensors' names in contributions.
+        weighted: Whether a site's samples are its weight.
+        masked: Whether contributions are masked (secure aggregation). Their sum is modulo 2**64, where masks cancel.
     """
 
     name: str
@@ -43,7 +46,15 @@ def sum_rows(created: Mapping[str, Any], states: Mapping[str, str]) -> list[SumR
 def added_up(
     row: SumRow, names: Iterable[str], contributions: Iterable[Contribution], read: Callable[[str], State], bits: int
 ) -> ExactSum:
-    """Return the sum of a slot's tensors over contributions, read one by one. A file that sites share is read once."""
+    """Return the exact sum of a slot over contributions, which are read one by one.
+
+    Args:
+        row: The description of the slot.
+        names: The names of the slot's tensors.
+        contributions: The contributions to add. A file that several sites share is read once.
+        read: Returns the tensors of a contribution's file, from its digest.
+        bits: One unit of the sum is 2**-bits.
+    """
     total, names = ExactSum(bits, modular=True), list(names)  # in any order, no partial sum overflows
     for (blob, times), count in Counter(
         (contribution.blob, row.times(contribution.samples)) for contribution in contributions

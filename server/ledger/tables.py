@@ -86,7 +86,16 @@ _WATCH = (  # SQLite notes what a transaction removes from the rows; belongs to 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the run. `digest` covers it and, through `previous`, all events before it."""
+    """Something that happened to the run.
+
+    Attributes:
+        id: Its number in the ledger.
+        time: The time of the commit.
+        kind: What happened, such as "round" or "forgotten".
+        body: The facts.
+        previous: The digest of the event before it.
+        digest: The SHA-256 of this event and, through `previous`, of all events before it.
+    """
 
     id: int
     time: str

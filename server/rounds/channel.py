@@ -38,10 +38,15 @@ class RawReply:
 
 @dataclass
 class ClientChannel:
-    """The channel to all sites of a run. `window`: how many messages may be out at once (0: derived from their size).
+    """The connection between a run and all its sites, through a Flower grid.
 
-    `bindings`: stores which node each site's contributions belong to (server.rounds.enrolment). `traffic`: bytes of arrays
-    to and from each site, since it was last cleared.
+    Attributes:
+        grid: Flower's grid, or that of an engine.
+        sites: All sites of the run.
+        window: How many messages may be in progress at once; 0: derived from their size.
+        bindings: Stores to which node each site's contributions belong (server.rounds.enrolment).
+        enrolment: Finds the node of each site.
+        traffic: By site, the bytes of arrays sent and received since it was last cleared.
     """
 
     grid: Grid
@@ -86,9 +91,18 @@ class ClientChannel:
         self._range = nodes if isinstance(nodes, range) else None
 
     def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[RawReply]:
-        """Send each site its order. Yield replies as they arrive, and a RawReply with the reason for each missing one.
+        """Send each site its order, and yield the replies as they arrive.
 
-        Orders without an answer after `timeout` seconds are cancelled: they no longer run, and no late reply counts.
+        After the timeout, remaining orders are cancelled: they no longer run, and late replies do not count.
+
+        Args:
+            kind: TRAIN, or the name of a question.
+            orders: Pairs of a site and its order.
+            round: The round's number, for Flower's group id.
+            timeout: Seconds to wait for all replies.
+
+        Yields:
+            A RawReply for each site: its reply, or the reason why it is missing.
         """
         absent: list[Site] = []
         message_type = TRAIN if kind == TRAIN else ASK

@@ -22,7 +22,7 @@ class ClientMetadata:
     _sizes: dict[str, int] = field(default_factory=dict)
     _counted: dict[str, int] = field(default_factory=dict)  # how many of these images count
     _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's index
-    _things: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what each site's classes mean
+    _meanings: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what each site's classes mean
     _faults: dict[str, str] = field(default_factory=dict)  # why a site that was asked has not enrolled
 
     def has(self, site: str) -> bool:
@@ -32,11 +32,11 @@ class ClientMetadata:
     def take(self, reply: RawReply) -> None:
         """Enrol the site that sent this reply, or store why it cannot enrol."""
         try:
-            images, names, things = _read(reply)
+            images, names, meanings = _read(reply)
         except ReplyError as error:
             self._faults[reply.site.name] = str(error)
             return
-        self._things[reply.site.name], self._counted = things, {}
+        self._meanings[reply.site.name], self._counted = meanings, {}
         self._sizes[reply.site.name], self._names[reply.site.index] = images, (reply.site.name, names)
 
     def images(self, site: str) -> int:
@@ -52,9 +52,9 @@ class ClientMetadata:
             self._counted = capped(self._sizes)
         return self._counted[site]
 
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """Return, by enrolled site, what its classes stand for, even if their names are numbers; empty if unknown."""
-        return dict(self._things)
+    def class_meanings(self) -> dict[str, tuple[str, ...]]:
+        """Return, by enrolled site, what its classes stand for, also if their names are numbers; empty if unknown."""
+        return dict(self._meanings)
 
     def class_names(self) -> dict[str, tuple[str, ...]]:
         """Return, by enrolled site, the names of its classes; empty if they are numbers."""

@@ -61,7 +61,18 @@ class Transport(Protocol):
         self, kind: str, context: "RoundContext", sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
-        """Yield every site's answer, or the reason for its absence. `expected`: records that may be added up on the way."""
+        """Ask sites a question, and yield the replies.
+
+        Args:
+            kind: TRAIN, or the name of a question.
+            context: The round.
+            sites: The sites to ask.
+            content: The records for all sites, or a function from a site to its records.
+            expected: The records that workers may add up on the way; None: none.
+
+        Yields:
+            Every site's reply, or the reason for its absence.
+        """
         ...
 
     def masked(self, context: "RoundContext", expected: Mapping[str, RecordSpec]) -> Gathering:
@@ -85,7 +96,12 @@ class Transport(Protocol):
         ...
 
     def replied(self, site: Site, reason: str) -> None:
-        """Report a site's reply; `reason`: why it is dropped; empty if it counts."""
+        """Report a site's reply.
+
+        Args:
+            site: The site.
+            reason: Why the reply is dropped; "" if it counts.
+        """
         ...
 
     def message(self, text: str) -> None:

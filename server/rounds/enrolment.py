@@ -22,7 +22,7 @@ POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0  # between questions to an unidentified node; doubles each time
 ANSWER_SECONDS = 60.0  # after which a question counts as lost
-MOST_TOLD = 300  # characters of an error
+MOST_REASON = 300  # characters of an error
 MOST_NAME = 100  # characters of a node's name
 MOST_NAMED = 5
 PATIENCE_SECONDS = 1.0  # for a first answer, even if the time to join is shorter
@@ -247,4 +247,4 @@ def reason_of(reply: Message) -> str:
     lines = [line for line in plain(reply.error.reason or "", lines=True).splitlines() if line.strip()]
     shown = lines[-1:] if lines and lines[0].startswith("Traceback") else lines  # which names the exception at its end
     text = " ".join(" ".join(shown).split()).removeprefix("fedloom.conf.errors.UserError: ")
-    return text[:MOST_TOLD] or f"error code {reply.error.code}"
+    return text[:MOST_REASON] or f"error code {reply.error.code}"

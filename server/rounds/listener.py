@@ -38,7 +38,7 @@ class Silent(Listener):
 
 
 class Listeners:
-    """Several listeners. All receive every call; then the first error of any of them is raised."""
+    """Several listeners. All receive every call; then the first error of any of them is raised. Implements `Listener`."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = list(listeners)
@@ -76,7 +76,7 @@ class Listeners:
 
 
 class LogListener:
-    """Writes everything to the log, for the ServerApp in a real federation."""
+    """Writes everything to the log, for the ServerApp in a real federation. Implements `Listener`."""
 
     def __init__(self) -> None:
         self.log = logging.getLogger("flwr")

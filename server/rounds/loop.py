@@ -40,8 +40,17 @@ class RoundLoop:
     >>> with loop.round(1) as context:  # doctest: +SKIP
     ...     strategy.round(context)
 
-    `run`: the run's id in the sites' stores. `on_masks_removed`: called when the masks shared with leaving sites are
-    removed. `written`: called with each committed round's record. `last`: the number of the last round.
+    Attributes:
+        config: The run's configuration.
+        run: The run's id in the sites' stores.
+        channel: The connection to the sites.
+        state: The server's state, which each round changes.
+        evaluator: Measures networks at the server.
+        listener: Receives the progress.
+        on_masks_removed: Called when the masks shared with leaving sites are removed.
+        written: Called with each committed round's record.
+        last: The number of the last round.
+        transport: Sends a round's questions over the channel.
     """
 
     config: Config

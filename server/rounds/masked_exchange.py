@@ -46,7 +46,7 @@ from fedloom.fusion.state import State
 from fedloom.server.rounds.context import Content, RoundContext, Transport
 from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
 from fedloom.server.rounds.record_spec import RecordSpec
-from fedloom.server.rounds.schedules import FEWEST_MASKED
+from fedloom.server.rounds.schedules import MIN_MASKED_SITES
 
 DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of a failure's reason
@@ -85,7 +85,24 @@ class Trained:
 
 @dataclass
 class Heard:
-    """What sites have sent in one attempt, by name. `signatures`: of their public keys, for the other sites."""
+    """What the sites have sent in one attempt at a masked sum. Dictionaries are by site.
+
+    Attributes:
+        id: The attempt's id.
+        keys: The public keys.
+        signatures: The signatures of these keys, which other sites check.
+        sealed: The encrypted shares, by sender and receiver.
+        commitments: The commitments to all shares of a site's secrets: own, pair.
+        samples: The number of training images.
+        numbers: Other numbers of the reply.
+        vectors: The masked records.
+        trained: The signed digests of what determined the training.
+        signed: The signatures of the list of sites that count.
+        shares: The shares of one of the site's secrets, by index.
+        helped: The sites that sent such shares.
+        refusing: The sites that refuse to let the sum be read.
+        blamed: The sites that report the site's shares as wrong.
+    """
 
     id: str
     keys: dict[str, PublicKeys] = field(default_factory=dict)
@@ -109,10 +126,15 @@ class Heard:
 
 @dataclass
 class MaskedExchange:
-    """The five exchanges of one attempt at a masked sum.
+    """The five exchanges with the sites in one attempt at a masked sum.
 
-    `lifts`: returns what a site receives in addition to the method's records. `check`: raises FailedError if the
-    contributions are not enough; then no secret is revealed.
+    Attributes:
+        context: The round.
+        transport: Sends the questions.
+        expected: The records that a reply must have.
+        heard: Receives what the sites send.
+        lifts: Returns what a site receives in addition to the method's records.
+        check: Raises FailedError if the contributions are not enough. Then no secret is revealed.
     """
 
     context: RoundContext
@@ -136,7 +158,7 @@ class MaskedExchange:
     @property
     def threshold(self) -> int:
         """How many sites must answer each exchange."""
-        return max(FEWEST_MASKED, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
+        return max(MIN_MASKED_SITES, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
         """Return the names and shapes of a masked record's tensors, as tensors on the meta device."""

@@ -59,7 +59,7 @@ class Bindings(Protocol):
 
 @dataclass
 class InMemoryBindings:
-    """Bindings in memory, which last as long as this object."""
+    """Bindings in memory, which last as long as this object. Implements `Bindings`."""
 
     nodes: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)

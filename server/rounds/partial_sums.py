@@ -23,6 +23,12 @@ class Partials:
     """The partial sums of one question. Each is added once for all of its sites, or refused for all of them.
 
     Sums that nodes store wait until all replies have arrived. Then each node is asked for one sum (`fetched`).
+
+    Attributes:
+        context: The round.
+        name: The run's id.
+        means: The sums of records that are averaged, to which partial sums are added.
+        expected: The records that a reply must have.
     """
 
     context: RoundContext

@@ -6,7 +6,7 @@ The configuration says so if the server has the data. In a real federation, site
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fedloom.clients.data import class_things, site_sizes
+from fedloom.clients.data import class_meanings, site_sizes
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
@@ -17,7 +17,14 @@ from fedloom.server.rounds.client_metadata import ClientMetadata
 
 @dataclass
 class Participants:
-    """The sites that can participate. `enrolling`: asks sites to enrol. `message`: shows the user a message."""
+    """The sites that can participate in rounds.
+
+    Attributes:
+        config: The run's configuration.
+        simulated: Whether the sites run in an engine on the user's own machines.
+        enrolling: Asks sites to enrol, and returns their replies.
+        message: Shows the user a message.
+    """
 
     config: Config
     simulated: bool
@@ -63,10 +70,10 @@ class Participants:
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """Return, by enrolled site, what its classes 0, 1, ... stand for; empty if unknown."""
         if self.server_has_data:
-            return {site.name: class_things(site.spec) for site in sites}
+            return {site.name: class_meanings(site.spec) for site in sites}
         self._hear(sites)
         asked = {site.name for site in sites}
-        return {site: names for site, names in self._enrolled.names().items() if site in asked}
+        return {site: names for site, names in self._enrolled.class_meanings().items() if site in asked}
 
     def enrolled_names(self, sites: Sequence[Site]) -> list[tuple[str, ...]]:
         """Return the class names of each enrolled, fitting site, without asking any site."""

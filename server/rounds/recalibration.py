@@ -63,10 +63,17 @@ def recalibrate(context: RoundContext, models: Models, heads_share_basis: bool) 
 
 
 def ask(context: RoundContext, models: Models, heads_share_basis: bool, never: float = NEVER) -> Statistics:
-    """Ask the participants for statistics; return every aggregate's new BatchNorm statistics and head.
+    """Ask the participants for statistics, and compute each aggregate's new head and BatchNorm statistics from them.
 
-    `heads_share_basis`: whether inputs of heads of the same shape correspond; `never`: as in `discriminant`. Raises
-    UserError for networks that cannot be recalibrated, FailedError if no site answers.
+    Args:
+        context: The round.
+        models: The method's networks.
+        heads_share_basis: Whether heads of the same shape read the same features, so that their statistics can be added.
+        never: As in fusion.discriminant.discriminant.
+
+    Raises:
+        UserError: A network cannot be recalibrated.
+        FailedError: No site answers.
     """
     parts, sums, skipped, answered = dict[str, State](), dict[str, ExactSum](), dict[str, str](), set[str]()
     for name in aggregates(context, models):

@@ -9,12 +9,17 @@ from fedloom.conf.randomness import generator
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
-FEWEST_MASKED = 2  # sites among which masks cancel
+MIN_MASKED_SITES = 2  # sites among which masks cancel
 
 
 @dataclass(frozen=True)
 class Participation:
-    """The sites that a round asks, and the round's number for them, on which their learning rate depends."""
+    """Who participates in a round.
+
+    Attributes:
+        sites: The sites that the round asks.
+        round: The round's number for these sites (Schedule.site_round). Their learning rate depends on it.
+    """
 
     sites: list[Site]
     round: int
@@ -24,11 +29,18 @@ class Schedule(ABC):
     """Chooses the participants of each round."""
 
     def length(self, rounds: int) -> int:
-        """Return how many rounds the run has if each site trains for `rounds`."""
+        """Return the number of rounds of the run.
+
+        Args:
+            rounds: The number of rounds in which each site trains (configuration key `rounds`).
+        """
         return rounds
 
     def site_round(self, round: int) -> int:
-        """Return the number that a round of the run has for the sites that it asks (both from 1)."""
+        """Convert a round's number in the run (from 1) to its number for the sites in it (from 1).
+
+        The two differ if sites train one after the other: each site starts with its round 1.
+        """
         return round
 
     @abstractmethod
@@ -55,7 +67,12 @@ class Sampling(Schedule):
 
 @dataclass(frozen=True)
 class OneByOne(Schedule):
-    """`each` rounds of the first site of `order`, then of the next, and so on."""
+    """Lets sites train one after the other.
+
+    Attributes:
+        order: The sites in their order.
+        each: The number of rounds of each site.
+    """
 
     order: Sequence[Site]
     each: int
@@ -72,18 +89,19 @@ class OneByOne(Schedule):
 
 def sample_size(config: Config, members: int) -> int:
     """Return how many of `members` sites a round asks: federation.fraction, at least 1 (secure aggregation: 2)."""
-    fewest = min(members, FEWEST_MASKED) if config.federation.secure_aggregation else 1
+    fewest = min(members, MIN_MASKED_SITES) if config.federation.secure_aggregation else 1
     return max(fewest, 1, round_half_up(config.federation.fraction * members))
 
 
 def check_asked(config: Config) -> None:
     """Raise UserError if a round asks fewer sites than secure aggregation or federation.min_replies needs."""
     federation, sites = config.federation, len(config.roster)
-    if federation.secure_aggregation and sites < FEWEST_MASKED:
+    if federation.secure_aggregation and sites < MIN_MASKED_SITES:
         raise UserError("federation.secure_aggregation: the sum of one site is its contribution; use more sites")
-    if federation.secure_aggregation and round_half_up(federation.fraction * sites) < FEWEST_MASKED:
+    if federation.secure_aggregation and round_half_up(federation.fraction * sites) < MIN_MASKED_SITES:
         raise UserError(f"federation.fraction: got {federation.fraction:g}, so a round asks one of {sites} sites; secure "
-                        f"aggregation needs {FEWEST_MASKED}; set it to {FEWEST_MASKED / sites:.2g} or more")  # fmt: skip
+                        f"aggregation needs {MIN_MASKED_SITES}; "
+                        f"set it to {MIN_MASKED_SITES / sites:.2g} or more")  # fmt: skip
     asked = sample_size(config, sites)
     if federation.min_replies > asked:
         raise UserError(f"federation.min_replies: got {federation.min_replies}, but a round asks only {asked} sites")

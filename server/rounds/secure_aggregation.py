@@ -45,7 +45,13 @@ MOST_DRAWS = 3  # draws of a round's batches
 
 @dataclass
 class SecureAggregation:
-    """One question whose replies are added up without being read."""
+    """One question under secure aggregation: the server reads the sum of the replies, and no single reply.
+
+    Attributes:
+        context: The round.
+        transport: Sends the questions.
+        expected: The records that a reply must have.
+    """
 
     context: RoundContext
     transport: Transport

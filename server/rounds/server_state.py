@@ -27,7 +27,10 @@ from fedloom.server.strategies import ResidualInfluence, slots_of, strategy_of
 
 
 class NullTransport:
-    """The transport outside of rounds, where no site can be asked: before the first round, and when sites are forgotten."""
+    """The transport outside of rounds, where no site can be asked: before the first round, and when sites are forgotten.
+
+    Implements server.rounds.context.Transport.
+    """
 
     run, length = "", 0
 
@@ -72,7 +75,7 @@ class ServerState:
         )
         self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
-        self.membership = Membership(self.slots, self._settle)
+        self.membership = Membership(self.slots, self._recompute_derived)
         self.leaving: list[str] = []  # sites to forget in the next round, in which others remove shared masks
         if self.ledger.last_round() is None:
             self.strategy.begin(self.round_context())
@@ -116,7 +119,13 @@ class ServerState:
         self.slots.abandon()
 
     def restart(self, site: Site) -> State | None:
-        """Return what a site that lost its own state can start with (float32); None if nothing is suitable."""
+        """Return the state (float32) from which a site continues after it lost its own state.
+
+        It consists of the site's contributions in slots that declare them `resumable`.
+
+        Returns:
+            The state; None without such contributions, and under secure aggregation, where the server cannot read them.
+        """
         if self.config.federation.secure_aggregation:
             return None
         view = self.view()
@@ -211,7 +220,7 @@ class ServerState:
             raise UserError(f"strategy '{self.config.strategy['name']}': residue() must return ResidualInfluence objects")
         return traces
 
-    def _settle(self) -> None:
+    def _recompute_derived(self) -> None:
         run = self.round_context(self.view().round)
         end(run)
         self.strategy.recompute_derived(run)

@@ -36,10 +36,16 @@ class _Before:
 
 @dataclass(frozen=True)
 class Asking:
-    """One question to sites. `number`: of the round; `site_round`: its number for the sites. `split`: images to measure on.
+    """One question to sites.
 
-    `trained`: sites that have trained in this round, so that their own state is the one after it. `attempt`: of secure
-    aggregation. `again`: which draw of the round's batches.
+    Attributes:
+        kind: TRAIN, or the name of a question.
+        number: The round's number in the run.
+        site_round: The round's number for the sites (Schedule.site_round).
+        split: The images to measure on: validation or test.
+        trained: The sites that have trained in this round. Their own state is the one after training.
+        attempt: The id of the attempt (secure aggregation).
+        again: The number of the draw of the round's batches.
     """
 
     kind: str
@@ -52,7 +58,16 @@ class Asking:
 
 
 class Sender(Protocol):
-    """What orders need of the run that they belong to (server.rounds.transport.RoundTransport)."""
+    """What a message needs from its run (implemented by server.rounds.transport.RoundTransport).
+
+    Attributes:
+        config: The run's configuration.
+        run: The run's id in the sites' stores.
+        length: The number of rounds for the sites.
+        digest: The digest of the configuration.
+        text: The configuration as a record.
+        state: The server's state.
+    """
 
     config: Config
     run: str
@@ -68,7 +83,14 @@ class Sender(Protocol):
 
 @dataclass
 class TaskMessages:
-    """The messages of one question. Records that sites share are one object, which engines ship once."""
+    """Makes the messages of one question. Sites' common records are one object, which an engine sends once.
+
+    Attributes:
+        sender: The run's facts that orders contain.
+        asking: The question.
+        content: The records for all sites, or a function from a site to its records.
+        expected: The records that a reply must have.
+    """
 
     sender: Sender
     asking: Asking

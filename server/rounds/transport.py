@@ -38,11 +38,20 @@ class TooFewRepliesError(FailedError):
 
 @dataclass
 class RoundTransport:
-    """The transport between a run and its sites.
+    """Sends a round's questions to the sites and returns their replies. Implements server.rounds.context.Transport.
 
-    `run`: the run's id in the sites' stores. `length`: how many rounds the run has for the sites. `back`: the round that the
-    run has gone back to, after which all sites have lost their stores. `dropped`: the sites of this round whose replies do
-    not count, and why.
+    Attributes:
+        config: The run's configuration.
+        run: The run's id in the sites' stores.
+        channel: The connection to the sites.
+        state: The server's state.
+        listener: Receives the progress.
+        length: The number of rounds for the sites.
+        back: The round to which the run was rolled back: no site has its own state after it. -1: none.
+        dropped: By site of this round, why its reply does not count.
+        participants: What the server knows about each site.
+        digest: The digest of the configuration.
+        text: The configuration as a record for sites that lack it.
     """
 
     config: Config
@@ -123,11 +132,20 @@ class RoundTransport:
     def question(
         self, asking: Asking, sites: Sequence[Site], content: Content, expected: Mapping[str, RecordSpec] | None = None
     ) -> Iterator[RawReply]:
-        """Ask sites; yield every site's reply. Ask a site that lacks the configuration or its own state again with it."""
+        """Ask sites a question, and yield every site's reply.
+
+        A site that lacks the configuration or its own state is asked again, with what it lacks.
+
+        Args:
+            asking: The question.
+            sites: The sites to ask.
+            content: The records for all sites, or a function from a site to its records.
+            expected: The records that workers may add up on the way.
+        """
         messages, waiting = TaskMessages(self, asking, content, expected or {}), deque((site, False) for site in sites)
         tried: dict[str, set[str]] = {}  # what each site lacked, and was sent
 
-        def settled(reply: RawReply) -> RawReply | None:
+        def accepted(reply: RawReply) -> RawReply | None:
             """Return the reply; None if its site is asked again."""
             if reply.content is not None and UNKNOWN not in reply.content.config_records:
                 self._has.add(reply.site.name)
@@ -145,7 +163,7 @@ class RoundTransport:
                 asked = [waiting.popleft() for _ in range(len(waiting))]
                 orders = ((site, messages.order(site, lost)) for site, lost in asked)
                 timeout = self.config.federation.timeout
-                yield map(settled, self.channel.ask(asking.kind, orders, asking.site_round, timeout))
+                yield map(accepted, self.channel.ask(asking.kind, orders, asking.site_round, timeout))
 
         return filter(None, chain.from_iterable(turns()))
 

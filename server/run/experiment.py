@@ -15,7 +15,7 @@ from fedloom.clients.data.listing import held
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture
 from fedloom.clients.networks.base import SelfStarting
-from fedloom.clients.networks.head_view import BATCH, FEWEST
+from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import objective_of, resolve
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.checks import check_sizes, check_training
@@ -64,8 +64,10 @@ def check(config: Config) -> None:
     slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
         raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
-    if config.evaluation.statistics == BATCH and config.evaluation.batch < FEWEST:
-        raise UserError(f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {FEWEST}")
+    if config.evaluation.statistics == BATCH and config.evaluation.batch < MIN_BATCH:
+        raise UserError(
+            f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
+        )
     metrics_of(config)
     check_asked(config)
 

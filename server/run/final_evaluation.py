@@ -18,7 +18,6 @@ from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Models, View
@@ -81,7 +80,7 @@ class Measured:
 
     def network(self, name: str) -> None:
         """Write and measure the network with this name in `models`."""
-        model = self.evaluator.settled(self.models[name])
+        model = self.evaluator.with_statistics(self.models[name])
         self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
         own = [site for site in self.sites if site.name == name]
         self.measure(None, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
@@ -100,7 +99,7 @@ class Measured:
         self, into: dict[str, dict[str, float]] | None, name: str, model: Model | None, users: Sequence[Site] = (),
         role: str = OWN,
     ) -> None:  # fmt: skip
-        """Queue a model; its first metric goes to `into[name]`. Measure the queue now, unless `settle` does it later.
+        """Queue a model; its first metric goes to `into[name]`. Measure now, unless `measure_queued` does it later.
 
         Without `into`, all its metrics go to `tables`.
 
@@ -110,9 +109,9 @@ class Measured:
         models = [each.model for each in self._waiting if each.model is not None]
         size = sum(tensor.nbytes for model in models for tensor in model.state.values())
         if self.config.evaluation.where == "server" or size > QUESTION_BYTES:
-            self.settle()
+            self.measure_queued()
 
-    def settle(self) -> None:
+    def measure_queued(self) -> None:
         """Measure the queued models now."""
         waiting, self._waiting = self._waiting, []
         results = self._scores([each.model for each in waiting], [each.users for each in waiting]) if waiting else []
@@ -171,6 +170,8 @@ def spread(
     Every site has the same weight in the spread. `blocks`: by site, the place of its classes (`blocks_of`).
     """
     if metrics is not None and not metrics.only_accuracy:
+        from fedloom.server.evaluation.spread import spread_of_metrics  # imported only where it is used
+
         return spread_of_metrics(scores, metrics, blocks or {})
     shares = {name: score.right / score.images for name, score in scores.items()}
     worst, best = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)

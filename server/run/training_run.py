@@ -41,7 +41,19 @@ ATTEMPTS = 3  # further attempts at a round in which nodes of the cluster are lo
 
 @dataclass
 class TrainingRun:
-    """A method's run with its folder and ledger: new, or continued after the last committed round."""
+    """A method's run with its folder and ledger: new, or continued after the last committed round.
+
+    Attributes:
+        config: The run's configuration.
+        folder: The run's folder.
+        ledger: The open ledger in this folder.
+        evaluator: Measures networks at the server.
+        experiment: The resolved configuration.
+        state: The server's state after the last committed round.
+        loop: The round loop; None before `begin`.
+        erasure: In a real federation: asks nodes to delete their stores.
+        request_id: The request whose outcome the caller reports.
+    """
 
     config: Config
     folder: RunFolder
@@ -77,7 +89,7 @@ class TrainingRun:
 
     @property
     def measured_by_sites(self) -> bool:
-        """Whether only the sites can measure some of the accuracies."""
+        """Whether some accuracies need the sites: they are measured at the sites, or each site has its own network."""
         return self.config.evaluation.where != "server" or self.state.strategy.personal
 
     def train(self, channel: ClientChannel, listener: Listener, rounds: int | None = None) -> None:
@@ -234,7 +246,7 @@ class TrainingRun:
             measured.measure(backwards, "", state.aggregate(again))
         if not measured.models or state.strategy.personal:
             measured.measure(None, PERSONAL, None, measured.sites)
-        measured.settle()
+        measured.measure_queued()
         return {
             "aggregate": measured.aggregate,
             **measured.entries(),

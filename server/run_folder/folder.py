@@ -22,7 +22,7 @@ from fedloom.server.run_folder.listing import holds, read_config, read_metrics, 
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
-AGGREGATE, LONGEST = "aggregate", 100  # the aggregate's file name; the most bytes of a file name
+AGGREGATE, MAX_NAME_BYTES = "aggregate", 100  # the aggregate's file name; the most bytes of a file name
 
 
 def stored(config: Config) -> str:
@@ -121,4 +121,4 @@ def is_file_name(name: object) -> bool:
     """Return whether a file can have this name: printable, short, not hidden, not a path."""
     if not isinstance(name, str) or not name.isprintable() or set(name) & {"/", "\\"}:
         return False
-    return not name.startswith(".") and 0 < len(name.encode()) <= LONGEST
+    return not name.startswith(".") and 0 < len(name.encode()) <= MAX_NAME_BYTES

@@ -31,7 +31,7 @@ from fedloom.server.run_folder.layout import (
 
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
-MOST_STRANGE = 5  # names in an error message
+MAX_LISTED = 5  # names in an error message
 MOST_DEPTH = 4  # levels of folders that are searched for runs
 RUNNING, STOPPED = "running", "stopped"
 ENDED = (FINISHED, "failed", "interrupted")  # the status in a summary
@@ -59,8 +59,8 @@ def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
     if not (tree := _tree(path)):
         raise UserError(f"{path} is not a run of fedloom (by its {CONFIG}); it will not be {to}")
     if strange := strange_in(path, tree):
-        more = f" and {len(strange) - MOST_STRANGE} more" if len(strange) > MOST_STRANGE else ""
-        names = ", ".join(plain(name) for name in strange[:MOST_STRANGE]) + more
+        more = f" and {len(strange) - MAX_LISTED} more" if len(strange) > MAX_LISTED else ""
+        names = ", ".join(plain(name) for name in strange[:MAX_LISTED]) + more
         raise UserError(f"{path} has files that fedloom did not write ({names}); it will not be {to}. Move them away first")
     if not is_begun(path) and not (alone and holds_only_config(path)):
         raise UserError(f"{path} is not a run of fedloom (without {LEDGER}, {METRICS}, {SUMMARY}); it will not be {to}")

@@ -8,13 +8,13 @@ from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.layout import METRICS, SUMMARY
 from fedloom.server.run_folder.listing import read_metrics, read_summary
 
-LARGEST = 1e300  # limit of a number; NaN passes, too
+MAX_NUMBER = 1e300  # limit of a number; NaN passes, too
 RECEIVED = "received"  # key of a round's record: bytes that reached the server, if sums arrived instead of replies
 Check = Callable[[Any], bool]
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) >= LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) >= MAX_NUMBER
 
 
 def _whole(value: Any) -> bool:

@@ -71,7 +71,7 @@ def wiring_of(architecture: Architecture) -> Wiring:
     network = architecture.build().eval()
     initialise(network, torch.Generator().manual_seed(0))
     try:
-        return wire(network, torch.zeros(1, architecture.channels, architecture.size, architecture.size))
+        return wire(network, architecture.form.zeros(1))
     except UserError as error:
         raise UserError(f"network '{architecture.options['name']}': {error}") from None
 
@@ -86,7 +86,7 @@ def _names(architectures: Sequence[Architecture]) -> list[str]:
         words = [
             name.rpartition(":")[2],
             *map(str, differs),
-            *([str(one.classes)] if _share_network(one, architectures) else []),
+            *([str(one.outputs)] if _share_network(one, architectures) else []),
         ]
         names.append(re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(words)).strip("-")[:60])
     earlier = [names[:index].count(name) for index, name in enumerate(names)]

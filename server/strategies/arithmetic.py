@@ -25,7 +25,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective, counter
-from fedloom.server.strategies.coefficients import LARGEST, NONE, Search, SearchOptions, check_given, note, noted
+from fedloom.server.strategies.coefficients import MAX_COEFFICIENT, NONE, Search, SearchOptions, check_given, note, noted
 from fedloom.server.strategies.sequential import Sequential
 
 GRADIENT = "sum"  # the slot
@@ -40,7 +40,10 @@ class ArithmeticStrategy(Strategy):
 
     combine: str = option(GRADIENTS, "theta_0 + sum alpha g, or sum alpha theta", choices=(GRADIENTS, WEIGHTS))
     coefficient: float = option(
-        0.0, "alpha of each site that is not in `coefficients`; 0: 1 / (number of sites)", low=-LARGEST, high=LARGEST
+        0.0,
+        "alpha of each site that is not in `coefficients`; 0: 1 / (number of sites)",
+        low=-MAX_COEFFICIENT,
+        high=MAX_COEFFICIENT,
     )
     coefficients: dict[str, Any] = option({}, "alpha of single sites, by name")
     search: SearchOptions = option(SearchOptions, "how to choose the coefficients on validation images")

@@ -61,12 +61,12 @@ class ByArchitecture(Strategy):
 
     def begin(self, context: RoundContext) -> None:
         for name, state in self.initial_states(context).items():
-            context.save_server_state(kept(name), representable(state, context.bits))
+            context.save_server_state(network_key(name), representable(state, context.bits))
 
     def round(self, context: RoundContext) -> None:
         """Send every site the network of its architecture, and store the networks that sites return."""
         groups = group_by_site(context.experiment)
-        sent = {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)}
+        sent = {group.name: context.server_state(network_key(group.name)) for group in groups_of(context.experiment)}
 
         def content(site: Site) -> dict[str, State]:
             return {MEAN: sent[groups[site.name].name]}
@@ -76,7 +76,7 @@ class ByArchitecture(Strategy):
 
     def recompute_derived(self, context: RoundContext) -> None:
         for name, state in self._combined(context).items():
-            context.save_server_state(kept(name), state)
+            context.save_server_state(network_key(name), state)
 
     def models(self, view: View) -> Models:
         """Return the networks of all architectures, the reference's first, and each site's own network."""
@@ -84,12 +84,13 @@ class ByArchitecture(Strategy):
 
         def shared(group: Group) -> Model:
             state = {} if view.whole else networks().get(group.name, {})
-            return Model(group.architecture, state or view.server_state(kept(group.name)))
+            return Model(group.architecture, state or view.server_state(network_key(group.name)))
 
         def own(site: Site) -> Model:
             group = group_by_site(view.experiment)[site.name]
             return Model(
-                group.architecture, cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
+                group.architecture,
+                cast(view.contribution(group.name, site.name), view.server_state(network_key(group.name))),
             )
 
         first = reference_of(view.experiment, self.reference_name)
@@ -138,7 +139,7 @@ def baseline(experiment: Experiment) -> Strategy | None:
     return STRATEGIES.get(mode)() if mode in (EXCLUSIVE, ALONE) else None
 
 
-def kept(group: str) -> str:
+def network_key(group: str) -> str:
     """Return the name under which the server saves the network of the architecture `group`."""
     return f"shared.{group}"
 
@@ -157,7 +158,7 @@ def averaged(view: View, fresh: bool = False) -> list[Averaged]:
     for group in groups_of(view.experiment):
         total = counting.total(group.name)
         if total.addends:
-            state = cast(total.mean(), view.server_state(kept(group.name)))
+            state = cast(total.mean(), view.server_state(network_key(group.name)))
             means.append(Averaged(group, state, float(total.addends)))
     return means
 

@@ -24,7 +24,7 @@ from fedloom.server.rounds.recalibration import HEAD, ask, check_head
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import groups_of, reference_of
 from fedloom.server.strategies.base import STRATEGIES, Strategy
-from fedloom.server.strategies.by_architecture import averaged, cast, kept
+from fedloom.server.strategies.by_architecture import averaged, cast, network_key
 from fedloom.server.strategies.exclusive import ask_alone
 from fedloom.server.strategies.fused_anew import (
     ACTIVATIONS,
@@ -127,7 +127,8 @@ class ClaOt(InParts):
             with contextlib.suppress(FailedError):
                 for name, parts in ask(context, self.models(context), self.heads_share_basis(context), UNSEEN).parts.items():
                     context.save_server_state(
-                        kept(name), _recalibrated(context.server_state(kept(name)), parts, float(first[name].norm()))
+                        network_key(name),
+                        _recalibrated(context.server_state(network_key(name)), parts, float(first[name].norm())),
                     )
 
     def heads_share_basis(self, view: View) -> bool:

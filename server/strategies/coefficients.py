@@ -23,7 +23,7 @@ from fedloom.server.rounds.view import View
 
 NONE = "none"
 SEARCHED = "coefficients searched"  # the name of an event in the ledger
-LARGEST = 1e4  # largest absolute value of a coefficient
+MAX_COEFFICIENT = 1e4  # largest absolute value of a coefficient
 TINY = 1e-12  # avoids a division by an error of 0
 GRID = [step / 10 for step in range(11)]
 
@@ -38,11 +38,11 @@ class SearchOptions:
         choices=(NONE, "grid", "powell"),
     )
     steps: list[float] = option(
-        [], "grid: the values to try for each coefficient; empty: 0, 0.1, ..., 1", low=-LARGEST, high=LARGEST
+        [], "grid: the values to try for each coefficient; empty: 0, 0.1, ..., 1", low=-MAX_COEFFICIENT, high=MAX_COEFFICIENT
     )
     layers: bool = option(False, "powell: a coefficient for each layer of each site")
-    low: float = option(0.0, "powell: smallest coefficient", low=-LARGEST, high=LARGEST)
-    high: float = option(1.5, "powell: largest coefficient", low=-LARGEST, high=LARGEST)
+    low: float = option(0.0, "powell: smallest coefficient", low=-MAX_COEFFICIENT, high=MAX_COEFFICIENT)
+    high: float = option(1.5, "powell: largest coefficient", low=-MAX_COEFFICIENT, high=MAX_COEFFICIENT)
     evaluations: int = option(300, "powell: about how many combinations to measure", low=1)
     images: int = option(500, "validation images of a domain to use, at most", low=10)
 
@@ -61,8 +61,8 @@ def check_given(coefficients: Mapping[str, Any], sites: Sequence[str]) -> None:
     for name, alpha in coefficients.items():
         if name not in sites:
             raise unknown("strategy.coefficients: site", name, sites)
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST:
-            raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number of at most {LARGEST:g}")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_COEFFICIENT:
+            raise UserError(f"strategy.coefficients.{name}: got {alpha!r}, takes a number of at most {MAX_COEFFICIENT:g}")
 
 
 class Search:
@@ -166,10 +166,20 @@ def noted(view: View, options: SearchOptions, how: str) -> dict[str, Alpha]:
     return last.body["coefficients"] if last and last.body.items() >= _key(view, options, how).items() else {}
 
 
-def note(view: View, options: SearchOptions, how: str, found: dict[str, Alpha]) -> dict[str, Alpha]:
-    """Record a search's coefficients in the ledger, and return them."""
-    view.note(SEARCHED, {**_key(view, options, how), "coefficients": found})
-    return found
+def note(view: View, options: SearchOptions, how: str, coefficients: dict[str, Alpha]) -> dict[str, Alpha]:
+    """Record a search's coefficients in the ledger, so that the same search is not repeated.
+
+    Args:
+        view: The slots whose sums were searched.
+        options: The options of the search.
+        how: How changes are combined.
+        coefficients: The coefficients.
+
+    Returns:
+        The coefficients.
+    """
+    view.note(SEARCHED, {**_key(view, options, how), "coefficients": coefficients})
+    return coefficients
 
 
 def _key(view: View, options: SearchOptions, how: str) -> dict[str, Any]:

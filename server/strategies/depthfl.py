@@ -13,7 +13,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, groups_of, reference_of
 from fedloom.server.strategies.base import STRATEGIES, check_objective
-from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, kept
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, network_key
 from fedloom.server.strategies.in_parts import REFERENCE
 
 
@@ -45,7 +45,7 @@ class DepthFL(ByArchitecture):
     def recompute_derived(self, context: RoundContext) -> None:
         context.save_server_state(REFERENCE, state := self.whole(context))
         for group in groups_of(context.experiment):
-            context.save_server_state(kept(group.name), _prefix(reference_of(context.experiment), group).taken(state))
+            context.save_server_state(network_key(group.name), _prefix(reference_of(context.experiment), group).taken(state))
 
     def combined(self, view: View) -> Mapping[str, State]:
         state, deepest = self.whole(view), reference_of(view.experiment)

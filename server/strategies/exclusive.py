@@ -10,7 +10,7 @@ from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.architectures import group_by_site, groups_of
 from fedloom.server.strategies.base import STRATEGIES
-from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, has, kept
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, has, network_key
 
 
 @STRATEGIES.register("exclusive")
@@ -42,6 +42,6 @@ class Alone(ByArchitecture):
 def ask_alone(context: RoundContext) -> None:
     """Run a round in which sites receive nothing, and store the networks that they return."""
     groups = group_by_site(context.experiment)
-    like = {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)}
+    like = {group.name: context.server_state(network_key(group.name)) for group in groups_of(context.experiment)}
     for reply in context.ask(TRAIN, {}, lambda site: {SITE: RecordSpec(like[groups[site.name].name], bounded=False)}):
         context.put(groups[reply.site.name].name, reply.site, reply[SITE], reply.samples)

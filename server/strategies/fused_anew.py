@@ -19,7 +19,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of, reference_of
-from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, kept
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, network_key
 from fedloom.server.strategies.own_start import Apart, check_fusing, fused_apart
 from fedloom.server.strategies.public import PublicImages
 from fedloom.server.strategies.server_training import ServerTraining
@@ -32,7 +32,7 @@ PROBE, SERVER = "strategy.probe", "strategy.server.images"
 
 
 class FusionOptions(Protocol):
-    """The options and methods of `ClaOt` that `FusedAnew` uses."""
+    """The options and methods of `ClaOt` that `FusedAnew` uses; `ClaOt` documents each of them."""
 
     @property
     def reference(self) -> str: ...
@@ -143,7 +143,7 @@ def networks_of_sites(view: View) -> Iterator[Apart]:
     for site in view.sites:
         group = groups[site.name]
         if has(view, site):
-            state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
+            state = cast(view.contribution(group.name, site.name), view.server_state(network_key(group.name)))
             yield Apart(group.architecture, state, float(view.slots.weight(group.name, site.name)))
 
 

@@ -21,7 +21,7 @@ from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, group_by_site, groups_of, reference_of, wiring_of
 from fedloom.server.strategies.base import STRATEGIES, check_objective
-from fedloom.server.strategies.by_architecture import averaged, counted, kept
+from fedloom.server.strategies.by_architecture import averaged, counted, network_key
 from fedloom.server.strategies.in_parts import InParts
 
 HEAD = "head."  # prefix of the last layer's tensors, [outputs, ...]
@@ -57,7 +57,7 @@ class HeteroFL(InParts):
         """Send every site its part, rates and labels. Store its network without the rows that it does not hold."""
         groups, rates = group_by_site(context.experiment), self._rates(context.experiment)
         sent, labels = (
-            {group.name: context.server_state(kept(group.name)) for group in groups_of(context.experiment)},
+            {group.name: context.server_state(network_key(group.name)) for group in groups_of(context.experiment)},
             self._labels(context),
         )
 
@@ -84,7 +84,7 @@ class HeteroFL(InParts):
     def _labels(self, context: RoundContext) -> dict[str, State]:
         """Return the rows that participants hold: from an earlier round, or asked now. Sites may fail to answer."""
         groups, labels = group_by_site(context.experiment), {}
-        like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.classes)}
+        like = {HELD: torch.zeros(reference_of(context.experiment, self.reference).architecture.outputs)}
         for site in context.participants:
             if context.has(slot := rows_of(groups[site.name].name), site.name):
                 labels[site.name] = context.contribution(slot, site.name)

@@ -16,7 +16,7 @@ from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import Group, groups_of, reference_of, wiring_of
-from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, kept
+from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, network_key
 
 REFERENCE = "reference"  # the saved network that contains all others
 
@@ -75,7 +75,7 @@ class InParts(ByArchitecture):
         reference = self._reference(context)
         context.save_server_state(REFERENCE, reference)
         for name, state in self.taken(context, reference).items():
-            context.save_server_state(kept(name), state)
+            context.save_server_state(network_key(name), state)
 
     def combined(self, view: View) -> Mapping[str, State]:
         return self.taken(view, self._reference(view))

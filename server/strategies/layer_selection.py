@@ -38,7 +38,7 @@ TOGETHER, LIFELONG = "together", "lifelong"
 PARTS, CHANGES, SELECTED, OTHERS = "parts", "changes", "selection", "counts"  # slots
 SHARED, PROGRESS = "shared", "progress"  # saved states: the shared parameters; the measurements of every round
 KEY = "layer_selection"  # in the summary, by mode
-FEWEST_BITS = 24
+MIN_SCALE_BITS = 24
 LEAST_MASS = 2.0**-16  # smaller masses of a layer count as 0: their products with parameters would lose precision
 
 
@@ -78,8 +78,8 @@ class LayerSelectionStrategy(Strategy):
 
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "layer_selection")
-        if self.arrival == TOGETHER and experiment.federation.scale_bits < FEWEST_BITS:
-            problem = f"got {experiment.federation.scale_bits}, but masses down to 2^-16 take at least {FEWEST_BITS}"
+        if self.arrival == TOGETHER and experiment.federation.scale_bits < MIN_SCALE_BITS:
+            problem = f"got {experiment.federation.scale_bits}, but masses down to 2^-16 take at least {MIN_SCALE_BITS}"
             raise UserError(f"federation.scale_bits: {problem}")
         objective, sites = _objective(experiment), experiment.sites
         first = objective.layers_of(experiment.config, sites[0])

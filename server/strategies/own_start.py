@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import TOKENS, Form
 from fedloom.clients.networks import Architecture, initialise
 from fedloom.conf.errors import UserError
 from fedloom.fusion.pipeline import fuse
@@ -97,8 +98,7 @@ def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSett
     for group in groups:
         generator = torch.Generator().manual_seed(0)
         own = [_drawn(architecture, generator) for architecture in (reference.architecture, group.architecture)]
-        one = reference.architecture
-        noise = torch.randn(4, one.channels, one.size, one.size, generator=generator)
+        noise = _noise(reference.architecture.form, generator)
         try:
             pair = [Apart(reference.architecture, own[0], 1.0), Apart(group.architecture, own[1], 1.0)]
             _fused(pair, None if settings == BLIND else noise, settings)
@@ -107,12 +107,19 @@ def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSett
             raise UserError(f"{key}: {group.name} (of {group.site.name}) cannot be fused{into}: {error}") from None
 
 
+def _noise(form: Form, generator: torch.Generator) -> Tensor:
+    """Return four random examples: standard normal numbers, or tokens."""
+    if form.kind == TOKENS:
+        return form.random(4, generator)
+    return torch.randn(4, *form.shape, generator=generator)
+
+
 def _fused(apart: list[Apart], probe: Tensor | None, settings: FusionSettings) -> State:
     """Return the fusion into the first network's architecture."""
     networks = [_network(network.architecture, network.state) for network in apart]
     first = apart[0].architecture
     if probe is None:
-        probe = torch.zeros(2, first.channels, first.size, first.size)
+        probe = first.form.zeros(2)
     if not any(network.weight for network in apart):
         apart = [replace(network, weight=1.0) for network in apart]
     fused = fuse(networks, into=0, probe=probe, weights=[network.weight for network in apart], settings=settings).network

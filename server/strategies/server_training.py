@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import class_count, class_things, differing, domain_specs, label, to_float
+from fedloom.clients.data import class_count, class_meanings, differing, domain_specs, label, to_float
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
@@ -18,7 +18,7 @@ from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of
-from fedloom.server.strategies.by_architecture import cast, has, kept
+from fedloom.server.strategies.by_architecture import cast, has, network_key
 from fedloom.server.strategies.public import PublicImages
 
 
@@ -49,7 +49,7 @@ class ServerTraining:
     def _check_labels(self, experiment: Experiment, key: str) -> None:
         if experiment.data.heads != "shared":
             raise UserError(f"{key}: its labels need shared outputs; with data.heads={experiment.data.heads}, set weight=1")
-        classes, public = groups_of(experiment)[0].architecture.classes, SiteConfig(domain=self.images.domain)
+        classes, public = groups_of(experiment)[0].architecture.outputs, SiteConfig(domain=self.images.domain)
         if not public.domain:
             return
         if (count := class_count(public)) != classes:
@@ -63,7 +63,7 @@ class ServerTraining:
         if not self.steps or not states:
             return dict(states)
         states_after, data = {}, self.images.labelled(view, key)
-        device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.classes
+        device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.outputs
         images, labels = to_float(data.x).to(device), data.y.to(device) if self.weight < 1.0 else None
         answers = mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), classes, device=device)
         settings = Distillation(self.steps, self.rate, self.batch, self.temperature, self.weight)
@@ -78,9 +78,9 @@ class ServerTraining:
 
 def _other_classes(experiment: Experiment, public: SiteConfig) -> str:
     """Return how a public domain's classes differ from all sites' classes. Empty if they do not, or are unknown."""
-    theirs, difference = class_things(public), ""
+    theirs, difference = class_meanings(public), ""
     for name, spec in domain_specs(experiment.config).items() if has_data(experiment.config) else ():
-        ours = class_things(spec)
+        ours = class_meanings(spec)
         if (k := differing(ours, theirs)) is None:
             return ""
         difference = difference or f"class {k} is '{theirs[k]}' in {label(public)} and '{ours[k]}' in {name}"
@@ -93,6 +93,6 @@ def mean_answers(view: View, images: Tensor) -> Tensor:
     total, sites = torch.zeros((), device=images.device), [site for site in view.sites if has(view, site)]
     for site in sites:
         group = group_by_site(view.experiment)[site.name]
-        state = cast(view.contribution(group.name, site.name), view.server_state(kept(group.name)))
+        state = cast(view.contribution(group.name, site.name), view.server_state(network_key(group.name)))
         total = total + view.evaluator.loaded(Model(group.architecture, state))(images).double()
     return (total / len(sites)).float()

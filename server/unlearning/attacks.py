@@ -22,7 +22,7 @@ from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import count_right
 
 EVALUATION_BATCH = 500
-FEWEST = 20  # images on each side of a membership attack
+MIN_IMAGES = 20  # images on each side of a membership attack
 
 Floats = NDArray[np.float64]
 Sides = tuple[Floats, Floats]  # scores of members and of others
@@ -58,15 +58,27 @@ class Relearned:
 def membership(
     network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000
 ) -> dict[str, Attack]:
-    """Run two membership-inference attacks on a network in eval mode, and return the results by name.
+    """Run two membership-inference attacks on a network.
 
-    `loss`: the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). `logistic`: a logistic
-    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone). Raises
-    UserError for fewer than FEWEST images on a side, or if an output is not finite.
+    "loss": the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). "logistic": a logistic
+    regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone).
+
+    Args:
+        network: The network, in evaluation mode.
+        members: Images on which the site trained.
+        others: Other images of the same domain.
+        seed: The seed of the regression's folds and of the bootstrap.
+        resamples: The number of bootstrap samples.
+
+    Returns:
+        The results of "loss" and "logistic".
+
+    Raises:
+        UserError: A side has fewer than MIN_IMAGES images, or an output is not finite.
     """
     for side, images in (("members", members), ("others", others)):
-        if len(images) < FEWEST:
-            raise UserError(f"a membership attack needs at least {FEWEST} images on each side, got {len(images)} {side}")
+        if len(images) < MIN_IMAGES:
+            raise UserError(f"a membership attack needs at least {MIN_IMAGES} images on each side, got {len(images)} {side}")
     inside, outside = features(network, members), features(network, others)
     scores = {"loss": [(-inside[:, 0], -outside[:, 0])], "logistic": cross_fitted(inside, outside, seed)}
     return {name: _attack(parts, generator(seed, "membership", name), resamples) for name, parts in scores.items()}
@@ -121,7 +133,17 @@ def area(members: Floats, others: Floats) -> float:
 
 
 def interval(members: Floats, others: Floats, random: np.random.Generator, resamples: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of `area`; each side's images are resampled with replacement."""
+    """Return the 95 % percentile bootstrap interval of `area`. Each side's images are resampled with replacement.
+
+    Args:
+        members: The scores of members, [n].
+        others: The scores of the other images, [m].
+        random: Draws the samples.
+        resamples: The number of samples.
+
+    Returns:
+        The lower and the upper limit.
+    """
     ranks = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
     sides, areas = (ranks[: len(members)], ranks[len(members) :]), []
     for _ in range(resamples):

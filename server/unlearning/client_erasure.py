@@ -52,7 +52,14 @@ def outstanding(ledger: Ledger) -> dict[str, str]:
 
 @dataclass
 class Erasure:
-    """Asks the nodes of forgotten sites to delete their stores. `message`: shows the user a line."""
+    """Asks the nodes of forgotten sites to delete their stores.
+
+    Attributes:
+        config: The run's configuration.
+        ledger: Records the requests and the nodes' answers.
+        grid: Sends messages to the nodes.
+        message: Shows the user a line.
+    """
 
     config: Config
     ledger: Ledger

@@ -20,7 +20,7 @@ from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
 
-MOST = 2000  # images on each side of a membership attack
+MAX_IMAGES = 2000  # images on each side of a membership attack
 REGAIN = 0.9  # of the old accuracy
 STEPS = 300  # of relearning, at most
 
@@ -67,7 +67,7 @@ class UnlearningEvaluation:
 
     def _loaded(self, model: Model, domain: str) -> nn.Module:
         """Return the network in this state, with the head that is used on the domain."""
-        return self.evaluator.head_view(self.evaluator.loaded(self.evaluator.settled(model)), domain)
+        return self.evaluator.head_view(self.evaluator.loaded(self.evaluator.with_statistics(model)), domain)
 
     def _attacked(self, site: Site, model: Model) -> dict[str, Any]:
         try:
@@ -98,7 +98,7 @@ class UnlearningEvaluation:
     def _disagreement(self, model: Model, other: Model) -> float:
         """Return the share of all domains' test images that the two networks classify differently."""
         twin = other.architecture.build().to(self.evaluator.device)
-        twin.load_state_dict(self.evaluator.settled(other).state)
+        twin.load_state_dict(self.evaluator.with_statistics(other).state)
         apart, total = 0.0, 0
         for domain in self.evaluator.specs:
             images = self.evaluator.images(domain, "test")
@@ -112,5 +112,5 @@ class UnlearningEvaluation:
 
 
 def _at_most(images: Images, seed: int) -> Images:
-    order = torch.randperm(len(images), generator=torch_generator(seed, "membership", "sample"))[:MOST]
+    order = torch.randperm(len(images), generator=torch_generator(seed, "membership", "sample"))[:MAX_IMAGES]
     return Images(images.x[order], images.y[order])

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.conf.errors import UserError
 from fedloom.server.unlearning.attacks import Floats, area
 
-FEWEST = 4  # federations
+MIN_FEDERATIONS = 4  # federations
 Mask = NDArray[np.bool_]
 
 
@@ -44,10 +44,10 @@ def likelihood_ratio(forgotten: Floats, never: Floats, was: Mask, never_was: Mas
 
     Each image has its own means over the other federations. Each side has one variance for all images, as there are few
     federations (Carlini et al. 2022, Sec. VI-B). `forgotten`, `never`: confidences [federations, n]; `was`, `never_was`:
-    which of them count. Raises UserError for fewer than FEWEST federations.
+    which of them count. Raises UserError for fewer than MIN_FEDERATIONS federations.
     """
-    if len(forgotten) < FEWEST or forgotten.shape != never.shape:
-        raise UserError(f"a likelihood-ratio attack needs the same images in at least {FEWEST} federations")
+    if len(forgotten) < MIN_FEDERATIONS or forgotten.shape != never.shape:
+        raise UserError(f"a likelihood-ratio attack needs the same images in at least {MIN_FEDERATIONS} federations")
     members, others = [], []
     for held in range(len(forgotten)):
         rest = np.arange(len(forgotten)) != held

@@ -37,7 +37,16 @@ class RefusedError(UserError):
 
 @dataclass
 class Unlearning:
-    """Fulfils the requests to forget sites of one run, as the run's server."""
+    """Fulfils the requests to forget sites of one run, as the run's server.
+
+    Attributes:
+        config: The run's configuration.
+        folder: The run's folder.
+        ledger: The run's ledger, which records the requests.
+        state: The server's state, from which sites are subtracted.
+        evaluator: Measures networks before and after.
+        erasure: In a real federation: asks nodes to delete their stores.
+    """
 
     config: Config
     folder: Path
@@ -94,11 +103,18 @@ class Unlearning:
         can: Callable[[Request], bool] = lambda request: True,
         mine: str = "",
     ) -> bool:
-        """Between two rounds, apply waiting requests and certify those that are due. Return whether anything changed.
+        """Between two rounds, apply waiting requests and certify those that are due.
 
-        Requests after a rollback wait until its rounds are trained. `retrain`: trains a network without a request's sites;
-        without it, requests that ask for one are not certified. `can`: whether a request can be fulfilled here; others stay
-        unchanged. `mine`: the request whose refusal or certificate the caller reports.
+        Requests after a rollback wait until its rounds are trained.
+
+        Args:
+            message: Shows the user a line.
+            retrain: Trains a network without a request's sites. None: requests that ask for one are not certified.
+            can: Whether a request can be fulfilled here. Others stay unchanged.
+            mine: The id of the request whose refusal or certificate the caller reports.
+
+        Returns:
+            Whether anything changed.
         """
         changed = False
         self.state.leaving = []
@@ -257,9 +273,17 @@ def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
 
 
 def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
-    """Queue a request and return it; works while a server runs. A known id returns the first request.
+    """Queue a request to forget sites, and return it. This works while a server runs.
 
-    Raises UserError for invalid requests.
+    Args:
+        ledger: The run's ledger.
+        id: The request's id. For a known id, the first request with it is returned.
+        sites: The sites to forget.
+        reason: The reason, for the certificate.
+        options: The options, such as repair rounds.
+
+    Raises:
+        UserError: The request is not valid.
     """
     if (known := ledger.request(id)) is not None:
         return known

@@ -33,11 +33,17 @@ _TOLD = 100  # characters of each side of a mismatch
 
 @dataclass(frozen=True)
 class Finding:
-    """One compared fact. `verdict`: match, mismatch, not checkable, or says (not compared); `told`: why."""
+    """One fact that was compared.
+
+    Attributes:
+        what: The fact.
+        verdict: "match", "mismatch", "not checkable", OUTSTANDING, or SAYS (the certificate states it; not compared).
+        reason: Why the verdict is not "match"; may be empty.
+    """
 
     what: str
     verdict: str
-    told: str = ""
+    reason: str = ""
 
 
 def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Finding]:

@@ -102,7 +102,14 @@ def bench() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[str] = ()) -> Result:
-    """Train a federation under the attack, without the sites in `gone`; measure it before and after forgetting."""
+    """Train a federation under an attack, and measure it before and after forgetting each attacker.
+
+    Args:
+        attack: The attack.
+        bounds: The bounds on contributions, as keys of `federation`.
+        seed: The seed.
+        gone: Sites that are left out of the training.
+    """
     with tempfile.TemporaryDirectory() as folder, trained(attack, bounds, seed, Path(folder), gone) as method:
         view, rounds = method.state.view(), list(method.folder.metrics().values())
         shares = {"": measured(method.evaluator, method.state.aggregate())}
@@ -120,7 +127,10 @@ def run(attack: Attack, bounds: Mapping[str, float], seed: int, gone: Sequence[s
 def trained(
     attack: Attack, bounds: Mapping[str, float], seed: int, folder: Path, gone: Sequence[str] = ()
 ) -> Iterator[TrainingRun]:
-    """Train the federation until all rounds are done, or no site's loss is finite; the context is the run."""
+    """Train a federation, and yield its run. It ends after all rounds, or when no site's loss is finite.
+
+    Arguments as in `run`; `folder` is the run's folder.
+    """
     config = configured(attack, bounds, seed, folder)
     with training_run(config, "attacks", gone) as method:
         with contextlib.suppress(TooFewRepliesError):

@@ -22,7 +22,23 @@ GRACE = 3.0  # seconds for a process to end by itself after its last round
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a case on an engine, memory in MiB. None: not measured, and `note` says why."""
+    """The result of a case on an engine. None: not measured, and `note` says why.
+
+    Attributes:
+        case: The case.
+        engine: The engine.
+        round_s: Seconds of a round: the median, without the first round.
+        tasks_per_s: Answered messages in a second.
+        startup_s: Seconds from launching the process to the end of round 1.
+        peak_rss_mb: Peak memory of the driver (the process with the ServerApp), in MiB.
+        round_min_s: Seconds of the fastest round.
+        round_max_s: Seconds of the slowest round.
+        rounds: The number of measured rounds.
+        workers_rss_mb: Memory of the workers, in MiB.
+        object_store_mb: Memory of Ray's object store, in MiB.
+        private_mb: Growth, after the first round, of the driver's memory that no other process shares, in MiB.
+        note: Why a value is missing.
+    """
 
     case: str
     engine: str
@@ -40,7 +56,14 @@ class Row:
 
 
 def measure(case: Case, engine: str, rounds: int, limit: float) -> Row:
-    """Run a case in a new process for at most `limit` seconds; return the row. All processes are ended, whatever happens."""
+    """Run a case in a new process, and return its row. All processes have ended afterwards, also after an error.
+
+    Args:
+        case: The case.
+        engine: The engine.
+        rounds: The number of rounds.
+        limit: The most seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="fedloom-bench-") as temporary:
         job, launched = Job(case, engine, rounds, Path(temporary)), time.time()
         processes = Processes(is_driver=False)

@@ -43,7 +43,17 @@ PANELS = {"tasks_per_s": ("tasks per second", "log"), "startup_s": ("seconds fro
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit for a column of an engine's row, or (`over`) for its ratio to another engine's."""
+    """A limit for one column of an engine's row, or for its ratio to another engine's.
+
+    Attributes:
+        what: The limit as text.
+        case: The case.
+        column: The column.
+        engine: The engine.
+        over: The engine by whose value to divide; "": none.
+        limit: The limit.
+        at_least: Whether it is a lower limit.
+    """
 
     what: str
     case: str

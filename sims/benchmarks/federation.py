@@ -31,8 +31,8 @@ from fedloom.sims.report.tables import Table
 SITES, SAMPLES, WIDTHS, INPUTS, CLASSES = 3, 60, [400, 200, 100], 64, 10
 ROUNDS, TURNS = 6, 2
 STOCK, BOTH, OURS = "stock FedAvg, Flower's nodes", "stock FedAvg, the same nodes", "fedloom"
-MOST = 1.0  # times the stock app's time
-LONGEST = 600.0  # seconds of a stock run
+MAX_TIME_RATIO = 1.0  # times the stock app's time
+STOCK_TIMEOUT = 600.0  # seconds of a stock run
 COMPONENTS = {f"{half}app": f"fedloom.sims.benchmarks.federation_stock:{half}" for half in ("server", "client")}
 COLUMNS = {"app": "{app}", "median": "{median:.2f}", "range": "{least:.2f} to {most:.2f}", "rounds": "{rounds}"}
 
@@ -61,7 +61,7 @@ def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
     stock, both, ours = (line["median"] for line in lines)
     note = (
         f"{SITES} sites of {SAMPLES} images on this machine, TLS and node keys: {ours / stock:.2f} times the stock app's "
-        f"time over Flower's nodes, {ours / both:.2f} times over the same nodes. Bar: at most {MOST:g}."
+        f"time over Flower's nodes, {ours / both:.2f} times over the same nodes. Bar: at most {MAX_TIME_RATIO:g}."
     )
     rows = [{"app": app, "seconds": taken} for app, taken in seconds.items()]
     return table("A round of a real federation, seconds", COLUMNS, lines, note), rows
@@ -112,7 +112,7 @@ def _stock(config: Config, folder: Path, out: Path) -> list[float]:
     app = flower_app(out / "app", COMPONENTS, json.dumps(job))
     home = {"FLWR_HOME": str((folder / SERVER / "flwr").resolve())}
     command = [str(BIN / "flwr"), "run", str(app), CONNECTION, "--stream"]
-    done = subprocess.run(command, env=environment(home), cwd=app, capture_output=True, text=True, timeout=LONGEST)
+    done = subprocess.run(command, env=environment(home), cwd=app, capture_output=True, text=True, timeout=STOCK_TIMEOUT)
     ends = json.loads((out / "ends.json").read_text(encoding="utf-8")) if (out / "ends.json").exists() else []
     if len(ends) <= ROUNDS:
         raise FailedError(f"the stock app finished {len(ends)} of {ROUNDS + 1} rounds: {(done.stdout + done.stderr)[-500:]}")

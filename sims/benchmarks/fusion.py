@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise, parse_name
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import resolve
@@ -74,7 +75,7 @@ def measure(pair: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     networks = []
     for text in PAIRS[pair]:
-        network = parse_name(text, 3, SIZE, 10).build().eval()
+        network = parse_name(text, Form.images(3, SIZE, 10)).build().eval()
         initialise(network, torch_generator(0, text))
         for parameter in network.parameters():  # branches that start at zero would have nothing to align
             torch.nn.init.kaiming_normal_(parameter) if parameter.ndim > 1 and not bool(parameter.any()) else None

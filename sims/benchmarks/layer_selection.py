@@ -45,7 +45,15 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A network, the epochs of a task, and limits: a step of exact by the tree's operations, a task by the base's time."""
+    """A network and its limits.
+
+    Attributes:
+        widths: The channels of its convolutions.
+        hidden: The widths of its hidden linear layers.
+        epochs: The epochs of a task.
+        task_bar: The limit of a task's time, in units of the base's.
+        step_bar: The limit of a step in mode exact, in units of the time for the tree's operations.
+    """
 
     widths: list[int]
     hidden: list[int]

@@ -30,7 +30,15 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The faults of a soak. The first round has no events, so that workers can start."""
+    """The planned faults of a soak test: what happens to which site in which round.
+
+    All values follow from the attributes, so the workers and the server compute the same plan. The first round has no
+    events, so that workers can start.
+
+    Attributes:
+        sites: The number of sites.
+        rounds: The number of rounds.
+    """
 
     sites: int
     rounds: int
@@ -48,18 +56,24 @@ class Plan:
         return events
 
     def event(self, site: int, round: int) -> str:
-        """Return the event that hits a site in a round: kill, hang, stop, slow or ""."""
+        """Return the event that hits a site in a round: kill, hang, stop or slow; "" for none.
+
+        "kill", "hang" and "stop" hit one site; "slow" hits all sites.
+        """
         event = self.events.get(round, "")
         hit = event == "slow" or (event in AT_A_SITE and site == int(_drawn("victim", round) * self.sites))
         return event if hit else ""
 
     def odd(self, site: int, round: int) -> str:
-        """Return the planned fault of a site's reply in a round: one of ODD, or ""."""
+        """Return the fault of the reply that a site sends in a round: one of ODD; "" for a normal reply."""
         index = int(_drawn("odd", round, site) / ODD_SHARE * len(ODD))
         return ODD[index] if index < len(ODD) else ""
 
     def kind(self, site: int, round: int) -> str:
-        """Return the planned fault of a site or of its reply in a round, or "". Slowness is not a fault."""
+        """Return the fault of a site, or else of its reply, in a round: one of AT_A_SITE or ODD; "" for none.
+
+        A slow site has no fault.
+        """
         event = self.event(site, round)
         return event if event in AT_A_SITE else self.odd(site, round)
 

@@ -52,7 +52,18 @@ class Left:
 
 @dataclass(frozen=True)
 class Soaked:
-    """A run over Ray with faults. `held`: messages and sums that the grid and its pool held at the end."""
+    """The result of a run over Ray with faults.
+
+    Attributes:
+        seconds: The time of all rounds.
+        dropped: By round, the sites whose replies did not count, and why.
+        left: What the run left behind.
+        nodes_killed: The rounds in which a node was killed.
+        repeated: The rounds that were repeated.
+        held: Messages and sums that the grid and its pool still held at the end.
+        processes: Samples of all processes.
+        running: Processes that still ran after the end.
+    """
 
     seconds: float
     dropped: Dropped
@@ -114,7 +125,14 @@ class Machines(Listener):
 
 
 def over_ray(plan: Plan, root: Path, partial_sums: bool, node_store: bool = False) -> Soaked:
-    """Run all rounds over Ray with the plan's faults, and return what happened."""
+    """Run all rounds over Ray with the plan's faults.
+
+    Args:
+        plan: The faults.
+        root: The folder for the run.
+        partial_sums: Whether workers add up replies (federation.partial_sums).
+        node_store: Whether nodes store contributions (federation.node_store).
+    """
     processes, machines = Processes(), Machines(plan)
     try:
         config = configured(plan, root, machines.address, partial_sums, root / "kept" if node_store else None)

@@ -51,7 +51,7 @@ def measure(sites: int, width: float, folder: Path) -> dict[str, float]:
 def _removal(state: ServerState, site: str) -> tuple[float, float]:
     """Remove a site; return the seconds of the subtraction and of the commit."""
     times = [time.perf_counter()]
-    membership = Membership(state.slots, settle=lambda: times.append(time.perf_counter()))  # called between the two
+    membership = Membership(state.slots, before_commit=lambda: times.append(time.perf_counter()))  # called between the two
     membership.forget([site], {})
     times.append(time.perf_counter())
     return times[1] - times[0], times[2] - times[1]

@@ -25,7 +25,17 @@ TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:
-    """Return whether the user answers the question with yes; ask nothing if `agreed`. Raises UserError if no one answers."""
+    """Return whether the user agrees. Ask, unless an option has already answered.
+
+    Args:
+        question: The question.
+        agreed: Whether an option agrees. Then nothing is asked.
+        command: The command's name, for errors.
+        otherwise: What to do instead, for errors.
+
+    Raises:
+        UserError: The user interrupts, or stdin is not a terminal.
+    """
     if agreed:
         return True
     if not sys.stdin.isatty():

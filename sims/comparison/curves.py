@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_CURVES = 2 * len(PALETTE)
 MARKED = 25  # longer curves have no markers
-LONGEST = 42  # characters of a curve's label
+MAX_LABEL = 42  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
 CAPTION = "{metric} on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
@@ -60,7 +60,7 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
     axes.set_xlabel(label)
     axes.set_ylabel(f"validation {metric.title}, all domains")
     axes.set_title(f"Validation {metric.title}", loc="left", fontsize=12, color=INK)
-    label_ends(axes, ends, room=LONGEST, metric=metric)
+    label_ends(axes, ends, room=MAX_LABEL, metric=metric)
     return figure
 
 

@@ -24,7 +24,15 @@ DATA = ("data.", "sites", "population")  # keys of the training data
 
 @dataclass(frozen=True)
 class Entry:
-    """A run or one of its baselines, read from its folder."""
+    """A run or one of its baselines, read from its folder.
+
+    Attributes:
+        folder: The folder.
+        config: Its configuration.
+        summary: The content of summary.json.
+        metrics: The lines of metrics.jsonl.
+        baseline: Whether it is a baseline.
+    """
 
     folder: Path
     config: Config

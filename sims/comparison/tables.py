@@ -16,7 +16,7 @@ from fedloom.sims.sweeps.names import text_of
 MOST_PAIRED = 6  # up to so many rows, every pair is compared; else each row with the first
 ONE_SEED = "One seed cannot show whether a difference is more than chance (use --seeds 0,1,2)"
 COSTS = {"bytes_to_sites": 1e6, "bytes_from_sites": 1e6, "seconds": 1.0, "peak_memory": 1e6}  # and their units
-LONGEST = 60  # characters of a value in a table
+MAX_VALUE = 60  # characters of a value in a table
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:
 
 def _values(group: Group, key: str) -> str:
     text = " | ".join(dict.fromkeys(text_of(value_of(entry, key)) for entry in group.entries))
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
 
 
 def runs_table(groups: Sequence[Group]) -> Table:

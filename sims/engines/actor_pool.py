@@ -25,7 +25,19 @@ STARTS = 5  # that fail one after the other end the run
 
 @dataclass(eq=False)
 class ActorHandle:
-    """A Ray actor of the pool, and its last state. Its number is never used again."""
+    """A Ray actor of the pool, and its last known state.
+
+    Attributes:
+        number: Its number, which no later actor gets.
+        actor: Ray's handle.
+        file: The mark file, in which the actor writes what it runs.
+        question: The call of `status` that is not answered yet; None: the actor has answered.
+        asked: The time of the last call.
+        node: The id of its node; "": unknown.
+        ready: Whether it has started.
+        near: Whether this machine can read its mark file.
+        reported: The mark in its last answer.
+    """
 
     number: int
     actor: Any

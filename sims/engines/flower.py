@@ -18,15 +18,15 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.utils import get_flwr_home
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.progress import under_way
 from fedloom.conf.schema import Config
 from fedloom.server.flower.grid import CarefulGrid
 from fedloom.server.flower.relay import DONE, SOCKET
 from fedloom.server.unlearning.superlink import scrub
 from fedloom.sims.engines.share import WHOLE, Share
-from fedloom.sims.federation.machines import complaint
-from fedloom.sims.federation.plan import CONNECTION, FLOWER, server_of
+from fedloom.sims.federation.control import start_run
+from fedloom.sims.federation.plan import FLOWER, server_of
 from fedloom.sims.federation.programs import BIN, environment, running
 from fedloom.sims.federation.proxies import none_named, without
 from fedloom.sims.federation.sheets import SERVER as SHEET
@@ -34,6 +34,7 @@ from fedloom.sims.federation.sheets import read_server
 
 CONFIG = "config.toml"  # in Flower's folder
 START_SECONDS = 90.0  # for a ServerApp to start on a busy machine
+MOST_TOLD = 300  # characters of a program's output
 MOST_PLACE = 1 << 20  # bytes of the ServerApp's connection data
 APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
@@ -77,17 +78,14 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
     Raises:
         UserError: The SuperLink does not run, or refuses the run.
     """
-    home, connection = _connection(config.engine.address)
+    server = _server(config.engine.address)
     folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # for this user only; a socket's path must be short
     try:
-        app = folder / "app"
-        app.mkdir()
-        (app / "pyproject.toml").write_text(tomli_w.dumps(APP), encoding="utf-8")
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(str(folder / SOCKET))
             door.listen(1)
             with under_way("asking the SuperLink for a run"):
-                run = _submit(app, connection, folder / SOCKET, home)
+                run = _submit(server, config.engine.address, folder)
             with under_way("waiting for the run's ServerApp"):
                 line, place = _handed_over(door, run)
         return FlowerGrid(place, line, f"engine flower: {config.engine.address}, Flower's run {run}", config)
@@ -95,8 +93,8 @@ def start(config: Config, share: Share = WHOLE) -> FlowerGrid:
         shutil.rmtree(folder)
 
 
-def _connection(address: str) -> tuple[dict[str, str], str]:
-    """The environment and name with which Flower's command finds the SuperLink. Raises UserError if it would not."""
+def _server(address: str) -> Path | None:
+    """The server's folder that an address names; None: a connection of Flower's own. Raises UserError for neither."""
     home = server_of(Path(address)) / FLOWER
     if (home.parent / SHEET).is_file():
         read_server(home.parent)
@@ -104,12 +102,12 @@ def _connection(address: str) -> tuple[dict[str, str], str]:
             how = f"start it with `fedloom federation server {home.parent}` or `fedloom federation up`"
             raise UserError(f"engine.address: the server of '{address}' does not run on this machine: {how}")
     if home.is_dir():
-        return {"FLWR_HOME": str(home.resolve())}, CONNECTION
+        return home.parent
     if address not in (known := _connections(get_flwr_home() / CONFIG)):
         connections = f"it has {', '.join(known)}" if known else "it has none"
         raise UserError(f"engine.address: '{address}' is not a federation's folder (`fedloom federation up {address}` makes "
                         f"one), nor a connection in {get_flwr_home() / CONFIG} ({connections})")  # fmt: skip
-    return {}, address
+    return None
 
 
 def _connections(path: Path) -> list[str]:
@@ -123,17 +121,39 @@ def _connections(path: Path) -> list[str]:
     return sorted(name for name, link in section.items() if isinstance(link, dict)) if isinstance(section, dict) else []
 
 
-def _submit(app: Path, connection: str, door: Path, home: dict[str, str]) -> str:
-    """Make the SuperLink start the ServerApp; return the run's id."""
-    command = [str(BIN / "flwr"), "run", str(app), connection, "--run-config", f'{SOCKET}="{door}"', "--format", "json"]
+def _submit(server: Path | None, address: str, folder: Path) -> str:
+    """Make the SuperLink start the ServerApp; return the run's id. `folder`: has the socket, and room for the app."""
+    how = "see `fedloom federation status`"
+    if server is not None:
+        try:
+            return start_run(server, tomli_w.dumps(APP), {SOCKET: str(folder / SOCKET)})
+        except UserError as error:
+            raise UserError(f"engine.address: the SuperLink refused the run ({how}): {error}") from None
+    app = folder / "app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(tomli_w.dumps(APP), encoding="utf-8")
+    words = ["run", str(app), address, "--run-config", f'{SOCKET}="{folder / SOCKET}"', "--format", "json"]
     done = subprocess.run(
-        command, env=without(environment(home)), cwd=app, capture_output=True, text=True, timeout=START_SECONDS
+        [str(BIN / "flwr"), *words],
+        env=without(environment()),
+        cwd=app,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
     )
     try:
         return str(json.loads(done.stdout)["run-id"])
     except (ValueError, KeyError):
-        how = "see `fedloom federation status`"
-        raise UserError(f"engine.address: the SuperLink refused the run ({how}): {complaint(done)}") from None
+        raise UserError(f"engine.address: the SuperLink refused the run ({how}): {_complaint(done)}") from None
+
+
+def _complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the error message of a failed Flower command as one line."""
+    try:
+        message = str(json.loads(done.stdout)["error-message"])
+    except (ValueError, LookupError, TypeError):
+        message = done.stdout + done.stderr
+    return plain(" ".join(message.split()))[-MOST_TOLD:]
 
 
 def _handed_over(door: socket.socket, run: str) -> tuple[socket.socket, dict[str, Any]]:

@@ -124,7 +124,7 @@ class Keeper(NodeStore):
         self.blobs(run).remove_all(digests)
 
     def end(self, run: str) -> None:
-        """Delete all files of a run."""
+        """Delete all files of a run on this node."""
         shutil.rmtree(self.folder / run, ignore_errors=True)
 
 

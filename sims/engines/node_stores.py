@@ -39,7 +39,7 @@ class Stores:
         self._keepers: dict[str, Any] = {}
 
     def begin(self, nodes: Iterable[str]) -> None:
-        """Start the keeper actor of each of these nodes, unless it runs, all at the same time."""
+        """Start the keeper actors of these nodes, in parallel. A node whose keeper runs already is skipped."""
         for node in nodes:
             if node not in self._keepers:
                 self._keepers[node] = keeper(self.folder, node)

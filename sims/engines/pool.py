@@ -55,7 +55,16 @@ class Outcome:
 
 @dataclass
 class Call:
-    """Messages in progress at a worker. `alone`: a single message, which may kill it. `unwanted`: keys of cancelled ones."""
+    """Messages in progress at a worker.
+
+    Attributes:
+        number: The call's number.
+        member: The worker.
+        jobs: The messages.
+        alone: Whether it is a single message, because it may kill the worker.
+        unwanted: The keys of cancelled messages.
+        begun: The time of the call.
+    """
 
     number: int
     member: ActorHandle

@@ -23,6 +23,7 @@ from fedloom.clients.data.partition import find_way
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.objectives import OBJECTIVES
 from fedloom.clients.protocol.partial_sums import PartialSum
+from fedloom.clients.training.loss import LOSSES, loss_section
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
 from fedloom.clients.training.schedules import SCHEDULES, schedule_section
 from fedloom.conf import machine
@@ -174,6 +175,7 @@ def _modules(config: Config) -> Iterator[tuple[str, str]]:
         ("objective", OBJECTIVES.find): {config.objective.get("name")},
         ("optimizer", OPTIMIZERS.find): {optimizer_section(config.training)["name"]},
         ("schedule", SCHEDULES.find): {schedule_section(config.training)["name"]},
+        ("loss", LOSSES.find): {loss_section(config.training)["name"]},
         ("domain", lookup): {spec.domain for spec in specs if not known(spec.domain)},
         ("partitioner", find_way): {spec.partition.name for spec in specs},
     }

@@ -30,11 +30,17 @@ Replied = Packed | str  # a packed reply, or the reason why it is missing
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker needs. `app` (ClientApp) and `combine` (adds up replies; may be empty) are "module:attribute".
+    """The settings of a worker process.
 
-    `cohort` > 1: that many sites of one shape are trained as one. `sites`: their number. `store`: the folder of their
-    states. `plugins`: modules with the user's own code, in the folders `paths`. `node_store`: the node's folder for
-    contributions and sums; empty: the server stores them.
+    Attributes:
+        app: The ClientApp, as "module:attribute".
+        combine: The function that adds up replies, as "module:attribute"; "": replies are returned one by one.
+        cohort: The most sites of one shape that are trained together, in one vectorised step.
+        sites: The number of sites.
+        store: The folder of the sites' states.
+        plugins: Modules with the user's own code.
+        paths: The folders of these modules.
+        node_store: The node's folder for contributions and sums; "": the server stores them.
     """
 
     app: str

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName
 from fedloom.conf import load
 from fedloom.sims.experiments.joint_sum import COMMON, OWN, Accuracies, Setting, measured
@@ -69,9 +70,13 @@ def _tasks(size: int, samples: int) -> tuple[Task, ...]:
     return tuple(Task(name, size, True, 0 if name == "svhn" else samples) for name in ("mnist", "svhn", "usps", "mnist_m"))
 
 
+def _form(size: int) -> Form:
+    return Form.images(1, size, 10)
+
+
 SIZES = {
-    "cpu": (_tasks(16, 800), NetworkName("conv6", {"groups": 4}, 1, 16, 10), {"steps": 2000, "batch": 16, "rate": 0.03}),
-    "paper": (_tasks(32, 0), NetworkName("vgg16", {"groups": 32}, 1, 32, 10), {"steps": 230_000, "batch": 64, "rate": 0.01}),
+    "cpu": (_tasks(16, 800), NetworkName("conv6", {"groups": 4}, _form(16)), {"steps": 2000, "batch": 16, "rate": 0.03}),
+    "paper": (_tasks(32, 0), NetworkName("vgg16", {"groups": 32}, _form(32)), {"steps": 230_000, "batch": 64, "rate": 0.01}),
 }  # fmt: skip
 STARTS = {OWN: "own starts", COMMON: "one start"}
 DOMAINS = ("mnist", "svhn", "union")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fedloom.clients.data import Images
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, initialise, parse_name
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS
@@ -26,7 +27,7 @@ from fedloom.sims.report.tables import Table, mean
 
 RANDOM, TRAINED = "random", "trained"
 TEST = "large, test"  # a column: test images; the others are of the images of the small scale
-MOST = 5000  # images that each of the others is trained on
+MAX_IMAGES = 5000  # images that each of the others is trained on
 ALPHAS = {
     GRADIENTS: (0.01, 0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 40.0),
     WEIGHTS: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0),
@@ -38,7 +39,11 @@ THEIRS = {RANDOM: "small", TRAINED: TEST}  # the column that the paper prints
 
 @dataclass(frozen=True)
 class Few(Task):
-    """A task with `each` images of every class (0: all), drawn by `seed`. A smaller `each` selects a subset."""
+    """A task with the same number of images of every class, drawn by `seed`. A smaller number selects a subset.
+
+    Attributes:
+        each: Images of each class; 0: all.
+    """
 
     each: int = 0
 
@@ -57,7 +62,16 @@ MEDIUM = (100, Recipe(epochs=40, rate=0.01, batch=32))
 
 @dataclass(frozen=True)
 class Plan:
-    """A preset. `scales` has, for each amount of data, the images of each class (0: all) and the recipe to train theta_A."""
+    """The data and training of one preset of Tables 1 to 4.
+
+    Attributes:
+        scales: By name ("small", ...), an amount of data for theta_A: images of each class (0: all), and the recipe.
+        domain: The data set of theta_A.
+        others: The data sets of the trained networks to which the result is added.
+        size: Pixels of an image's side.
+        test: The number of test images.
+        other: The recipe for networks on `others`.
+    """
 
     scales: Mapping[str, tuple[int, Recipe]]
     domain: str = "cifar10"
@@ -67,13 +81,13 @@ class Plan:
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
-        """Return theta_A's task at a scale."""
+        """Return the task that theta_A learns at a scale: a data set with the scale's number of images of each class."""
         return Few(self.domain, self.size, False, seed=seed, each=self.scales[scale][0])
 
     @property
     def network(self) -> NetworkName:
         """The architecture of all networks."""
-        return parse_name("lenet", 3, self.size, 10)
+        return parse_name("lenet", Form.images(3, self.size, 10))
 
 
 PLANS = {
@@ -99,10 +113,15 @@ def tables(study: Study) -> list[Table]:
 
 
 def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
-    """Return accuracies: of theta_A, `alone`[column]; of theta_A added to others, "TARGET HOW"[column][alpha][network]."""
+    """Return all accuracies of one seed.
+
+    Returns:
+        "alone": the accuracy of theta_A, by column (a scale, or TEST). "TARGET HOW", for each of TABLES: by column, a row
+        for each alpha, with the accuracy of each network to which theta_A (or its gradient) was added.
+    """
     network = plan.network.build().eval()
     few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
-    looks = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
+    images_by_column = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
     start = _random(plan, seed, "0")
     ends = {scale: dict(trained(folder, plan.network, plan.few(scale, seed), recipe, seed).state_dict())
             for scale, (_, recipe) in plan.scales.items()}  # fmt: skip
@@ -111,16 +130,18 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
 
     def right(state: State, column: str) -> float:
         network.load_state_dict(state)
-        return count_right(network, looks[column], EVALUATION_BATCH, torch.device("cpu")) / len(looks[column])
+        return count_right(network, images_by_column[column], EVALUATION_BATCH, torch.device("cpu")) / len(
+            images_by_column[column]
+        )
 
     def moved(base: State, column: str, alpha: float, how: str) -> State:
         end = ends[column]
         return {key: tensor + alpha * (end[key] - (start[key] if how == GRADIENTS else 0.0)) for key, tensor in base.items()}
 
-    results: dict[str, Any] = {"alone": {column: right(ends[column], column) for column in looks}}
+    results: dict[str, Any] = {"alone": {column: right(ends[column], column) for column in images_by_column}}
     for target, how in TABLES:
         results[f"{target} {how}"] = {column: [[right(moved(base, column, alpha, how), column) for base in bases[target]]
-                                             for alpha in ALPHAS[how]] for column in looks}  # fmt: skip
+                                             for alpha in ALPHAS[how]] for column in images_by_column}  # fmt: skip
     return results
 
 
@@ -147,7 +168,7 @@ class Ten(Task):
     labels: tuple[int, ...] = ()
 
     def selected(self, images: Images) -> Images:
-        return Images(images.x[:MOST], images.y[:MOST])
+        return Images(images.x[:MAX_IMAGES], images.y[:MAX_IMAGES])
 
     def entry(self) -> str:
         if self.domain != "cifar100":

@@ -127,7 +127,18 @@ def _result(study: Study, request: Request, pair: str, seed: int, name: str) -> 
 
 
 def measured(folder: Path, request: Request, pair: str, seed: int, name: str) -> dict[str, Any]:
-    """Fuse a pair by method `name`; return the accuracy (a fraction) and the seconds, or both None and why it refused."""
+    """Fuse a pair of networks by a method.
+
+    Args:
+        folder: The folder of the study.
+        request: The images to measure on.
+        pair: The name of the pair.
+        seed: The seed.
+        name: A key of METHODS.
+
+    Returns:
+        "accuracy" (a fraction), "seconds", and "refused": why the method cannot fuse them (then the others are None), or "".
+    """
     networks, images = parents(folder, pair, seed), probe(pair, seed)
     begin = time.perf_counter()
     try:

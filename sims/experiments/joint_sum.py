@@ -29,10 +29,18 @@ Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test i
 
 @dataclass(frozen=True)
 class Setting:
-    """A training on Eq. 5. `strength` is the weight of its term L_agg (1 in the paper).
+    """How networks are trained on Eq. 5: by SGD with momentum 0.9, at a rate that falls to 0 along a cosine.
 
-    With `strength` 0, the networks are trained apart, each with its own head (the paper's baseline), without an N*.
-    `start` is OWN or COMMON. SGD has momentum 0.9 and a cosine, on `batch` images of each data set in a step.
+    Attributes:
+        tasks: The data set of each N_i.
+        network: The architecture of all networks.
+        start: OWN (each network has its own initial weights) or COMMON.
+        strength: The weight of the term L_agg, 1 in the paper. With 0, each network is trained apart, with its own head and
+            without an N*: the paper's baseline.
+        steps: The number of steps.
+        batch: Images of each data set in a step.
+        rate: The initial learning rate.
+        seed: The seed of initial weights and batches.
     """
 
     tasks: tuple[Task, ...]
@@ -72,7 +80,12 @@ class Joint(nn.Module):
         return torch.stack(squares).sum()
 
     def summed(self, numbers: Sequence[int], norms: nn.Module | None = None) -> Network:
-        """Return a network whose convolutions are the sum of these N_i, with the norm layers of `norms` (None: N*)."""
+        """Return the sum network of some of the N_i, such as all except one (to forget that one).
+
+        Args:
+            numbers: The indices i of the networks whose convolution weights are added up.
+            norms: The network that provides everything except convolutions, such as norm layers. Default: N*.
+        """
         parts = [convolutions(self.own[number]) for number in numbers]
         weights = {name: torch.stack([part[name] for part in parts]).sum(0).detach() for name in parts[0]}
         return _network(self.star if norms is None else norms, weights, self.head)
@@ -91,7 +104,10 @@ class Apart(nn.Module):
         return torch.stack([F.cross_entropy(network(x), y) for network, x, y in pairs]).sum()
 
     def summed(self) -> Network:
-        """Return a network of summed convolutions, and averaged norms and heads. The paper does not specify the averages."""
+        """Return the sum network: convolutions are added up; norm layers and heads are averaged.
+
+        The paper does not specify how it combines norm layers and heads.
+        """
         states = [network.state_dict() for network in self.networks]
         mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
         combined = {name: tensor * len(states) if tensor.ndim == 4 else tensor for name, tensor in mean.items()}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import random_flip, to_float
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
@@ -51,7 +52,18 @@ class Share(Task):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: SGD with momentum, at a rate that falls to 0 along a cosine or stays."""
+    """How a network is trained: by SGD with momentum.
+
+    Attributes:
+        epochs: The number of epochs.
+        rate: The initial learning rate.
+        batch: Images in a batch.
+        momentum: The momentum.
+        weight_decay: The weight decay.
+        flip: Whether images are flipped at random.
+        clip: The largest norm of the gradient.
+        cosine: Whether the rate falls to 0 along a cosine; else it is constant.
+    """
 
     epochs: int
     rate: float
@@ -96,7 +108,7 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
 
 def trained_apart(folder: Path, names: Sequence[str], tasks: Sequence[Task], recipe: Recipe, seed: int) -> list[nn.Module]:
     """Return a trained network for each name and task, each from its own start, saved in the folder."""
-    return [trained(folder, parse_name(name, task.channels, task.size, 10), task, recipe, 1000 * index + seed)
+    return [trained(folder, parse_name(name, Form.images(task.channels, task.size, 10)), task, recipe, 1000 * index + seed)
             for index, (name, task) in enumerate(zip(names, tasks, strict=True))]  # fmt: skip
 
 

@@ -40,7 +40,15 @@ def dots(results: Mapping[str, Seeds], stages: Sequence[str], path: Path) -> Pat
 
 def curves(series: Mapping[str, Mapping[Any, Sequence[float]]], labels: tuple[str, str], path: Path,
            flat: Mapping[str, float] | None = None, limits: tuple[float, float] | None = None) -> Path:  # fmt: skip
-    """Draw a line through the means of each series, with bars of deviations over seeds; `flat` values are broken lines."""
+    """Draw a line for each series, with bars for deviations over seeds.
+
+    Args:
+        series: By name and x value, the results of all seeds.
+        labels: The labels of the axes.
+        path: The file to write.
+        flat: By name, values that are drawn as broken horizontal lines.
+        limits: The limits of the y axis.
+    """
     figure, axes = new_figure(5.6, 3.2)
     for number, (name, points) in enumerate(series.items()):
         mean_line(axes, points, color=PALETTE[number], label=name)
@@ -69,7 +77,14 @@ def blocks(series: Mapping[str, Sequence[float]], path: Path) -> Path:
 
 def heat_maps(maps: Mapping[str, Mapping[str, np.ndarray]], steps: Sequence[float],
               marks: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:  # fmt: skip
-    """Draw accuracies [alpha, beta] at `steps`, by way of combining (rows) and task (columns), with circles at `marks`."""
+    """Draw a grid of heat maps of accuracies.
+
+    Args:
+        maps: By way of combining (row) and task (column), accuracies [alpha, beta].
+        steps: The values of alpha and of beta.
+        marks: By way of combining, points to mark with circles.
+        path: The file to write.
+    """
     rows, columns = len(maps), max(len(row) for row in maps.values())
     figure, panels = new_panels(1.2 + 3.3 * columns, 0.6 + 3.0 * rows, rows, columns)
     low, high = steps[0] - (edge := (steps[1] - steps[0]) / 2), steps[-1] + edge

@@ -24,14 +24,20 @@ from fedloom.sims.report.tables import Cell, Table
 from fedloom.sims.sweeps.plan import Planned
 from fedloom.sims.sweeps.work import carry_out, ready
 
-LONGEST = 200  # characters of a result that are printed
+MAX_PRINTED = 200  # characters of a result that are printed
 
 
 @dataclass(frozen=True)
 class Study:
-    """One call of `fedloom reproduce`: its options, and the folder for results.
+    """One call of `fedloom reproduce`.
 
-    `only` names the selected tasks, methods or sequences; empty means all. `overrides` apply to every run.
+    Attributes:
+        preset: The preset.
+        folder: The folder for results.
+        seeds: The number of seeds.
+        quiet: Whether to print nothing while measuring.
+        only: The selected tasks, methods or sequences; empty: all.
+        overrides: Overrides of every run's configuration.
     """
 
     preset: str
@@ -85,9 +91,15 @@ class Study:
 class Reproduction:
     """A command `fedloom reproduce NAME`.
 
-    `tables` by name, for the option `tables=`; a single unnamed one is always made. `option` is one more option, which
-    selects among the names that its function returns for a preset and the tables. `check` refuses bad overrides; without
-    it, all are refused. `folder` may hold {preset}.
+    Attributes:
+        title: The report's title.
+        folder: The folder for results; may contain {preset}.
+        presets: The names of the presets.
+        tables: By name (for the option `tables=`), a function that measures a table. A single one named "" is always made.
+        paper: The paper.
+        option: One more option: its name, and a function that returns its values for a preset and the tables.
+        check: Refuses bad overrides; None: all overrides are refused.
+        one_thread: Whether PyTorch uses one thread.
     """
 
     title: str
@@ -193,4 +205,4 @@ def _read(path: Path) -> dict[str, Any]:
 def _short(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("test"), list):
         return ", ".join(f"{100 * share:.1f}" for share in value["test"]) + " %"
-    return str(value)[:LONGEST]
+    return str(value)[:MAX_PRINTED]

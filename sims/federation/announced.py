@@ -25,7 +25,16 @@ class RefusedReplyError(ValueError):
 
 @dataclass
 class Announced:
-    """An announced reply. `root`: the id of its message. `session`: the session in which its parts are sent."""
+    """A reply that a node has announced.
+
+    Attributes:
+        node: The id of the node.
+        run: The id of the run.
+        root: The id of the reply's message.
+        session: The session in which the node sends the reply's parts.
+        times: How often it was announced.
+        taken: The bytes received so far.
+    """
 
     node: int
     run: int
@@ -46,7 +55,11 @@ class _Orders:
 
 
 class Book:
-    """The record of all announced replies at one SuperLink."""
+    """Records the orders of each run and the replies that nodes announce, to limit the parts and bytes of replies.
+
+    Flower sends a message in parts. A node first announces its reply (`announce`), then sends the parts (`take`). The limits
+    follow from the size of the run's orders, which the run's ServerApp sends to the SuperLink (`order`, `sent`).
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +68,15 @@ class Book:
         self._of_session: dict[str, Announced] = {}
 
     def order(self, run: int, tree: ObjectTree) -> set[str]:
-        """Record the number of parts of a run's order, and return their ids."""
+        """Record a new order of a run.
+
+        Args:
+            run: The id of the run.
+            tree: The parts of the order's message.
+
+        Returns:
+            The ids of all parts.
+        """
         ids = [part.object_id for part in iterate_object_tree(tree)]
         with self._lock:
             orders = self._orders.setdefault(run, _Orders())
@@ -63,11 +84,11 @@ class Book:
         return set(ids)
 
     def sized(self, run: int) -> bool:
-        """Return whether the size in bytes of a run's orders is known."""
+        """Return whether the size in bytes of a run's orders is known (`sent`)."""
         return self._orders.get(run, _Orders()).largest > 0
 
     def sent(self, run: int, session: str, size: int) -> None:
-        """Record that `size` bytes of a run's orders came in this session."""
+        """Record that the SuperLink received `size` bytes of a run's order in this session."""
         with self._lock:
             orders = self._orders.setdefault(run, _Orders())
             orders.bytes = size + (orders.bytes if session == orders.session else 0)
@@ -82,7 +103,20 @@ class Book:
         return max(LEAST_LIMIT, TIMES_SENT * self._orders.get(run, _Orders()).largest)
 
     def announce(self, node: int, run: int, root: str, session: str) -> list[Announced]:
-        """Record a node's reply; return its older replies to drop. Raises RefusedReplyError if announced too often."""
+        """Record that a node announces a reply.
+
+        Args:
+            node: The id of the node.
+            run: The id of the run.
+            root: The id of the reply's message.
+            session: The session in which the node will send the reply's parts.
+
+        Returns:
+            Older open replies of this node, which the caller must drop.
+
+        Raises:
+            RefusedReplyError: The reply was announced too often.
+        """
         with self._lock:
             held = self._held.setdefault(node, deque())
             if known := next((reply for reply in held if reply.root == root), None):
@@ -109,7 +143,7 @@ class Book:
                 held.remove(reply)
 
     def take(self, node: int, session: str, size: int) -> Announced | None:
-        """Count received bytes of a reply, and return it; None if this node announced no reply in this session."""
+        """Count `size` received bytes of a reply, and return it; None if this node announced no reply in this session."""
         with self._lock:
             reply = self._of_session.get(session)
             if reply is None or reply.node != node:

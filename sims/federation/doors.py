@@ -94,11 +94,16 @@ HOST = [(b"host", b"superlink")]  # replaces the caller's header; no answer depe
 
 @dataclass(frozen=True)
 class Door:
-    """An ASGI application that passes on admitted requests to `app`, and refuses all others without reading their bodies.
+    """An ASGI application that admits requests to another one. It refuses others without reading their bodies.
 
-    `admits`: returns the status of a refusal for a path and its headers, or 0 to pass the request on; may block.
-    `speaker`: returns the node that sent a request with these headers. `largest`: most bytes of a body by path; other paths:
-    SMALL. `wary`: count bodies with the memory that their content may need. `crowd`: connections. `room`: for bodies.
+    Attributes:
+        app: The application that receives admitted requests.
+        admits: Returns the HTTP status of a refusal for a path and its headers; 0 admits the request. It may block.
+        speaker: Returns the node that sent a request with these headers, or None.
+        largest: By path, the largest body in bytes. Other paths: SMALL.
+        wary: Whether to count bodies with the memory that their content may need.
+        crowd: Counts connections.
+        room: Counts the memory of bodies.
     """
 
     app: ASGIApp

@@ -40,9 +40,19 @@ MOST_KEY = 1000  # characters of a public key
 
 
 def ask(folder: Path, name: str, superlink: str, again: bool) -> str:
-    """Write a site's new key, its request to join, and site.yaml if missing. Return the key's fingerprint.
+    """Write a site's new key, its request to join and, if missing, its site.yaml.
 
-    `again`: replace an existing key. Raises UserError for an existing key without it, and for an invalid name or address.
+    Args:
+        folder: The site's folder.
+        name: The site's name.
+        superlink: The server's HOST:PORT.
+        again: Whether to replace an existing key.
+
+    Returns:
+        The key's fingerprint.
+
+    Raises:
+        UserError: A key exists and `again` is not set, or the name or address is not valid.
     """
     _check_name(name, "NAME")
     sheet = folder / sheets.SITE

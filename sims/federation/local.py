@@ -7,12 +7,13 @@ from pathlib import Path
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.formatting import count
 from fedloom.sims.federation import sheets
-from fedloom.sims.federation.machines import START_SECONDS, nodes, refuse_port, registered
+from fedloom.sims.federation.machines import START_SECONDS, refuse_port, registered
 from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
 from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
-MOST_TOLD = 300  # characters
+LOOK_SECONDS = 0.2  # between two checks whether machines have started
+MOST_REASON = 300  # characters
 DOWN, UNWATCHED = "down", "which nothing restarts if it ends"
 
 
@@ -94,7 +95,7 @@ def _answers(folder: Path) -> bool:
     if not all(registered(key) for key in (folder / SERVER / KEYS).glob("*.pub")):
         return False
     try:
-        nodes(folder / SERVER)
+        _online(folder / SERVER)
     except UserError:
         return False
     return True
@@ -108,7 +109,9 @@ def _all_online(server: Path, number: int) -> bool:
 
 
 def _online(server: Path) -> dict[str, str]:
-    return {node["node-id"]: node["status"] for node in nodes(server) if node["status"] == "online"}
+    from fedloom.sims.federation.control import nodes
+
+    return {id: status for id, status in nodes(server).items() if status == "online"}
 
 
 def _processes(found: Running) -> str:
@@ -123,5 +126,5 @@ def _await(folder: Path, ready: Callable[[], bool], what: str, seconds: float, *
     while not ready():
         if time.monotonic() > deadline:
             last = " ".join(text.splitlines()[-1] for _, text in logs(folder, list(names), 1) if text)
-            raise UserError(f"{folder}: {what} did not start within {seconds:g} s: {last[:MOST_TOLD]}")
-        time.sleep(0.5)
+            raise UserError(f"{folder}: {what} did not start within {seconds:g} s: {last[:MOST_REASON]}")
+        time.sleep(LOOK_SECONDS)

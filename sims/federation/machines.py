@@ -1,30 +1,25 @@
 """Run the machines of a federation: the server's SuperLink, and a Flower node at each site."""
 
 import errno
-import json
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.errors import UserError, unknown
 from fedloom.sims.federation import sheets
 from fedloom.sims.federation.files import write_private, write_together
 from fedloom.sims.federation.keys import NodeKey, check_certificate, check_private
 from fedloom.sims.federation.names import check_names
 from fedloom.sims.federation.own_app import OWN
-from fedloom.sims.federation.plan import CONNECTION, FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
-from fedloom.sims.federation.programs import BIN, HOME, environment, free_port, keep_running, listen, lock_away, running
-from fedloom.sims.federation.proxies import without
+from fedloom.sims.federation.plan import FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
+from fedloom.sims.federation.programs import HOME, free_port, keep_running, listen, lock_away, running
 from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it starts one program in a run
 NODE_CONFIG = "node.toml"
 START_SECONDS = 60.0
-TOLD = 300  # characters of a program's output
 
 
 def run_server(folder: Path) -> None:
@@ -137,26 +132,3 @@ def registered(path: Path) -> str:
     """Return the id of the node with the public key in this file; empty if the server has not registered it yet."""
     id = path.with_suffix(ID)
     return id.read_text(encoding="ascii").strip() if id.is_file() else ""
-
-
-def nodes(folder: Path) -> list[dict[str, Any]]:
-    """Return the nodes that the SuperLink of a server's folder knows: {"node-id", "status", ...}."""
-    return json.loads(flwr(folder, "supernode", "list", CONNECTION, "--format", "json"))["nodes"]
-
-
-def flwr(folder: Path, *words: str) -> str:
-    """Return the output of a Flower command on the SuperLink of a server's folder. Raises UserError if it fails."""
-    more = without(environment({HOME: str(folder.resolve() / FLOWER)}))
-    done = subprocess.run([str(BIN / "flwr"), *words], env=more, cwd=folder, capture_output=True, text=True, timeout=120)
-    if done.returncode or '"success": false' in done.stdout:
-        raise UserError(f"{folder}: 'flwr {words[0]}' failed: {complaint(done)}")
-    return done.stdout
-
-
-def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error message of a failed Flower command as one line."""
-    try:
-        message = str(json.loads(done.stdout)["error-message"])
-    except (ValueError, LookupError, TypeError):
-        message = done.stdout + done.stderr
-    return plain(" ".join(message.split()))[-TOLD:]

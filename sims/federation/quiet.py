@@ -11,7 +11,7 @@ from fedloom.conf.errors import plain
 NAMES = ("flwr", "uvicorn.error", "asyncio")  # loggers of messages that callers cause
 LINES = 10  # a minute, from one place in the code
 MINUTE = 60.0  # seconds
-LONGEST, LONGEST_TRACE = 2000, 20_000  # characters of a line, and of a traceback
+MAX_LINE, MAX_TRACE = 2000, 20_000  # characters of a line, and of a traceback
 
 
 class Quiet(logging.Filter):
@@ -35,8 +35,8 @@ class Quiet(logging.Filter):
             return False
         trace = "" if lines or not record.exc_info else "".join(traceback.format_exception(record.exc_info[1]))
         record.exc_info = record.stack_info = None
-        record.exc_text = plain(trace[:LONGEST_TRACE], lines=True).rstrip() or None
-        text = plain(record.getMessage()[:LONGEST]).strip()
+        record.exc_text = plain(trace[:MAX_TRACE], lines=True).rstrip() or None
+        text = plain(record.getMessage()[:MAX_LINE]).strip()
         record.msg, record.args = f"{text} ({left_out} similar messages were left out)" if left_out else text, ()
         return True
 

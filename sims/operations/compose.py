@@ -22,10 +22,15 @@ from fedloom.sims.report.tables import Table
 
 @dataclass(frozen=True)
 class CompositionOrder:
-    """What `compose` makes.
+    """The network to compose from sites of a run.
 
-    `coefficients`: one for each site; empty: those of the run. `how`: "gradients" or "weights"; empty: as in the run.
-    `start`: the network to which the sum is added; None: theta_0. Another network than theta_0 needs `force`.
+    Attributes:
+        sites: The sites whose changes are added.
+        coefficients: One for each site; empty: those of the run.
+        how: "gradients" or "weights"; "": as in the run.
+        start: A file of the network to which the sum is added; None: theta_0.
+        force: Whether `start` may be another network than theta_0.
+        measure: Whether to measure the accuracy.
     """
 
     sites: Sequence[str]
@@ -45,7 +50,7 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
         if ledger.last_round() is None:
             raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
         model, parts = ledger.steady(lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).state, order))
-    model = evaluator.settled(model)
+    model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     tables = [Table("Made of", ["site", "coefficient"], parts)]
     if order.measure:
@@ -56,10 +61,10 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
 
 
 def name_of(architecture: Architecture) -> NetworkName:
-    """Return the name, with options and shapes, that builds a network of this architecture."""
+    """Return the name, with options and form, that builds a network of this architecture."""
     options = architecture.options
     name = options.pop("name")
-    return NetworkName(name, options, architecture.channels, architecture.size, architecture.classes)
+    return NetworkName(name, options, architecture.form)
 
 
 def check_out(out: Path, run: Path, option: str = "--out") -> None:

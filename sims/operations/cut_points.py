@@ -2,9 +2,9 @@
 
 import math
 
-import torch
 import yaml
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, Network, parse_name
 from fedloom.clients.networks.named import FOREIGN
 from fedloom.clients.networks.split import split_points
@@ -25,11 +25,12 @@ def points(text: str, channels: int, size: int, classes: int) -> Table:
     Raises UserError if `text` names no network, or a network that cannot be cut.
     """
     full_name = f"{OWN}{text.removeprefix(FOREIGN)}" if text.startswith(FOREIGN) else text
-    name = parse_name(full_name, channels, size, classes)
+    form = Form.images(channels, size, classes)
+    name = parse_name(full_name, form)
     network = name.build()
     if not isinstance(network, Network):
         raise UserError(f"network '{text}': has no extractor and head")
-    shapes = split_points(network, torch.zeros(1, channels, size, size))
+    shapes = split_points(network, form.zeros(1))
     if not shapes:
         raise UserError(f"network '{text}': cannot be cut; no point in it passes a single tensor")
     rows = [[point, " x ".join(map(str, shape)), math.prod(shape)] for point, shape in shapes.items()]

@@ -29,7 +29,7 @@ PACKAGES = {  # the name for pip, and the name for Python
 HINTS = {"ray": "; engine.name=inline works"}
 GIB = 2**30
 DOMAIN, ABSENT, DOWNLOAD = "domain ", "not available: nothing at ", "data.download=true"  # texts of clients.data.domains
-FEWEST = 3  # this many absent domains share one line
+MIN_GROUPED = 3  # this many absent domains share one line
 PATIENCE = 120.0  # seconds; the layer needs less than one
 NARROW = """
 import torch
@@ -78,7 +78,7 @@ def doctor_table(findings: list[Finding]) -> Table:
 def _together(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings, with a single one for all absent domains."""
     absent = [finding for finding in findings if finding[0].startswith(DOMAIN) and finding[1].startswith(ABSENT)]
-    if len(absent) < FEWEST:
+    if len(absent) < MIN_GROUPED:
         return list(findings)
     names = [what.removeprefix(DOMAIN) for what, _, _ in absent]
     never = [what.removeprefix(DOMAIN) for what, finding, _ in absent if not finding.endswith(DOWNLOAD)]

@@ -21,7 +21,16 @@ EVALUATION_BATCH = 500
 
 @dataclass(frozen=True)
 class Task:
-    """Images of a domain, resized to size x size. `samples`: of the training part; 0: all."""
+    """Images of a domain, resized to size x size.
+
+    Attributes:
+        domain: The domain.
+        size: Pixels of an image's side.
+        grey: Whether the images are grey.
+        samples: The number of training images; 0: all.
+        root: The data folder; "": the default one.
+        seed: The seed by which images are drawn.
+    """
 
     domain: str
     size: int

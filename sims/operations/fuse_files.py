@@ -27,11 +27,15 @@ from fedloom.sims.report.tables import Table, percent
 
 @dataclass(frozen=True)
 class FusionOrder:
-    """What `fuse_files` makes.
+    """The network to make from networks in files.
 
-    `into`, `depth`: the file (its name or its number: 1, 2, ...) that sets the widths, and the one that sets the layers.
-    `weights`: of the networks in the average; None: equal, or with `search` the best ones on validation images.
-    `labels`: the domain on whose images accuracy is measured.
+    Attributes:
+        into: The file (its name, or its number from 1) that sets the widths.
+        depth: The file that sets the layers; "": the same as `into`.
+        out: The file to write.
+        weights: The networks' weights in the average; None: equal, or with `search` the best ones.
+        search: Whether to search for the best weights on validation images.
+        labels: The domain on whose images to measure accuracy; "": none.
     """
 
     into: str
@@ -58,7 +62,8 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     fused_by = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
     measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
     weights, fused = _fused(fused_by, measured, order, len(networks))
-    named = replace(names[depth], classes=len(fused.classes) or names[depth].classes)
+    form = names[depth].form
+    named = replace(names[depth], form=replace(form, outputs=len(fused.classes) or form.outputs))
     save_network(order.out, fused.network, _name(fused.network, named, names[into]))
     tables = [_made(fused, settings, files), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.search:
@@ -125,8 +130,8 @@ def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkN
 
 def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: str) -> None:
     for path, name in zip(paths, names, strict=True):
-        if name.classes != find(domain).classes:
-            raise UserError(f"{path}: has {name.classes} outputs, but --labels {domain} has {find(domain).classes} classes; "
+        if (outputs := name.form.outputs) != find(domain).classes:
+            raise UserError(f"{path}: has {outputs} outputs, but --labels {domain} has {find(domain).classes} classes; "
                             "name the outputs of each network with --classes, or leave --labels out")  # fmt: skip
 
 

@@ -9,21 +9,29 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fedloom.clients.data.domains import find
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.networks import NetworkName, load_network, parse_name
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
 from fedloom.sims.operations.domain_task import Task, probe_set
 
-LONGEST = 200  # bytes of a file's name; temporary names are longer
+MAX_NAME_BYTES = 200  # bytes of a file's name; temporary names are longer
 
 
 @dataclass(frozen=True)
 class NetworkFiles:
-    """Networks in files, and the images for them.
+    """Networks in files, and the images on which to compare their layers.
 
-    `names`: the network in each file; '' where the file says it. `domain`, `samples`: the images on which layers are
-    compared. `classes`: for each network the names of its outputs, separated by commas; empty: the domain's classes.
+    Attributes:
+        paths: The files.
+        names: The network in each file; "" if the file names it.
+        domain: The domain of the images.
+        samples: The number of images.
+        size: Pixels of an image's side.
+        grey: Whether the images are grey.
+        root: The data folder; "": $FEDLOOM_DATA, or ./data.
+        classes: For each network, the names of its outputs, separated by commas; empty: the domain's classes.
     """
 
     paths: Sequence[Path]
@@ -48,21 +56,23 @@ class NetworkFiles:
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
         counts = [len(names) for names in named] if named else [classes] * len(self.paths)
-        stated = [parse_name(name, channels, self.size, outputs) if name else None
+        stated = [parse_name(name, Form.images(channels, self.size, outputs)) if name else None
                   for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
         with under_way("reading the networks"):
             loaded = [load_network(path, name) for path, name in zip_longest(self.paths, stated)]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
         for path, name in zip(self.paths, names, strict=True):
-            if (name.channels, name.size) != (names[0].channels, names[0].size):
-                raise UserError(f"{path}: is for {name.channels} x {name.size} x {name.size} images, {self.paths[0]} for "
-                                f"{names[0].channels} x {names[0].size} x {names[0].size}")  # fmt: skip
+            name.form.takes(IMAGE, what=str(path))
+            if name.form.shape != names[0].form.shape:
+                raise UserError(f"{path}: is for {name.form}, {self.paths[0]} for {names[0].form}")
+            if name.form.height != name.form.width or name.form.channels not in (1, 3):
+                raise UserError(f"{path}: is for {name.form}; takes a network for square images of 1 or 3 channels")
         with under_way(f"reading images of {self.domain}"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
         """Return the task with a domain's images in the size and channels that the network takes."""
-        return Task(domain or self.domain, name.size, name.channels == 1, root=self.root)
+        return Task(domain or self.domain, name.form.height, name.form.channels == 1, root=self.root)
 
     def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
         """Return a network that answers in the domain's classes. `own`: the names of its outputs.
@@ -86,7 +96,13 @@ def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()
         raise UserError(f"--out: {out} is not a path of a file; name a new file")
     if any(out.resolve() == path.resolve() for path in taken):
         raise UserError(f"--out: {out} is one of the networks to fuse; choose another name")
-    if not os.access(out.parent, os.W_OK) or len(os.fsencode(out.name)) > LONGEST or Path("/proc") in out.resolve().parents:
-        raise UserError(f"--out: {out} cannot be written; choose another folder, and a name of at most {LONGEST} bytes")
+    if (
+        not os.access(out.parent, os.W_OK)
+        or len(os.fsencode(out.name)) > MAX_NAME_BYTES
+        or Path("/proc") in out.resolve().parents
+    ):
+        raise UserError(
+            f"--out: {out} cannot be written; choose another folder, and a name of at most {MAX_NAME_BYTES} bytes"
+        )
     if endings and out.suffix not in endings:
         raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")

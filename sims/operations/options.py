@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.objectives import OBJECTIVES, Objective
+from fedloom.clients.training.loss import LOSSES
 from fedloom.clients.training.optimizers import OPTIMIZERS
 from fedloom.clients.training.schedules import SCHEDULES
 from fedloom.conf.errors import UserError, unknown
@@ -24,6 +25,7 @@ from fedloom.sims.tracking import TRACKERS
 NAMED: Mapping[str, Registry[Any]] = {
     "network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES,
     "training.optimizer": OPTIMIZERS, "training.schedule": SCHEDULES,
+    "training.loss": LOSSES,
     "tracking": TRACKERS,
 }  # fmt: skip
 SHOWN = ("network", "objective", "strategy")  # shown with all their options

@@ -10,7 +10,7 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.sims.engines import SIMULATED
-from fedloom.sims.federation.machines import nodes, registered
+from fedloom.sims.federation.machines import registered
 from fedloom.sims.federation.plan import KEYS, server_of
 from fedloom.sims.federation.programs import running
 
@@ -70,5 +70,12 @@ def _refuse_node(address: str, site: str, node: int, bound: Mapping[str, int]) -
         reason = f"belongs to '{known[str(node)]}'" if str(node) in known else "belongs to no site"
         now = next((id for id, name in known.items() if name == site), "none")
         raise UserError(f"--node: node {node} {reason} in {address}; the node of '{site}' is {now}")
-    if not known and running(server) and str(node) not in (ids := [bound_node["node-id"] for bound_node in nodes(server)]):
+    if not known and running(server) and str(node) not in (ids := _ids(server)):
         raise UserError(f"--node: {address} has no node {node} (there: {', '.join(ids)})")
+
+
+def _ids(server: Path) -> list[str]:
+    """Return the ids of the nodes that the SuperLink of a server's folder knows."""
+    from fedloom.sims.federation.control import nodes
+
+    return list(nodes(server))

@@ -1,10 +1,9 @@
 """Measure every head of a run on every extractor, and save one pair as a network."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
-from fedloom.clients.data import class_things, label
+from fedloom.clients.data import class_meanings, label
 from fedloom.clients.networks import Architecture, Model, architecture_of, save_network
 from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
@@ -18,7 +17,7 @@ from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import View
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.server.strategies.components.classes import Kinds
+from fedloom.server.strategies.components.classes import SiteClasses
 from fedloom.server.strategies.components.recombination import Recombining
 from fedloom.sims.operations.compose import check_out, name_of
 from fedloom.sims.report.canvas import save
@@ -80,7 +79,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
             lambda: _pair(TrainingRun(config, RunFolder(run), ledger, evaluator).state, sites[giver], sites[taker])
         )
     if has_data(config):
-        model = evaluator.settled(model)
+        model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     if any(name.endswith("running_mean") for name in model.state):
         rows.append(["BatchNorm's statistics", STATISTICS[config.evaluation.statistics]])
@@ -88,7 +87,17 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
 
 
 def recombined(extractor: State, head: State, architecture: Architecture, misfit: str) -> State:
-    """Return the state of a network of these parts. Raises UserError, which starts with `misfit`, for wrong shapes."""
+    """Return the state of a network made of an extractor and a head.
+
+    Args:
+        extractor: The extractor's tensors.
+        head: The head's tensors.
+        architecture: The architecture of the network.
+        misfit: The start of the error's message.
+
+    Raises:
+        UserError: A tensor's shape does not fit the architecture.
+    """
     state = {**extractor, **head}
     wanted = architecture.build().state_dict()
     for name in {**wanted, **state}:
@@ -106,7 +115,7 @@ def _pair(aggregation: ServerState, giver: Site, taker: Site) -> tuple[Model, li
         raise UserError(f"strategy '{name}' stores no components of sites; use a run of head_transfer")
     head = _published(strategy, view, giver, HEAD)
     extractor = _published(strategy, view, taker, EXTRACTOR)
-    architecture = replace(architecture_of(config, taker), classes=architecture_of(config, giver).classes)
+    architecture = architecture_of(config, taker).with_outputs(architecture_of(config, giver).outputs)
     misfit = f"{giver.name}'s head does not fit {taker.name}'s extractor"
     model = Model(architecture, recombined(extractor, head, architecture, misfit), (label(taker.spec),))
     rows: list[list[Cell]] = [
@@ -126,8 +135,8 @@ def _published(strategy: Recombining, view: View, site: Site, prefix: str) -> St
 
 def _classes(config: Config, site: Site) -> str:
     """Return the names of the classes of a head; numbers where classes have no names."""
-    things = {site.name: class_things(site.spec) if has_data(config) else ()}
-    names = Kinds.of(resolve(config), [site], things, ()).names[site.name]
+    meanings = {site.name: class_meanings(site.spec) if has_data(config) else ()}
+    names = SiteClasses.from_reports(resolve(config), [site], meanings, ()).names[site.name]
     return ", ".join(name for name in names if name is not None)
 
 

@@ -32,10 +32,17 @@ from fedloom.sims.tracking import Tracking, trackable
 
 @dataclass(frozen=True)
 class UnlearningRequest:
-    """A request to forget sites.
+    """A request to forget sites: the options of `fedloom unlearn`.
 
-    `id`: empty for a new one. `repair`: rounds of training after the subtraction. `without_data`: forget even if the images
-    for measuring are missing; the certificate then has no accuracies. The other options are those of `fedloom unlearn`.
+    Attributes:
+        sites: The sites to forget.
+        id: The request's id; "": a new one.
+        reason: The reason, for the certificate.
+        repair: Rounds of training after the subtraction.
+        retrain: Whether to train a network without the sites, for comparison.
+        rollback: Whether to go back to before the sites participated, and train again.
+        recalibrate: Whether to compute a new head from the other sites' statistics.
+        without_data: Forget even if the images for measuring are missing. The certificate then has no accuracies.
     """
 
     sites: Sequence[str]

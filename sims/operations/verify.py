@@ -38,7 +38,7 @@ def verify_certificate(
         with Ledger.open(path, server=False) as ledger:
             findings += verify(certificate, ledger)
             findings += verify_accuracy(certificate, ledger, lambda: _measured_now(config, path, ledger))
-    rows = [[finding.what, finding.verdict, finding.told] for finding in findings]
+    rows = [[finding.what, finding.verdict, finding.reason] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"
     return Verification(Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good)

@@ -16,7 +16,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from fedloom.conf.formatting import count
-from fedloom.conf.progress import heard
+from fedloom.conf.progress import progress_to
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema
 from fedloom.server.run_folder.scores import first_metric, headline
@@ -36,7 +36,7 @@ class Watcher(Silent):
         self._hears = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._hears.enter_context(heard(self.step))
+        self._hears.enter_context(progress_to(self.step))
         return self
 
     def __exit__(self, *error: object) -> None:

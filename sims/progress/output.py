@@ -8,7 +8,11 @@ from typing import Any, TextIO, cast
 
 
 class Lenient:
-    """A text stream that raises no error. `fault`: why writing failed (full disk, ...); empty if the reader closed it."""
+    """A text stream whose errors do not stop the program.
+
+    Attributes:
+        fault: Why writing failed, such as a full disk; "" if it did not, or if the reader closed the pipe.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._gone, self.fault = stream, False, ""
@@ -67,6 +71,9 @@ def make_lenient() -> None:
 
 
 def fault() -> str:
-    """Return why stdout is incomplete; empty if it is complete, or if its reader closed it."""
+    """Return why writing to stdout failed, such as a full disk; "" if nothing failed.
+
+    A reader that closed the pipe early (`| head`) is not a failure.
+    """
     sys.stdout.flush()
     return getattr(sys.stdout, "fault", "")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fedloom.conf.progress import heard
+from fedloom.conf.progress import progress_to
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -25,13 +25,13 @@ def steps_shown(quiet: bool = False) -> Iterator[None]:
     """Show each long step (conf.progress) of the code inside the context, in the same way as `waiting`."""
     with _lines(quiet) as progress:
 
-        def hears(what: str, done: int, of: int) -> None:
+        def report(what: str, done: int, of: int) -> None:
             for task in progress.task_ids if done in (0, of) else ():
                 progress.remove_task(task)
             if done == 0:
                 progress.add_task(what)
 
-        with heard(hears):
+        with progress_to(report):
             yield
 
 

@@ -33,7 +33,15 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def new_panels(width: float, height: float, down: int, across: int, used: int = 0, **shared: Any) -> tuple[Figure, Any]:
-    """Return a Figure in inches with a grid of Axes, `down` x `across`. Only the first `used` ones show (0: all)."""
+    """Return a figure with a grid of axes.
+
+    Args:
+        width: Inches.
+        height: Inches.
+        down: The number of rows.
+        across: The number of columns.
+        used: Only this number of axes are visible; 0: all.
+    """
     figure = _blank(width, height)
     panels = figure.subplots(down, across, squeeze=False, **shared)
     for panel in list(panels.flat)[used:] if used else ():
@@ -130,7 +138,15 @@ def short(label: str, room: int = 24) -> str:
 
 
 def write_numbers(axes: Axes, grid: Grid, reach: float, form: str, unit: float = 100.0) -> None:
-    """Write the cells' values times `unit`, in the format `form`, into a heat map. `reach`: the darkest colour's value."""
+    """Write the values of a heat map's cells, times `unit`.
+
+    Args:
+        axes: The axes of the heat map.
+        grid: The values, shares or other numbers.
+        reach: The value of the darkest colour. Text on dark cells is white.
+        form: The format of a number, such as ".1f".
+        unit: 100 for per cent.
+    """
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             colour = "white" if abs(value) > 0.6 * reach else INK

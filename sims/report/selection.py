@@ -22,11 +22,14 @@ Series = Sequence[float | None]  # a value per round; None where nothing was mea
 
 @dataclass(frozen=True)
 class Chosen:
-    """The layers that a site shares, and its accuracy.
+    """The layers that one site shares, and its accuracy.
 
-    `configuration`: a digit per group of layers from the input on, 1: shared. `shared`: for each round, the probability
-    that each group is shared. `accuracy`: for each round, with the shared parameters of that round. `rounds`: those in
-    which the site trained.
+    Attributes:
+        site: The site's name.
+        configuration: A digit for each group of layers, from the input on; 1: shared.
+        shared: For each round, the probability that each group is shared.
+        accuracy: For each round, the accuracy with the shared parameters of that round.
+        rounds: The rounds in which the site trained.
     """
 
     site: str
@@ -58,7 +61,15 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Selection:
-    """A method's result by site. `groups`: lists of layers. `bytes`: sent by a site in a round; `fedavg_bytes`: FedAvg's."""
+    """The layers that the sites of a method share.
+
+    Attributes:
+        method: The method's name.
+        groups: The names of the layers in each group.
+        sites: The result of each site.
+        bytes: The bytes that a site sends in a round.
+        fedavg_bytes: The bytes that it would send with FedAvg.
+    """
 
     method: str
     groups: Sequence[Sequence[str]]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 40  # sites in the picture of classes
 MOST_CLASSES = 50  # named on an axis
 FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10 %
-LONGEST, ROOM = 60, 18  # characters of a class's name: in a table, on an axis
-LARGEST = 260.0  # area of the largest dot
+MAX_NAME_IN_TABLE, MAX_NAME_ON_AXIS = 60, 18  # characters of a class's name: in a table, on an axis
+MAX_DOT_AREA = 260.0  # area of the largest dot
 
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -63,7 +63,7 @@ def classes_table(summary: Mapping[str, Any]) -> list[Table]:
     networks = {name: result["classes"] for name, result in at_home(summary).items() if result["classes"]}
     numbers = sorted({number for classes in networks.values() for number in classes}, key=int)
     names = summary.get("class_names") or {}
-    rows = [[number, *([shortened(names.get(number, "-"), LONGEST)] if names else []),
+    rows = [[number, *([shortened(names.get(number, "-"), MAX_NAME_IN_TABLE)] if names else []),
              *(percent(_share(classes.get(number))) for classes in networks.values())] for number in numbers]  # fmt: skip
     kept, note = cut(rows, "classes")
     return [Table("Class by class", ["class", *(["name"] if names else []), *networks], kept, note)] if networks else []
@@ -106,7 +106,7 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
     figure, axes = new_figure(max(5.0, min(14.0, 2.4 + 0.34 * len(classes))), max(3.0, 1.7 + 0.22 * len(shown)))
     dots = [(index, int(name), number) for index, site in enumerate(shown) for name, number in counts[site].items()]
     axes.scatter([name for _, name, _ in dots], [index for index, *_ in dots], color=PALETTE[0], alpha=0.75, linewidth=0,
-                 s=[max(1.0, LARGEST * number / most) for *_, number in dots])  # fmt: skip
+                 s=[max(1.0, MAX_DOT_AREA * number / most) for *_, number in dots])  # fmt: skip
     axes.set_yticks(range(len(shown)), [short(site) for site in shown])
     axes.set_ylim(len(shown) - 0.3, -0.7)
     if len(classes) <= MOST_CLASSES:
@@ -131,7 +131,7 @@ def _name_classes(axes: Axes, summary: Mapping[str, Any], classes: list[int]) ->
     """Label classes by name, if they have names and these fit."""
     names = summary.get("class_names") or {}
     if names and len(classes) <= MOST_CLASSES:
-        axes.set_xticks(classes, [short(names.get(str(number), str(number)), ROOM) for number in classes],
+        axes.set_xticks(classes, [short(names.get(str(number), str(number)), MAX_NAME_ON_AXIS) for number in classes],
                         rotation=35, ha="right", rotation_mode="anchor")  # fmt: skip
 
 

@@ -182,7 +182,11 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 class Holders:
-    """Which sites hold which domain, from a summary. Build it once per summary: there may be many sites."""
+    """Which sites of a run have which domain. Build it once for each summary, because there may be many sites.
+
+    Attributes:
+        home: The domain of each site, by the site's name.
+    """
 
     def __init__(self, summary: Mapping[str, Any]) -> None:
         self.home = homes(summary)
@@ -192,16 +196,24 @@ class Holders:
             self._sites.setdefault(domain, []).append(site)
 
     def others(self, site: str) -> list[str]:
-        """Return the other sites that hold the domain of `site`."""
+        """Return the other sites with the same domain as `site`."""
         return [name for name in self._sites.get(self.home.get(site, ""), []) if name != site]
 
     def retained(self, site: str) -> list[str]:
-        """Return the domains that the federation still holds without `site`."""
+        """Return the domains that remain in the federation without `site`: all, except one that only `site` has."""
         lost = None if self.others(site) else self.home.get(site)
         return [name for name in self._domains if name != lost]
 
     def retained_mean(self, scores: Mapping[str, float], site: str) -> float | None:
-        """Return the mean of `scores` over the domains retained without `site`."""
+        """Return the mean accuracy on the domains that remain in the federation without `site` (see `retained`).
+
+        Args:
+            scores: The accuracy on each domain.
+            site: The site to leave out.
+
+        Returns:
+            The mean; None if no remaining domain has a score.
+        """
         return mean([scores.get(name) for name in self.retained(site)])
 
 

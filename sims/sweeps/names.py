@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-LONGEST = 40  # letters of a value in a name
+MAX_VALUE = 40  # letters of a value in a name
 _ODD = re.compile(r"[^A-Za-z0-9.+_-]")
 
 
@@ -28,7 +28,7 @@ def text_of(value: Any) -> str:
 def part_of_name(value: Any) -> str:
     """Return a value as a part of a folder's name. If characters are dropped, a digest keeps the name unique."""
     text = text_of(value)
-    plain = _ODD.sub("_", text)[:LONGEST]
+    plain = _ODD.sub("_", text)[:MAX_VALUE]
     return plain if plain == text else f"{plain}~{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
@@ -39,4 +39,4 @@ def label_of(values: Mapping[str, Any]) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"

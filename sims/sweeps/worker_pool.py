@@ -69,10 +69,16 @@ def this_machine() -> tuple[list[int], list[str]]:
 
 
 class WorkerProcess:
-    """One process and its current run. `told` and `said` receive its lines of stdout (at the end None) and stderr."""
+    """One process and its current run.
+
+    `on_stdout` receives each line of its stdout, and None at the end; `on_stderr` each line of its stderr.
+    """
 
     def __init__(
-        self, part: Part, told: Callable[["WorkerProcess", str | None], None], said: Callable[["WorkerProcess", str], None]
+        self,
+        part: Part,
+        on_stdout: Callable[["WorkerProcess", str | None], None],
+        on_stderr: Callable[["WorkerProcess", str], None],
     ) -> None:
         self.part = part
         self.task: Planned | None = None
@@ -88,14 +94,14 @@ class WorkerProcess:
             env=_environment(part),
             start_new_session=True,
         )
-        for stream, heard in ((self._process.stdout, told), (self._process.stderr, said)):
-            threading.Thread(target=self._hear, args=[stream, heard], daemon=True).start()
+        for stream, callback in ((self._process.stdout, on_stdout), (self._process.stderr, on_stderr)):
+            threading.Thread(target=self._read_lines, args=[stream, callback], daemon=True).start()
 
-    def _hear(self, stream: Any, heard: Callable[["WorkerProcess", Any], None]) -> None:
+    def _read_lines(self, stream: Any, callback: Callable[["WorkerProcess", Any], None]) -> None:
         for line in stream:
-            heard(self, line)
+            callback(self, line)
         if stream is self._process.stdout:
-            heard(self, None)
+            callback(self, None)
 
     def give(self, task: Planned, listener: Watcher) -> None:
         """Start a run in the process. `listener` receives its events."""

@@ -19,7 +19,10 @@ FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 class Part:
     """A part of a run whose rounds start at 1: the run's method, a baseline, or a retrained network.
 
-    `name`: its folder within the run's folder, such as baselines/fedavg, or MAIN. `id`: changes after each rollback.
+    Attributes:
+        name: Its folder within the run's folder, such as baselines/fedavg; MAIN for the run's method.
+        id: Its id for the tracker, which changes after each rollback.
+        committed: Its last committed round.
     """
 
     name: str
@@ -28,7 +31,11 @@ class Part:
 
 
 class Line(ABC):
-    """A tracker's record of one `Part` of a run. `written`: the last round that it contains."""
+    """A tracker's record of one `Part` of a run.
+
+    Attributes:
+        written: The last round that it contains.
+    """
 
     written = 0
 
@@ -53,7 +60,7 @@ class Writer(ABC):
 
     @abstractmethod
     def begin(self, part: Part) -> Line:
-        """Return a new `Line` for a part, or the one that an earlier process began."""
+        """Return a `Line` that records this part: a new one, or the one that an earlier process of the run began."""
 
     @abstractmethod
     def results(self, results: Results) -> None:

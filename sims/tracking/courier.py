@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.sims.tracking.base import Writer
 
 MOST_WAITING = 10_000  # a tracker may be so many rounds behind
@@ -53,4 +53,4 @@ class Courier:
                 call, arguments = self._waiting.get()
                 getattr(writer, call)(*arguments)
         except BaseException as error:  # only the main thread is interrupted: any interruption here comes from the tracker
-            self.failure = self.failure or told(error)
+            self.failure = self.failure or error_summary(error)

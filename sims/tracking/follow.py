@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import told
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.listener import Silent
@@ -145,5 +145,5 @@ class Tracking(Silent):
             step()
         except Exception as error:
             for courier in self._couriers:
-                courier.failure = courier.failure or told(error)
+                courier.failure = courier.failure or error_summary(error)
             self._news()

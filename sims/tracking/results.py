@@ -16,10 +16,15 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a run.
+    """The results of a run, for trackers.
 
-    `round`: the last round. `numbers`: the first metric by names such as test/sum/union, others as test/auroc/sum/union.
-    `digest`: SHA-256 of the final states. `files`: the configuration and the report.
+    Attributes:
+        round: The last round.
+        numbers: The first metric by names such as test/sum/union, others as test/auroc/sum/union.
+        tables: The tables of the report.
+        pictures: The files of the plots.
+        digest: SHA-256 of the final states, by slot.
+        files: The configuration and the report.
     """
 
     round: int

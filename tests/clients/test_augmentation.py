@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import site_images, to_float
+from fedloom.clients.data import Form, site_images, to_float
 from fedloom.clients.objectives import resolve
 from fedloom.clients.training.augmentation import augmentation_of, check_augmentation
 from fedloom.clients.training.learner import batches
@@ -107,5 +107,5 @@ def test_sections_inside_sections_and_torchvisions_own_kinds_of_options():
 )  # fmt: skip
 def test_what_cannot_be_done_to_the_images_is_told_in_one_line(augment: list[Any], line: str):
     with pytest.raises(UserError, match=line) as caught:
-        check_augmentation(augmentation_of(TrainingConfig(augment=augment)), 1, 8)
+        check_augmentation(augmentation_of(TrainingConfig(augment=augment)), Form.images(1, 8, 10))
     assert "\n" not in str(caught.value)

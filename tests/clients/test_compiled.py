@@ -12,6 +12,7 @@ from fedloom.clients.objectives import Task, objective_of, resolve, state_of
 from fedloom.clients.protocol.messages import MEAN
 from fedloom.clients.training.compiled import compiled_loss
 from fedloom.clients.training.learner import learn
+from fedloom.clients.training.loss import CrossEntropy
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
@@ -76,7 +77,9 @@ def test_where_nothing_can_be_compiled_the_line_says_what_to_do(monkeypatch: pyt
     with pytest.raises(
         UserError, match=r"engine\.compile: torch.compile failed \(No working C\+\+ compiler found\)\. Install"
     ):
-        compiled_loss(small, 0, 2)(dict(small.named_parameters()), torch.zeros(3, 1, 2, 2), torch.zeros(3).long())
+        compiled_loss(small, 0, 2, CrossEntropy())(
+            dict(small.named_parameters()), torch.zeros(3, 1, 2, 2), torch.zeros(3).long()
+        )
 
 
 def test_sites_trained_as_one_are_not_compiled(tmp_path):

@@ -8,7 +8,7 @@ from torchvision.transforms.functional import rotate as torchvision_rotate
 from fedloom.clients import data
 from fedloom.clients.data.cache import ImageCache
 from fedloom.clients.data.images import Images
-from fedloom.clients.data.transforms import render, rotate
+from fedloom.clients.data.transforms import Change, render, rotate
 from fedloom.conf.randomness import generator, torch_generator
 
 
@@ -59,16 +59,16 @@ def pixels() -> np.ndarray:
 
 def test_render_without_changes_is_the_identity(pixels: np.ndarray) -> None:
     for rotation in (0.0, 360.0, -360.0):
-        assert np.array_equal(render(pixels, 16, True, rotation)[:, 0], pixels)
+        assert np.array_equal(render(pixels, Change((16, 16), True, rotation))[:, 0], pixels)
 
 
 @pytest.mark.parametrize("size", [15, 16])
 def test_quarter_turns_are_exact_and_counter_clockwise(pixels: np.ndarray, size: int) -> None:
     square = np.ascontiguousarray(pixels[:, :size, :size])
-    turned = render(square, size, True, 90.0)[:, 0]
+    turned = render(square, Change((size, size), True, 90.0))[:, 0]
     assert np.array_equal(turned, np.rot90(square, 1, (1, 2)))
     for _ in range(3):
-        turned = render(turned.numpy(), size, True, 90.0)[:, 0]
+        turned = render(turned.numpy(), Change((size, size), True, 90.0))[:, 0]
     assert np.array_equal(turned, square)
 
 
@@ -83,22 +83,22 @@ def test_rotation_agrees_with_torchvision(pixels: np.ndarray, degrees: float) ->
 
 
 def test_inversion_twice_is_the_identity_and_comes_after_rotation(pixels: np.ndarray) -> None:
-    once = render(pixels, 16, True, invert=True)[:, 0]
+    once = render(pixels, Change((16, 16), True, invert=True))[:, 0]
     assert np.array_equal(once, 255 - pixels)
-    assert np.array_equal(render(once.numpy(), 16, True, invert=True)[:, 0], pixels)
-    corner = render(np.full((1, 16, 16), 9, np.uint8), 16, True, 45.0, invert=True)[0, 0, 0, 0]
+    assert np.array_equal(render(once.numpy(), Change((16, 16), True, invert=True))[:, 0], pixels)
+    corner = render(np.full((1, 16, 16), 9, np.uint8), Change((16, 16), True, 45.0, invert=True))[0, 0, 0, 0]
     assert corner == 255  # a background of 0 fills the corners, then it is inverted
 
 
 def test_channels_and_sizes(pixels: np.ndarray) -> None:
     coloured = np.repeat(pixels[..., None], 3, axis=-1)
-    assert np.array_equal(render(coloured, 16, True)[:, 0], pixels)
-    assert np.array_equal(render(coloured, 16, False), coloured.transpose(0, 3, 1, 2))
-    assert torch.equal(render(pixels, 16, False), render(coloured, 16, False))
+    assert np.array_equal(render(coloured, Change((16, 16), True))[:, 0], pixels)
+    assert np.array_equal(render(coloured, Change((16, 16), False)), coloured.transpose(0, 3, 1, 2))
+    assert torch.equal(render(pixels, Change((16, 16), False)), render(coloured, Change((16, 16), False)))
     red = np.zeros((1, 4, 4, 3), np.uint8)
     red[..., 0] = 255
-    assert (render(red, 4, True) == round(0.299 * 255)).all()
+    assert (render(red, Change((4, 4), True)) == round(0.299 * 255)).all()
     for size in (8, 28):
-        assert render(pixels, size, True).shape == (7, 1, size, size)
-        assert (render(np.full_like(pixels, 77), size, True) == 77).all()
-    assert render(pixels[:0], 8, False, 10.0).shape == (0, 3, 8, 8)
+        assert render(pixels, Change((size, size), True)).shape == (7, 1, size, size)
+        assert (render(np.full_like(pixels, 77), Change((size, size), True)) == 77).all()
+    assert render(pixels[:0], Change((8, 8), False, 10.0)).shape == (0, 3, 8, 8)

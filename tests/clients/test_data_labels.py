@@ -80,7 +80,7 @@ def test_the_domain_may_name_its_columns(tmp_path: Path):
     assert classes(f"{domain}?label=fine_label&image=photo") == (4, tuple("abcd"))
     for query, message in {
         "?image=mask&label=fine": r"has no column 'fine' in all; has photo, mask, fine_label, coarse_label",
-        "?labels=fine_label": r"unknown key 'labels'; takes \?image=COLUMN&label=COLUMN",
+        "?labels=fine_label": r"unknown key 'labels'; takes \?image=&label=&inputs=&task=",
     }.items():
         with pytest.raises(UserError, match=message):
             classes(domain + query)
@@ -114,7 +114,7 @@ def of(path: Path, y: Any) -> int:
     np.arange(60) * 1000,
 ])  # fmt: skip
 def test_a_target_that_differs_from_image_to_image_is_no_class(tmp_path: Path, y: np.ndarray):
-    with pytest.raises(UserError, match=r"has \d+ different labels for \d+ images, nearly one per image; takes classes"):
+    with pytest.raises(UserError, match=r"has \d+ different labels for \d+ examples, nearly one per example. Write \?task="):
         of(tmp_path / "a.npz", y)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, initialise
 from fedloom.clients.networks.exits import ExitNetwork
 from fedloom.conf.errors import UserError
@@ -18,7 +19,7 @@ def _one_thread():
 
 def built(of: dict, after: tuple[int, ...] = (), depth: int = 0, channels: int = 3) -> ExitNetwork:
     network = NETWORKS.build({"name": "exits", "of": of, "after": list(after), "depth": depth}, "network").empty(
-        channels, 16, 7
+        Form.images(channels, 16, 7)
     )
     assert isinstance(network, ExitNetwork)
     initialise(network, torch.Generator().manual_seed(0))
@@ -62,7 +63,7 @@ def test_a_network_of_less_depth_is_a_prefix(of, after, exits):
 
 def test_an_exit_at_the_end_alone_is_the_network_itself():
     of = {"name": "resnet10", "width": 0.125}
-    plain = NETWORKS.build(of, "network").empty(3, 16, 7).eval()
+    plain = NETWORKS.build(of, "network").empty(Form.images(3, 16, 7)).eval()
     network = built(of, (4,))
     state = dict(zip(plain.state_dict(), network.state_dict().values(), strict=True))
     plain.load_state_dict(state)
@@ -80,4 +81,4 @@ def test_an_exit_at_the_end_alone_is_the_network_itself():
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(options, told):
     with pytest.raises(UserError, match=re.escape(told)):
-        NETWORKS.build({"name": "exits", **options}, "network").empty(3, 16, 7)
+        NETWORKS.build({"name": "exits", **options}, "network").empty(Form.images(3, 16, 7))

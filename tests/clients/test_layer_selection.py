@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import functional_call
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, Architecture, Network, initialise
 from fedloom.clients.objectives.layer_selection.configurations import Configuration, every, named
 from fedloom.clients.objectives.layer_selection.layers import Layers, grouped
@@ -42,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def built(section: dict[str, Any], seed: int = 0) -> Network:
-    network = NETWORKS.build(section, "network").empty(1, 8, 3)
+    network = NETWORKS.build(section, "network").empty(Form.images(1, 8, 3))
     initialise(network, torch_generator(seed, "network"))
     return network.double()
 
@@ -61,7 +62,7 @@ def drawn(layers: Layers, network: Network, kind: str) -> dict[str, Tensor]:
 def layers(section: dict[str, Any], sizes: list[int], learner: str = "hps") -> Layers:
     import json
 
-    architecture = Architecture(json.dumps(section), 1, 8, 3)
+    architecture = Architecture(json.dumps(section), Form.images(1, 8, 3))
     return grouped(architecture, (), tuple(sizes), BASE_LEARNERS.build({"name": learner}, ""), 10)
 
 

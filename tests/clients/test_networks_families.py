@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, initialise, parameter_count, parse_name
 
 SLIM = [
@@ -30,7 +31,7 @@ def _one_thread():
 
 def network(text: str, channels: int = 3, size: int = 32, seed: int = 0) -> nn.Module:
     """The named network with 7 classes, initialised by the seed."""
-    built = parse_name(text, channels, size, 7).build()
+    built = parse_name(text, Form.images(channels, size, 7)).build()
     initialise(built, torch.Generator().manual_seed(seed))
     return built
 
@@ -129,7 +130,7 @@ def test_plain_networks_keep_their_names_and_their_draw(text, names, first, last
 )
 def test_sizes_are_those_of_the_papers(text, millions):
     with torch.device("meta"):
-        built = parse_name(text, 3, 32, 10).build()
+        built = parse_name(text, Form.images(3, 32, 10)).build()
     assert parameter_count(built) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
@@ -173,7 +174,7 @@ def test_other_sizes_and_channels(text, channels, size):
 
 @pytest.mark.parametrize("text", ["vgg11:norm=batch", "vgg11:norm=none"])
 def test_only_groupnorm_asks_for_groups_that_divide(text):
-    assert isinstance(parse_name(f"{text},width=0.3", 3, 32, 7).build(), nn.Module)
+    assert isinstance(parse_name(f"{text},width=0.3", Form.images(3, 32, 7)).build(), nn.Module)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +194,14 @@ def test_only_groupnorm_asks_for_groups_that_divide(text):
 )
 def test_options_that_cannot_be_are_refused_by_their_key(text, size, line):
     with pytest.raises(ValueError, match=line) as caught:
-        parse_name(text, 3, size, 7).build()
+        parse_name(text, Form.images(3, size, 7)).build()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["channels", "size", "classes"])
-def test_nothing_is_built_for_no_channels_pixels_or_classes(key):
-    numbers = {"channels": 3, "size": 32, "classes": 7, key: 0}
-    with pytest.raises(ValueError, match=f"{key}: got 0, takes a number of at least 1"):
-        NetworkName("conv6", {}, **numbers).build()
+@pytest.mark.parametrize(
+    ("numbers", "line"),
+    [((0, 32, 7), "shape: got 0 x 32 x 32"), ((3, 0, 7), "shape: got 3 x 0 x 0"), ((3, 32, 0), "outputs: got 0")],
+)
+def test_nothing_is_built_for_no_channels_pixels_or_outputs(numbers, line):
+    with pytest.raises(ValueError, match=f"{line}, takes numbers of at least 1"):
+        NetworkName("conv6", {}, Form.images(*numbers)).build()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import read_metadata, read_state, write_state
 from fedloom.conf import UserError
@@ -24,10 +25,10 @@ def _one_thread():
 
 def saved(path: Path, text: str = "conv6:norm=batch", **changes: torch.Tensor) -> NetworkName:
     """A file of the named network, some tensors changed."""
-    name = parse_name(text, 3, 32, 7)
+    name = parse_name(text, Form.images(3, 32, 7))
     network = name.build()
     initialise(network, torch.Generator().manual_seed(0))
-    write_state(path, {**network.state_dict(), **changes}, built_as=json.dumps(vars(name)))
+    write_state(path, {**network.state_dict(), **changes}, built_as=json.dumps({**vars(name), "form": name.form.plain()}))
     return name
 
 
@@ -44,7 +45,7 @@ def saved(path: Path, text: str = "conv6:norm=batch", **changes: torch.Tensor) -
     ],
 )
 def test_names_are_read(text, name, options):
-    assert parse_name(text, 1, 28, 10) == NetworkName(name, options, 1, 28, 10)
+    assert parse_name(text, Form.images(1, 28, 10)) == NetworkName(name, options, Form.images(1, 28, 10))
 
 
 @pytest.mark.parametrize(
@@ -63,20 +64,23 @@ def test_names_are_read(text, name, options):
 )
 def test_texts_that_name_nothing(text, line):
     with pytest.raises(UserError, match=line) as caught:
-        parse_name(text, 3, 32, 10)
+        parse_name(text, Form.images(3, 32, 10))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        (NetworkName("torchvision:resnet19", {}, 3, 32, 7), r"unknown network .*did you mean 'torchvision:resnet\d+'\?"),
-        (NetworkName("torchvision:fasterrcnn_resnet50_fpn", {}, 3, 32, 7), r"unknown network"),
-        (NetworkName("torchvision:resnet18", {"width": 2}, 3, 32, 7), r"takes no options, got width"),
-        (NetworkName("torchvision:resnet18", {}, 1, 32, 7), r"takes images of 3 channels, got 1"),
-        (NetworkName("conv6", {"name": "vgg11"}, 3, 32, 7), r"unknown key 'network\.name'"),
-        (NetworkName("conv6", {"width": None}, 3, 32, 7), r"width: "),
-        (NetworkName("conv6", {"width": "wide"}, 3, 32, 7), r"width: "),
+        (
+            NetworkName("torchvision:resnet19", {}, Form.images(3, 32, 7)),
+            r"unknown network .*did you mean 'torchvision:resnet\d+'\?",
+        ),
+        (NetworkName("torchvision:fasterrcnn_resnet50_fpn", {}, Form.images(3, 32, 7)), r"unknown network"),
+        (NetworkName("torchvision:resnet18", {"width": 2}, Form.images(3, 32, 7)), r"takes no options, got width"),
+        (NetworkName("torchvision:resnet18", {}, Form.images(1, 32, 7)), r"takes images of 3 channels, got 1"),
+        (NetworkName("conv6", {"name": "vgg11"}, Form.images(3, 32, 7)), r"unknown key 'network\.name'"),
+        (NetworkName("conv6", {"width": None}, Form.images(3, 32, 7)), r"width: "),
+        (NetworkName("conv6", {"width": "wide"}, Form.images(3, 32, 7)), r"width: "),
     ],
 )
 def test_names_that_build_nothing(name, line):
@@ -88,7 +92,7 @@ def test_names_that_build_nothing(name, line):
 @pytest.mark.parametrize("text", TORCHVISION)
 def test_torchvisions_networks_are_built_as_they_are(text):
     before = torch.get_rng_state()
-    built = parse_name(text, 3, 64, 5).build()
+    built = parse_name(text, Form.images(3, 64, 5)).build()
     assert torch.equal(torch.get_rng_state(), before)
     assert type(built).__module__.startswith("torchvision.models")
     with torch.inference_mode():
@@ -96,7 +100,7 @@ def test_torchvisions_networks_are_built_as_they_are(text):
 
 
 def test_torchvision_is_imported_only_when_asked_for():
-    built = "fedloom.clients.networks.parse_name('vgg13', 3, 32, 7).build()"
+    built = "fedloom.clients.networks.parse_name('vgg13', fedloom.clients.data.form.Form.images(3, 32, 7)).build()"
     code = f"import sys, fedloom.clients.networks; {built}; assert 'torchvision' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
@@ -114,7 +118,7 @@ def test_torchvision_is_imported_only_when_asked_for():
     ],
 )
 def test_what_is_saved_comes_back(tmp_path, text):
-    name = parse_name(text, 3, 64, 5)
+    name = parse_name(text, Form.images(3, 64, 5))
     built = name.build()
     initialise(built, torch.Generator().manual_seed(3))
     images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -140,7 +144,7 @@ def test_a_given_name_goes_before_the_files_own(tmp_path):
     assert load_network(path, name)[1] == name
     saved(path)
     with pytest.raises(UserError, match=r"'head\.weight' is \[7, 64\], takes \[9, 64\]"):
-        load_network(path, parse_name("conv6:norm=batch", 3, 32, 9))
+        load_network(path, parse_name("conv6:norm=batch", Form.images(3, 32, 9)))
 
 
 @pytest.mark.parametrize(
@@ -154,13 +158,13 @@ def test_a_given_name_goes_before_the_files_own(tmp_path):
 )
 def test_files_of_a_run_say_which_flag_to_give(tmp_path, section, text):
     path = tmp_path / "aggregate.safetensors"
-    built = parse_name(text, 1, 32, 7).build()
+    built = parse_name(text, Form.images(1, 32, 7)).build()
     initialise(built, torch.Generator().manual_seed(0))
     write_state(path, built.state_dict(), network=json.dumps(section), display_name="sum")
     with pytest.raises(UserError) as caught:
         load_network(path)
     assert str(caught.value).endswith(f"Add --network {shlex.quote(text)}")
-    assert load_network(path, parse_name(text, 1, 32, 7))[1].name == section["name"]
+    assert load_network(path, parse_name(text, Form.images(1, 32, 7)))[1].name == section["name"]
 
 
 @pytest.mark.parametrize("section", [None, "no JSON", "[]", "{}", "3"])
@@ -199,11 +203,11 @@ def test_a_file_does_not_say_what_is_imported_however_deep(tmp_path, options):
         load_network(path)
     text = str(caught.value).split("add --network ")[1]
     [word] = shlex.split(text)  # as a shell reads it
-    assert parse_name(word, 3, 32, 7) == NetworkName("split", options, 3, 32, 7)
+    assert parse_name(word, Form.images(3, 32, 7)) == NetworkName("split", options, Form.images(3, 32, 7))
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    name = parse_name("conv6", 3, 32, 7)
+    name = parse_name("conv6", Form.images(3, 32, 7))
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"nothing of the kind")
     for given in (None, name):

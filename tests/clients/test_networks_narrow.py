@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision.models._utils import _make_divisible
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, parse_name
 from fedloom.clients.networks.layers import scaled
 
@@ -42,7 +43,7 @@ def test_narrow_networks_have_whole_vectors_of_channels_and_groups_that_divide(n
     for width in (0.05, 0.1, 0.5, 1.5):
         groups = {} if name == "lenet" else {"groups": 8, "norm": "group"}
         options = ",".join(f"{key}={item}" for key, item in {"width": width, **groups}.items())
-        built = parse_name(f"{name}:{options}", 1, 32, 10).build()
+        built = parse_name(f"{name}:{options}", Form.images(1, 32, 10)).build()
         layers = [module for module in built.modules() if isinstance(module, nn.Conv2d)]
         assert layers and all(layer.out_channels % 8 == 0 for layer in layers)
 

@@ -27,7 +27,8 @@ def test_npz_files_of_several_spellings_and_kinds_of_numbers(tmp_path: Path, for
     np.savez(tmp_path / "mine.npz", **arrays)
     found = images(f"npz:{tmp_path}/mine.npz", grey=True)
     assert len(found) == (54 if "train" in names[0] else 43)
-    assert torch.equal(found.x[:, 0, 0, 0], torch.where(found.y == 0, 255, 0).to(torch.uint8))
+    white, black, kind = (1.0, -1.0, torch.float32) if form == "float32" else (255, 0, torch.uint8)
+    assert torch.equal(found.x[:, 0, 0, 0], torch.where(found.y == 0, white, black).to(kind))
     assert data.num_classes(config({"domain": f"npz:{tmp_path}/mine.npz"})) == 2
 
 
@@ -59,23 +60,20 @@ def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
 @pytest.mark.parametrize(
     "arrays, message",
     [
-        ({"x": np.zeros((9, 4), np.uint8), "y": np.zeros(9)}, r"has images of shape \[9, 4\], takes \[n, h, w\]"),
-        (
-            {"x": np.zeros((9, 3, 4, 4), np.uint8), "y": np.zeros(9)},
-            r"shape \[9, 3, 4, 4\], takes .* \[n, h, w, c\] with 1 or 3",
-        ),
-        ({"x": np.zeros((9, 4, 4)), "y": np.zeros(8)}, r"has 9 images and 8 labels"),
+        ({"x": np.zeros((9, 4), np.uint8), "y": np.zeros(9)}, r"whole numbers, \[9, 4\]\. Write \?inputs=tokens"),
+        ({"x": np.zeros((9, 4, 4)), "y": np.zeros(8)}, r"has 9 inputs and 8 targets"),
         (
             {"x": np.full((9, 4, 4), 2.0), "y": np.zeros(9)},
-            r"float64 images with values from 2 to 2, takes values from 0 to 1",
+            r"from 2 to 2; images take values from 0 to 1\. .*inputs=sequence",
         ),
         ({"x": np.full((9, 4, 4), np.nan), "y": np.zeros(9)}, r"values from nan to nan"),
-        ({"x": np.full((9, 4, 4), 256), "y": np.zeros(9)}, r"int64 images .* takes values from 0 to 255"),
+        ({"x": np.full((9, 4), np.nan), "y": np.zeros(9)}, r"has 9 inputs with missing or infinite values"),
+        ({"x": np.full((9, 4, 4), 65536), "y": np.zeros(9)}, r"int64 images .* takes values from 0 to 65535"),
         ({"x": np.zeros((9, 4, 4)), "y": np.full(9, -1)}, r"has labels from -1 to -1, takes class numbers from 0"),
         ({"x": np.zeros((9, 4, 4)), "y": np.full(9, 2**40)}, r"takes class numbers from 0 to 99999"),
-        ({"x": np.zeros((9, 4, 4)), "y": np.full(9, 0.5)}, r"has labels of the type float64 that are not whole numbers"),
-        ({"x": np.zeros((9, 4, 4)), "y": np.eye(9)}, r"has labels of shape \[9, 9\], takes one label per image"),
-        ({"x": np.zeros((0, 4, 4)), "y": np.zeros(0)}, r"has labels of shape \[0\]"),
+        ({"x": np.zeros((9, 4, 4)), "y": np.full(9, np.nan)}, r"has 9 missing or infinite targets"),
+        ({"x": np.zeros((9, 4, 4)), "y": np.eye(9)}, r"a single 1 in each row\. Write \?task=class"),
+        ({"x": np.zeros((0, 4, 4)), "y": np.zeros(0)}, r"has inputs of shape \[0, 4, 4\]"),
         ({"images": np.zeros((9, 4, 4)), "y": np.zeros(9)}, r"has images, y; takes x and y, or x_train"),
         (
             {"x_train": np.zeros((9, 4, 4)), "y_train": ["a"] * 9, "x_test": np.zeros((9, 4, 4)), "y_test": np.zeros(9)},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import (
     Network,
     NetworkName,
@@ -159,20 +160,20 @@ number = 3
 class Spec(NetworkSpec):
     hidden: int = option(5, "width", low=1)
 
-    def build(self, channels, size, classes):
-        extractor = nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, self.hidden))
-        return Network(extractor, nn.Linear(self.hidden, classes))
+    def build(self, form):
+        extractor = nn.Sequential(nn.Flatten(), nn.Linear(form.numbers, self.hidden))
+        return Network(extractor, nn.Linear(self.hidden, form.outputs))
 
 
 @dataclass(frozen=True)
 class LeavingSpec(NetworkSpec):
-    def build(self, channels, size, classes):
+    def build(self, form):
         raise SystemExit(0)
 
 
 @dataclass(frozen=True)
 class Bare(NetworkSpec):
-    def build(self, channels, size, classes):
+    def build(self, form):
         return nn.Linear(3, 3)
 '''
 
@@ -255,8 +256,12 @@ def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
         ("soft", [], r"'my_package.nets:soft' does not end with a linear layer"),
         ("convolutional", [], r"does not end with a linear layer \(torch\.nn\.Linear\)"),
         ("twice", [], r"does not end with a linear layer"),
-        ("fixed", [], r"returns \[2, 7\] for 2 images of 1 x 8 x 8, must return \[2, 10\]; add a parameter `classes`"),
-        ("pair", [], r"returns a tuple for 2 images"),
+        (
+            "fixed",
+            [],
+            r"returns \[2, 7\] for 2 examples \(images of 1 x 8 x 8\), must return \[2, 10\]; add a parameter `classes`",
+        ),
+        ("pair", [], r"returns a tuple for 2 examples"),
         ("colour", [], r"fails on images of 1 x 8 x 8 \(RuntimeError: .*3 channels.*\); data\.size and data\.grey"),
         ("nothing", [], r"returned a NoneType; it must return a torch\.nn\.Module"),
         ("failing", [], r"network: 'my_package.nets:failing' failed \(RuntimeError: no weights here\)"),
@@ -328,8 +333,8 @@ def test_a_name_that_leads_nowhere_is_told_in_one_line(name: str, message: str):
 
 
 def test_a_network_of_the_users_own_in_a_file_is_built_where_it_is_named_and_not_because_the_file_says_so(tmp_path: Path):
-    name = parse_name("my_package.nets:TinyNet:hidden=4", 1, 8, 10)
-    assert name == NetworkName("my_package.nets:TinyNet", {"hidden": 4}, 1, 8, 10)
+    name = parse_name("my_package.nets:TinyNet:hidden=4", Form.images(1, 8, 10))
+    assert name == NetworkName("my_package.nets:TinyNet", {"hidden": 4}, Form.images(1, 8, 10))
     network = name.build()
     initialise(network, torch_generator(0))
     save_network(tmp_path / "net.safetensors", network, name)

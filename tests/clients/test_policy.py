@@ -14,7 +14,7 @@ from PIL import Image
 from fedloom.clients.app import app
 from fedloom.clients.data import label, num_classes, site_images
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.privacy.guard import told_outside
+from fedloom.clients.privacy.guard import public_error_text
 from fedloom.clients.privacy.limits import Limits
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.failures import RefusedError
@@ -72,7 +72,7 @@ def test_a_site_refuses_what_a_server_names_from_outside_and_tells_it_the_key_al
     with pytest.raises(RefusedError) as caught:
         Policy(data="/a/secret/folder").apply(load("digits", [*WORDS, word]), 1)
     assert str(caught.value).startswith(f"{key}: ")
-    assert told_outside(caught.value) == f"RefusedError at {key}; the site's own log says more"
+    assert public_error_text(caught.value) == f"RefusedError at {key}; the site's own log says more"
     assert trap not in sys.modules
 
 

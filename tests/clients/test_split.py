@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, Network, initialise
 from fedloom.clients.networks.split import split_points
 from fedloom.conf.errors import UserError
@@ -12,7 +13,7 @@ OWN = "torchvision.models:mobilenet_v2"
 
 
 def built(section: dict, size: int = 16, classes: int = 5) -> Network:
-    network = NETWORKS.build(section, "network").empty(3, size, classes)
+    network = NETWORKS.build(section, "network").empty(Form.images(3, size, classes))
     initialise(network, torch.Generator().manual_seed(0))
     return network.eval()
 

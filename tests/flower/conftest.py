@@ -34,3 +34,4 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     started.append(folder)
     assert local.up(folder, 3, tls=True) == ["site-0000", "site-0001", "site-0002"]
     yield folder
+    local.down(folder)  # also where an interruption came before the last test

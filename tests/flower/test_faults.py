@@ -15,7 +15,7 @@ import pytest
 from fedloom.conf.package import copy_package
 from fedloom.sims.federation import local
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
-from tests.flower.machines import ENVIRONMENT, ROOT, fedloom, rounds, run, until, words
+from tests.flower.machines import CONVOLUTIONS, ENVIRONMENT, ROOT, fedloom, rounds, run, until, words
 from tests.flower.proxy import network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
             write(homes[0] / SITE, replace(sheets[0], superlink=f"127.0.0.1:{between.port}"))
             write(homes[1] / SITE, replace(sheets[1], environment=altered))
             local.up(federation, 3, tls=True)
-            more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", "evaluation.sites=0"]
+            more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", "evaluation.sites=0", CONVOLUTIONS]
             command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words(federation, root, "cut", *more)]
             with subprocess.Popen(
                 command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

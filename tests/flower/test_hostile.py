@@ -53,7 +53,7 @@ PLANNED = {  # by round and place: what comes, and why it does not count (empty:
     (6, 2): ("other shapes", "record 'round', tensor 'head.weight': shape [1, 16], expected [10, 16]"),
 }
 ROUNDS = 7
-LIES = 15  # over a real SuperLink; a thousand take the same way but for it in tests/server/test_lies.py
+LIES = 15  # over a real SuperLink; hundreds take the same way but for it in tests/server/test_lies.py
 JOIN_SECONDS = 10.0  # for the one of three that comes
 
 

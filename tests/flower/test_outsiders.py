@@ -32,12 +32,12 @@ from fedloom.sims.federation import local
 from fedloom.sims.federation.bodies import SMALL
 from fedloom.sims.federation.checks import check
 from fedloom.sims.federation.doors import FLEET as PATHS
-from fedloom.sims.federation.machines import flwr, registered
+from fedloom.sims.federation.machines import registered
 from fedloom.sims.federation.plan import CONNECTION, KEYS, SERVER, sites_of
 from fedloom.sims.federation.programs import BIN, environment, free_port
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read, write
 from fedloom.sims.federation.supernode import OWN
-from tests.flower.machines import online, program, run, until
+from tests.flower.machines import flwr, online, program, run, until
 from tests.flower.outsider import CONTROL, FLEET, RUNTIME, answer, pem, said, signed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -192,7 +192,7 @@ def test_no_token_and_no_secret_is_on_a_command_line_or_in_a_file_for_others(fed
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     seen.add(" ".join(process.cmdline()))
-            time.sleep(0.03)
+            time.sleep(0.1)
 
     watch = threading.Thread(target=look)
     watch.start()

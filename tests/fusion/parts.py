@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, parse_name
 from fedloom.fusion.cla_ot.matching import costs_between, match_units
 from fedloom.fusion.graph.channels import Wiring, wire
@@ -16,7 +17,7 @@ PLAIN = FusionSettings(refit="none", repair=False)
 
 
 def name_of(text: str, channels: int = 3, size: int = 32, classes: int = 10) -> NetworkName:
-    return parse_name(text, channels, size, classes)
+    return parse_name(text, Form.images(channels, size, classes))
 
 
 def network(text: str, seed: int = 0, **images: int) -> nn.Module:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise, parse_name
 from fedloom.conf.errors import UserError
 from fedloom.fusion.arithmetic import (
@@ -311,7 +312,7 @@ def test_each_layer_has_its_own_coefficients(how, states, data):
 
 
 def fresh(options: str = "") -> nn.Module:
-    network = parse_name(f"conv6:norm=batch,width=0.25{options}", 1, 16, 10).build()
+    network = parse_name(f"conv6:norm=batch,width=0.25{options}", Form.images(1, 16, 10)).build()
     initialise(network, torch.Generator().manual_seed(0))
     return network
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.search import MOST, best_on_grid, climb
+from fedloom.fusion.search import MAX_POINTS, best_on_grid, climb
 
 LOW, HIGH = 0.0, 1.5
 inside = st.floats(LOW, HIGH)
@@ -36,7 +36,7 @@ def test_the_best_point_of_a_grid_is_that_of_all_points_and_of_equal_ones_the_fi
 
 def test_a_grid_of_too_many_points_is_refused_before_any_is_looked_at():
     score, steps = Counted([0.5] * 4), [step / 10 for step in range(11)]
-    with pytest.raises(UserError, match=f"a grid of 11 steps for 4 coefficients has more than {MOST} points"):
+    with pytest.raises(UserError, match=f"a grid of 11 steps for 4 coefficients has more than {MAX_POINTS} points"):
         best_on_grid(score, steps, 4)
     assert score.points == []
     assert best_on_grid(Counted([0.5] * 3), steps, 3) == [0.5] * 3  # 1331 points

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import parse_name
 from fedloom.clients.networks.base import initialise
 from fedloom.conf.errors import UserError
@@ -13,7 +14,7 @@ from fedloom.sims.experiments.comparators.transfer import by_chain, chain, commo
 
 
 def network(text: str, seed: int) -> nn.Module:
-    made = parse_name(text, 3, 8, 5).build()
+    made = parse_name(text, Form.images(3, 8, 5)).build()
     initialise(made, torch.Generator().manual_seed(seed))
     return made.eval()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torchvision import models
 from torchvision.models import vgg
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS
 from fedloom.clients.networks.plain import StandardisedConv2d
 from fedloom.fusion.graph.channels import permuted, wire
@@ -107,7 +108,7 @@ def test_pre_activation_wide_resnet():
 def test_groupnorm_vgg(standardise):
     with torch.device("meta"):
         network = NETWORKS.build({"name": "vgg11", "width": 0.25, "groups": 8, "standardise": standardise}, "n").build(
-            3, 32, 10
+            Form.images(3, 32, 10)
         )
     wiring = check(network, images(), singly=3)
     assert [axis.groups for axis in wiring.axes if axis.slots] == [1, *[8] * 8, 1]

@@ -13,7 +13,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.data import class_things
+from fedloom.clients.data import class_meanings
 from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.modes import EXTRACTOR, mode_of
 from fedloom.clients.protocol.messages import METRICS, TRAIN, TaskInstructions, read_order, to_arrays
@@ -199,7 +199,7 @@ class Given(NullTransport):
         return Partials(context, self.run, means, expected)
 
     def class_names(self, sites: Any) -> dict[str, tuple[str, ...]]:
-        return {site.name: class_things(site.spec) for site in sites}
+        return {site.name: class_meanings(site.spec) for site in sites}
 
     def bounds(self, site: Site) -> Bounds:
         return self.limits

@@ -63,12 +63,12 @@ def test_a_missing_blob_and_a_missing_file_are_named(blobs: Blobs, tmp_path: Pat
         blobs.adopt(tmp_path / "none.safetensors")
 
 
-def test_blobs_to_be_settled_must_be_there(blobs: Blobs):
-    blobs.settle([])
+def test_blobs_to_be_flushed_must_be_there(blobs: Blobs):
+    blobs.flush([])
     name = blobs.put(STATE)
-    blobs.settle([name])
+    blobs.flush([name])
     with pytest.raises(LedgerError, match=rf"{'0' * 64}\.safetensors: this blob is missing; write it"):
-        blobs.settle([name, "0" * 64])
+        blobs.flush([name, "0" * 64])
 
 
 def test_a_damaged_blob_is_named_wherever_the_damage_is(blobs: Blobs):
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("left", [b"", b"torn"])
-def test_a_file_that_a_loss_of_power_tore_before_it_was_settled_is_written_again(tmp_path: Path, left: bytes):
+def test_a_file_that_a_loss_of_power_tore_before_it_was_flushed_is_written_again(tmp_path: Path, left: bytes):
     blobs, state = Blobs(tmp_path / "blobs"), {"w": torch.arange(4.0)}
     digest = blobs.put(state)
     blobs.path(digest).write_bytes(left)

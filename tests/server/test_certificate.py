@@ -272,7 +272,7 @@ def test_a_site_that_was_readmitted_is_a_mismatch(certified: tuple[Config, dict[
     config, _ = certified
     with method_of(config) as method:
         method.state.readmit([ONE])
-    wrong = {finding.what: finding.told for finding in findings(config) if finding.verdict == "mismatch"}
+    wrong = {finding.what: finding.reason for finding in findings(config) if finding.verdict == "mismatch"}
     assert {f"{ONE} does not participate", f"this machine stores nothing of {ONE}"} <= wrong.keys()
     assert wrong[f"{ONE} does not participate"] == "it was readmitted since, as the ledger says"
 

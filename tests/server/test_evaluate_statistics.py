@@ -125,7 +125,7 @@ def test_a_state_is_measured_as_it_is_unless_its_statistics_are_made_anew(statis
     config = measured(statistics)
     state = state_of(config)
     given = model(config, state)
-    assert Evaluator(config).settled(given) is given
+    assert Evaluator(config).with_statistics(given) is given
 
 
 def seen_statistics(config: Config, network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -151,7 +151,7 @@ def seen_statistics(config: Config, network: nn.Module) -> list[tuple[Tensor, Te
 def test_recomputed_statistics_are_the_mean_over_batches_of_validation_images_and_nothing_else_changes():
     config = measured("recomputed")
     state = state_of(config)
-    settled = Evaluator(config).settled(model(config, state)).state
+    settled = Evaluator(config).with_statistics(model(config, state)).state
     assert all(torch.equal(tensor, state[name]) for name, tensor in settled.items() if not is_statistic(name))
     found = norms(network_of(config, settled))
     expected = seen_statistics(config, network_of(config, state))
@@ -164,9 +164,9 @@ def test_recomputed_statistics_are_the_mean_over_batches_of_validation_images_an
 def test_recomputed_is_measured_with_the_new_statistics_and_making_them_anew_again_changes_nothing():
     config = measured("recomputed")
     evaluator, state = Evaluator(config), state_of(config)
-    settled = evaluator.settled(model(config, state)).state
-    assert same(evaluator.settled(model(config, settled)).state, settled)
-    assert same(evaluator.settled(model(config, loud(config))).state, settled)  # only the weights count
+    settled = evaluator.with_statistics(model(config, state)).state
+    assert same(evaluator.with_statistics(model(config, settled)).state, settled)
+    assert same(evaluator.with_statistics(model(config, loud(config))).state, settled)  # only the weights count
     found = evaluator.accuracy(model(config, state), "test")
     assert found == pytest.approx(accuracy_by_hand(config, network_of(config, settled)))
     assert (

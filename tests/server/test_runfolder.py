@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import Architecture, Model
 from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
 from fedloom.clients.objectives.local import BACKWARD, FORWARD, TOGETHER
@@ -46,7 +47,7 @@ def test_an_existing_run_is_refused_and_left_as_it_is(tmp_path: Path):
 
 
 def model(weight: torch.Tensor) -> Model:
-    return Model(Architecture("{}", 1, 8, 10), {"w": weight})
+    return Model(Architecture("{}", Form.images(1, 8, 10)), {"w": weight})
 
 
 def test_overwrite_replaces_a_run_with_all_that_was_in_it(tmp_path: Path):

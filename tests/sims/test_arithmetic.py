@@ -58,7 +58,7 @@ def test_one_sites_gradient_alone_is_the_network_that_it_trained(run: Path, tmp_
     network, name = load_network(tmp_path / "net.safetensors")
     own = read_state(run / "states" / f"{TWO}.safetensors")
     assert all(torch.equal(tensor, own[key]) for key, tensor in network.state_dict().items())
-    assert (name.name, name.size, name.classes) == ("conv6", 16, 10)
+    assert (name.name, name.form.height, name.form.outputs) == ("conv6", 16, 10)
     accuracy = json.loads((run / "summary.json").read_text())["accuracy"][TWO]
     assert column(known) == {domain: f"{100 * share:.1f}%" for domain, share in accuracy.items()}
 

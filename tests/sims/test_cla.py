@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedloom.clients.data import Images
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
 from fedloom.fusion.graph.channels import wire
@@ -58,7 +59,7 @@ def study() -> Study:
 
 
 def network(text: str, seed: int) -> nn.Module:
-    return methods.fresh(parse_name(text, 3, 32, 10).build().eval(), seed)
+    return methods.fresh(parse_name(text, Form.images(3, 32, 10)).build().eval(), seed)
 
 
 def test_tables_are_written_and_measured_once(elsewhere: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.clients.data.form import Form
 from fedloom.conf.errors import UserError
 from fedloom.sims.experiments import components, papers
 from fedloom.sims.experiments.components import runs, sizes, tables
@@ -136,6 +137,6 @@ def test_presets_name_tasks_that_can_be_cut_where_they_say() -> None:
     for size in sizes.SIZES.values():
         for task in size.tasks.values():
             assert all(site["domain"] in DOMAINS for site in task.sites)
-            whole = NETWORKS.build(dict(task.whole), "network").empty(3, 16, 10) if task.points else None
+            whole = NETWORKS.build(dict(task.whole), "network").empty(Form.images(3, 16, 10)) if task.points else None
             assert whole is None or set(task.points) <= set(split_points(whole, torch.zeros(1, 3, 16, 16)))
     assert replace(TASK, settings={"rounds": 3}).all["sites"] == list(TASK.sites)

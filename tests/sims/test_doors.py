@@ -236,7 +236,7 @@ def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
             for text in ("x" * 9999,) * 8:
                 log.warning(text)
         texts = [record.getMessage() for record in caplog.records]
-        assert "(6 similar messages were left out)" in texts[quiet.LINES] and max(map(len, texts)) < quiet.LONGEST + 99
+        assert "(6 similar messages were left out)" in texts[quiet.LINES] and max(map(len, texts)) < quiet.MAX_LINE + 99
     finally:
         log.removeFilter(filtered)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.engines.flower import _connection
+from fedloom.sims.engines.flower import _server
 from fedloom.sims.federation.machines import refuse_port
 from fedloom.sims.federation.plan import Plan, write_plan
 from fedloom.sims.federation.programs import LOCK, PID, free_port, running
@@ -145,7 +145,7 @@ def test_a_server_that_does_not_run_takes_no_run(tmp_path: Path):
     home = (tmp_path / "m" / "server").rename(tmp_path / "elsewhere")
     for address in (home, tmp_path / "elsewhere"):
         with pytest.raises(UserError, match=r"engine\.address: the server of .* does not run on this machine"):
-            _connection(str(address))
+            _server(str(address))
 
 
 def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Command, tmp_path: Path):
@@ -160,7 +160,7 @@ def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Com
         (tmp_path / "nodes.yaml").write_text("sites: [{name: a}, {name: b}]")
         refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), told)
         with pytest.raises(UserError, match=told):
-            _connection(str(tmp_path / "m"))
+            _server(str(tmp_path / "m"))
         said = fedloom("doctor", "--federation", home)
         assert said.code == 1 and "earlier version" in " ".join(said.out.split())
 
@@ -203,7 +203,7 @@ def test_an_address_of_no_federation_is_refused_before_anything_is_started(
     (tmp_path / "flwr").mkdir()
     (tmp_path / "flwr" / "config.toml").write_text('[superlink]\ndefault="lab"\n[superlink.lab]\naddress="127.0.0.1:1"\n')
     refused(fedloom(*words), "(it has lab)")
-    assert _connection("lab") == ({}, "lab")
+    assert _server("lab") is None
 
 
 def test_a_sheet_that_is_written_is_read_again(tmp_path: Path):

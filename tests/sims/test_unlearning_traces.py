@@ -26,7 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(shadows, name, number)
     for module in (shadows, traces):
         monkeypatch.setattr(module, "SETTING", small)
-    for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MOST", 4), ("RELEARNED", 1)):
+    for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MAX_STEPS", 4), ("RELEARNED", 1)):
         monkeypatch.setattr(traces, name, number)
     monkeypatch.chdir(tmp_path)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import write_state
 from fedloom.fusion.baselines import Ensemble
@@ -43,7 +44,7 @@ def one_thread() -> Iterator[None]:
 
 
 def write(path: Path, text: str, size: int, channels: int, classes: int = 10, named: bool = True) -> None:
-    name = parse_name(text, channels, size, classes)
+    name = parse_name(text, Form.images(channels, size, classes))
     built = name.build()
     initialise(built, torch.Generator().manual_seed(len(path.stem)))
     if named:
@@ -121,7 +122,7 @@ def test_fuse_writes_a_network_that_can_be_read_back(weave, folder, one, other, 
     chosen = {"1": one, "2": other}.get(into, into.removesuffix(".safetensors"))
     network, name = load_network(folder / "made.safetensors")
     expected, wanted = load_network(folder / f"{chosen}.safetensors")
-    assert (name.name, name.size, name.classes) == (wanted.name, wanted.size, wanted.classes)
+    assert (name.name, name.form) == (wanted.name, wanted.form)
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
     assert {key: tensor.shape for key, tensor in expected.state_dict().items()}.items() <= shapes.items()
     assert ("layers without bias got one" in out) is (shapes.keys() != expected.state_dict().keys())
@@ -200,7 +201,7 @@ def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
     )
     assert code == 0 and "| classes | 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in out
     assert column(out, 0)[:4] == ["network", "seven.safetensors", "seven.safetensors", "all of them (ensemble)"]
-    assert load_network(folder / "made.safetensors")[1].classes == 10
+    assert load_network(folder / "made.safetensors")[1].form.outputs == 10
 
 
 BAD = [
@@ -218,8 +219,11 @@ BAD = [
     (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere does not exist"),
     (["align", "a", "b", "--out", "map.doc"], "--out: got 'map.doc', takes a name that ends in .png, .pdf, .svg"),
     (["align", "a", "r18"], "the networks are of different families"),
-    (["align", "a", "big"], "big.safetensors: is for 1 x 16 x 16 images, a.safetensors for 1 x 8 x 8"),
-    (["fuse", "a", "colour", "--into", "1"], "colour.safetensors: is for 3 x 8 x 8 images, a.safetensors for 1 x 8 x 8"),
+    (["align", "a", "big"], "big.safetensors: is for images of 1 x 16 x 16, a.safetensors for images of 1 x 8 x 8"),
+    (
+        ["fuse", "a", "colour", "--into", "1"],
+        "colour.safetensors: is for images of 3 x 8 x 8, a.safetensors for images of 1 x 8 x 8",
+    ),
     (["fuse", "b", "seven", "--into", "1"], "network 1 has 7 classes, the others 10"),
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),

@@ -12,7 +12,7 @@ from fedloom.clients.evaluation.metrics.sums import Statistic, Sums, examples, j
 from fedloom.clients.evaluation.metrics.values import Formula
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import TOKENS, Facts, Named
-from fedloom.conf.plugins import call, imported, parameters, told
+from fedloom.conf.plugins import call, error_summary, imported, parameters
 
 SIZES = ("num_classes", "num_labels", "num_outputs")  # parameters that receive the number of the network's outputs
 Make = Callable[[], Any]
@@ -55,7 +55,7 @@ def _updated(make: Make, scores: Tensor, targets: Tensor, named: Named) -> Any:
         metric.reset()
         metric.update(scores, targets)
     except Exception as error:
-        raise UserError(f"{named.where}: '{named.reference}' failed in update() ({told(error)})") from error
+        raise UserError(f"{named.where}: '{named.reference}' failed in update() ({error_summary(error)})") from error
     return metric
 
 
@@ -84,6 +84,6 @@ def _computed(metric: Any, named: Named) -> float:
     try:
         value = float(metric.compute())
     except Exception as error:
-        fault = f"{named.where}: '{named.reference}': compute() must return one number ({told(error)})"
+        fault = f"{named.where}: '{named.reference}': compute() must return one number ({error_summary(error)})"
         raise UserError(fault) from error
     return value if math.isfinite(value) else math.nan

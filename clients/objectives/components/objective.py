@@ -129,7 +129,7 @@ class Components(Objective):
         return Answer(metrics=metrics)
 
     def _prototypes(self, task: Task, images: Images) -> Answer:
-        classes, first = task.architecture.classes, outputs(task.config, task.site.spec).start
+        classes, first = task.architecture.outputs, outputs(task.config, task.site.spec).start
         total, counts = torch.zeros(()), torch.zeros(classes)
         with torch.no_grad():
             for pixels, labels in image_batches(images, task.config.evaluation.batch):

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ class CompatibleSession(SharedParts):
         extract = self._layer(self.network.extractor, weights, "extractor.")
         features = extract(images)
         scores = self._layer(self.network.head, weights, HEAD)(features)
-        loss = self.task.loss(scores[:, self.outputs], labels)
+        loss = self.task.loss(scores[..., self.outputs], labels)
         mine, *drawn_by_task = drawn
         batch = Batch(images, features, mine[COMMON][labels + self.outputs.start])
         for (name, auxiliary), random in zip(self.tasks.items(), drawn_by_task, strict=True):
@@ -160,11 +159,11 @@ def off_unit_length(features: Tensor) -> Tensor:
 
 def head_of(architecture: Architecture, outputs: int) -> nn.Module:
     """Build a head like the architecture's with `outputs` outputs and undefined weights."""
-    return replace(architecture, classes=outputs).build().head
+    return architecture.with_outputs(outputs).build().head
 
 
 @functools.lru_cache(maxsize=64)
 def class_tensors(architecture: Architecture) -> frozenset[str]:
     """Return the names of the head's tensors whose shape depends on the number of classes."""
-    heads = [head_of(architecture, architecture.classes + more).state_dict() for more in (0, 1)]
+    heads = [head_of(architecture, architecture.outputs + more).state_dict() for more in (0, 1)]
     return frozenset(name for name, tensor in heads[0].items() if tensor.shape != heads[1][name].shape)

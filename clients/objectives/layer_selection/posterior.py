@@ -46,10 +46,15 @@ PRIORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class Belief:
-    """A site's belief about its transfer configurations. All tensors are [k], in the order of `configurations`.
+    """A site's belief about its transfer configurations: which layers to share (Lee et al. 2021).
 
-    `counts`: n_c of the site's own batches. `others`: of all other sites, if the prior uses them. `fixed`: constant
-    probabilities instead of posteriors (Sec. 4.3).
+    Attributes:
+        configurations: The k configurations. All tensors are [k], in this order.
+        counts: n_c, how often the site's own batches selected each configuration.
+        others: The counts of all other sites, if the prior uses them; else 0.
+        update: Returns the counts after a batch, from the counts before it and the batch's posterior.
+        fixed: Constant probabilities that replace the posterior (Sec. 4.3); None: the posterior is computed.
+        smoothing: The number that is added to every count.
     """
 
     configurations: Sequence[Configuration]

@@ -20,16 +20,26 @@ from fedloom.clients.training.loss import task_loss
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import option
 
-FEWEST = 2  # images of an E-step: BatchNorm needs more than one
+MIN_BATCH = 2  # images of an E-step: BatchNorm needs more than one
 Likelihood = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class Step:
-    """The inputs of an optimiser's step: a batch of images [n, c, h, w], labels [n], and shared layers' weights by name.
+    """The inputs of one optimiser step of layer selection.
 
-    `held`: posterior of an earlier batch that is still valid; None: an E-step is due. `evidence`: held-out images and labels
-    for the E-step; None: it uses the batch. `smoothing`: of labels in the M-step.
+    Attributes:
+        tree: The network's segments for all configurations.
+        belief: The site's belief about the configurations.
+        likelihood: The log-likelihood of a batch, from the cross-entropies of its images.
+        shared: The shared layers' weights, by name.
+        outputs: The outputs of the site's classes.
+        images: The batch, [n, c, h, w].
+        labels: Its labels, [n].
+        generator: Draws configurations.
+        held: The posterior of an earlier batch that is still valid; None: an E-step is due.
+        evidence: Held-out images and labels for the E-step; None: it uses the batch.
+        smoothing: Label smoothing in the M-step.
     """
 
     tree: Tree
@@ -162,7 +172,7 @@ class Sampled(Search):
         if posterior is None:
             everything = torch.arange(len(step.belief.configurations))
             with torch.no_grad():
-                part = max(FEWEST, round(self.part * len(step.images)))
+                part = max(MIN_BATCH, round(self.part * len(step.images)))
                 _, entropies = step.losses(everything, part, evidence=True)
             posterior = step.expect(everything, entropies)
         if not bool(torch.isfinite(posterior).all()):  # training has diverged: a loss of NaN reports it

@@ -47,7 +47,7 @@ def confirm(job: Job) -> Answer:
     _check_trained(job, attempt, counted)
     job.memory.check(_disclosure(job, attempt, counted))
     attempt.counted = counted
-    secrets.agree(job.order.round, attempt.bases[mine], Agreed(attempt.statement, counted))
+    secrets.save_agreement(job.order.round, attempt.bases[mine], Agreed(attempt.statement, counted))
     secrets.save(attempt)
     return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
 
@@ -60,7 +60,7 @@ def _check_trained(job: Job, attempt: Attempt, counted: list[str]) -> None:
     """
     mine, bases = job.site.name, attempt.bases
     signatures, text = incoming(job, SECURE_TRAINED, 2 * SIGNATURE), trained_words(attempt.id, attempt.statement)
-    base = (Secrets(job.store).agreed(bases[mine]) if bases[mine] else None) or Agreed()
+    base = (Secrets(job.store).agreement(bases[mine]) if bases[mine] else None) or Agreed()
     history = history_words(attempt.id, base.digest)
     for name in (name for name in counted if name != mine):
         pair, signing = signatures.get(name, b""), attempt.keys(name).signing
@@ -90,8 +90,8 @@ def unmask(job: Job) -> Answer:
                         "the server sent sites different lists, or had them train differently")  # fmt: skip
     job.memory.add(_disclosure(job, attempt, attempt.counted))
     attempt.unmasked = True
-    secrets.read(job.order.round)
-    secrets.keep_lifted(attempt, job.order.round)
+    secrets.record_read(job.order.round)
+    secrets.save_removed_masks(attempt, job.order.round)
     secrets.save(attempt)
     shares = {mine: to_tensor(bytes.fromhex(attempt.shares))}
     for name, text in ((name, bytes.fromhex(shares_hex)) for name, shares_hex in attempt.held.items()):

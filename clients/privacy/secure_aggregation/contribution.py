@@ -53,15 +53,23 @@ OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between si
 def masked(
     job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
 ) -> dict[str, ArrayRecord]:
-    """Return the masked records to send: for each, an int64 vector that looks random; only sums over sites can be read.
+    """Mask a contribution.
 
-    For the contribution that the server stores, it is the change since the last one that counted. Masks in common
-    with a leaving site (LIFT) are removed from it at the same time. The site also signs a digest of what determined
-    the training, and one of the round that it continues from: only sites that trained in the same way are summed. If
-    a privacy budget bounds what sums reveal, no sketches are stored.
+    For the contribution that the server stores, the result is the change since the last one that counted. Masks in common
+    with a leaving site (LIFT) are removed from it at the same time. The site also signs a digest of what determined the
+    training, and one of the round that it continues from: only sites that trained in the same way are summed. If a privacy
+    budget bounds what sums reveal, no sketches are stored.
 
-    `whole`: the records, int64. `changed`: the change of the round, before noise. `steps`: optimiser steps of the
-    training.
+    Args:
+        job: The order.
+        ready: The checked round.
+        sketch_key: The site's secret key for sketches.
+        whole: The records after training, int64.
+        changed: The change of the round, before noise.
+        steps: The number of optimiser steps.
+
+    Returns:
+        By record, an int64 vector that looks random. Only a sum over sites can be read.
     """
     secrets, order, charged = Secrets(job.store), job.order, job.charged
     attempt, lifts = ready.attempt, ready.lifts
@@ -88,9 +96,9 @@ def masked(
     attempt.statement, attempt.bases, attempt.config = _trained(job, steps), ready.bases, _configured(job)
     records[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
     if not charged:
-        secrets.keep_moved(order.round, order.base, moved)
-    secrets.agree(order.round, order.base, None)
-    secrets.masked(order.round, common)
+        secrets.save_sketches(order.round, order.base, moved)
+    secrets.save_agreement(order.round, order.base, None)
+    secrets.save_mask_keys(order.round, common)
     secrets.save(attempt)
     return records
 
@@ -141,7 +149,7 @@ def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple
     starts at what this site sent last, it is of the whole record, or of the contribution's change.
     """
     order, unknown, moved = job.order, dict[str, Sketch](), dict[str, Sketch]()
-    before = secrets.moved(order.base) if order.base else {}
+    before = secrets.sketches(order.base) if order.base else {}
     whole = changed.whole()
     for record, state in changed.moved.items():
         replaces, known = record == order.slot and order.base > 0, changed.is_known(record)
@@ -222,7 +230,7 @@ def _trained(job: Job, steps: int) -> str:
 
 def _lifted(job: Job, lifts: Mapping[str, list[int]], record: str, size: int) -> Tensor:
     """Return the masks that this site's contribution has in common with leaving sites, from the rounds that count."""
-    total, masks_by_round = torch.zeros(size, dtype=torch.int64), Secrets(job.store).masks() if lifts else {}
+    total, masks_by_round = torch.zeros(size, dtype=torch.int64), Secrets(job.store).mask_keys() if lifts else {}
     for name, rounds in lifts.items():
         for round in rounds:
             if name not in masks_by_round.get(round, {}):

@@ -19,10 +19,13 @@ LEAST_BITS = 20  # of scale_bits: with coarser units, repeated changes would loo
 
 @dataclass(frozen=True)
 class Ready:
-    """A checked masked round: its attempt, with the other sites' shares opened.
+    """A masked round that has passed all checks before training.
 
-    `base`: the agreement of the round that it continues from. `lifts`: by leaving site, the rounds of the common
-    masks. `bases`: by site, the round that it continues from.
+    Attributes:
+        attempt: This site's attempt at the round, with the other sites' shares opened.
+        base: What this site signed in the round that it continues from.
+        lifts: By leaving site, the rounds whose shared masks to remove.
+        bases: By site, the round that it continues from.
     """
 
     attempt: Attempt
@@ -32,7 +35,12 @@ class Ready:
 
 
 def ready(job: Job) -> Ready:
-    """Check a masked order, and open its shares. Raise UserError for an order to refuse, BlamedError for wrong shares."""
+    """Check an order for a masked round, and open the other sites' shares.
+
+    Raises:
+        UserError: The site refuses the order.
+        BlamedError: Another site's shares are wrong.
+    """
     attempt = attempt_of(job)
     _check_sums(job)
     attempt.held = opened(job, attempt)
@@ -61,7 +69,7 @@ def _agreed_base(job: Job) -> Agreed:
     secrets, base = Secrets(job.store), job.order.base
     if not base:
         return Agreed()
-    if (agreement := secrets.agreed(base)) is None and secrets.is_new():
+    if (agreement := secrets.agreement(base)) is None and secrets.is_new():
         raise LostStateError(f"{job.site.name}: its own state is lost: that after round {base}", base)
     if agreement is None:
         raise UserError(f"order.base: this site has not signed which sites count in round {base}; forget and readmit it")
@@ -75,11 +83,11 @@ def _agreed_base(job: Job) -> Agreed:
 def _lifts(job: Job) -> dict[str, list[int]]:
     """Return, by leaving site, the rounds of the masks that this site has in common with it."""
     rounds_by_site = state_of(job, LIFT)
-    most = len(Secrets(job.store).masks()) if rounds_by_site else 0
+    most = len(Secrets(job.store).mask_keys()) if rounds_by_site else 0
     if any(rounds.numel() > most for rounds in rounds_by_site.values()):
         raise UserError("secure aggregation: the server names more rounds than this site has masks for")
     lifts = {name: sorted({int(one) for one in rounds.flatten().tolist()}) for name, rounds in rounds_by_site.items()}
-    before = Secrets(job.store).lifted() if lifts else {}
+    before = Secrets(job.store).removed_masks() if lifts else {}
     for name, rounds in lifts.items():
         if again := [one for one in rounds if before.get(f"{name} {one}", job.order.round) != job.order.round]:
             raise UserError(f"secure aggregation: the mask of round {again[0]} in common with {name} is already removed")

@@ -32,10 +32,13 @@ LABEL = "fedloom secure aggregation"
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """The public keys of one site in an attempt, 32 bytes each.
+    """The public keys of one site in one attempt, 32 bytes each.
 
-    `channel`: the key that seals shares. `pair`: the key that common masks derive from. `own`: the commitment to the
-    secret of the mask that only the site has. `signing`: the key of its signatures.
+    Attributes:
+        channel: The key that seals shares for this site.
+        pair: The key from which the masks shared with other sites are derived.
+        own: The commitment to the secret of the mask that only the site has.
+        signing: The key that checks its signatures.
     """
 
     channel: bytes

@@ -99,7 +99,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Secrets:
-    """The files of one site's secrets and agreements in one run."""
+    """What one site stores for secure aggregation in one run: the current attempt, mask keys, sketches and agreements.
+
+    Each group is a JSON file in the site's own store, which only the site reads.
+
+    Attributes:
+        store: The site's store for this run.
+    """
 
     store: SiteStore
 
@@ -114,30 +120,45 @@ class Secrets:
             raise UserError("order.secure: another version of fedloom began this attempt; begin the round again") from None
 
     def save(self, attempt: Attempt) -> None:
-        """Save an attempt as the current one, in place of the one before."""
+        """Save an attempt as the current one. It replaces the last one."""
         self._write(ROUND, asdict(attempt))
 
-    def masks(self) -> dict[int, dict[str, bytes]]:
-        """Return the keys of the masks that this site has in common with others, by round and site."""
+    def mask_keys(self) -> dict[int, dict[str, bytes]]:
+        """Return the keys of the masks that this site shares with other sites, by round and site."""
         return {int(round): {site: bytes.fromhex(key) for site, key in keys.items()}
                 for round, keys in self._read(KEYS).items()}  # fmt: skip
 
-    def masked(self, round: int, keys: Mapping[str, bytes]) -> None:
-        """Save the keys of a round's common masks, by site. Removes those of earlier attempts at it, and of later rounds."""
-        rounds = {number: masks for number, masks in self.masks().items() if number < round} | {round: dict(keys)}
+    def save_mask_keys(self, round: int, keys: Mapping[str, bytes]) -> None:
+        """Save the keys of the masks that this site shares with other sites in a round.
+
+        Keys of earlier attempts at the round, and of later rounds, are deleted.
+
+        Args:
+            round: The round.
+            keys: The key of each shared mask, by the other site's name.
+        """
+        rounds = {number: masks for number, masks in self.mask_keys().items() if number < round} | {round: dict(keys)}
         self._write(KEYS, {number: {site: key.hex() for site, key in masks.items()} for number, masks in rounds.items()})
 
-    def moved(self, round: int) -> dict[str, Sketch]:
-        """Return sketches of how far tensors moved in one of the last rounds, by record and tensor."""
+    def sketches(self, round: int) -> dict[str, Sketch]:
+        """Return the sketches saved for a round: how far each tensor moved, by record and tensor. Empty without any."""
         return unpacked(self._read(MOVED).get(str(round), {}))
 
-    def keep_moved(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
-        """Save the sketches for `moved`. Retain those of the base round and of agreed rounds, and delete all others."""
-        numbers = {base, *(int(one) for one in self._read(AGREED) if one != READ)} - {round}
-        self._write(MOVED, {**{str(one): packed(self.moved(one)) for one in numbers}, str(round): packed(sketches)})
+    def save_sketches(self, round: int, base: int, sketches: Mapping[str, Sketch]) -> None:
+        """Save the sketches of a round.
 
-    def agreed(self, round: int) -> "Agreed | None":
-        """Return what this site has signed in a round; None if it has since sent something else, or nothing."""
+        Sketches of the base round and of rounds with an agreement remain; all others are deleted.
+
+        Args:
+            round: The round.
+            base: The round that this one continues from.
+            sketches: How far each tensor moved, by record and tensor.
+        """
+        numbers = {base, *(int(one) for one in self._read(AGREED) if one != READ)} - {round}
+        self._write(MOVED, {**{str(one): packed(self.sketches(one)) for one in numbers}, str(round): packed(sketches)})
+
+    def agreement(self, round: int) -> "Agreed | None":
+        """Return what this site has signed in a round; None if it signed nothing, or has sent another contribution since."""
         content = self._read(AGREED).get(str(round))
         return Agreed(**content) if content else None
 
@@ -145,30 +166,47 @@ class Secrets:
         """Return whether the site has sent nothing in this run yet, or has lost its store."""
         return not (self.store.folder / AGREED).is_file()
 
-    def agree(self, round: int, base: int, agreed: "Agreed | None") -> None:
-        """Save what this site has signed in a round (None: nothing yet). Retain the base round's, and delete all others."""
+    def save_agreement(self, round: int, base: int, agreed: "Agreed | None") -> None:
+        """Save what this site has signed in a round.
+
+        The agreement of the base round remains; all others are deleted.
+
+        Args:
+            round: The round.
+            base: The round that this one continues from.
+            agreed: The agreement; None if the site has signed nothing yet.
+        """
         agreements = {
-            str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreed(one))
+            str(one): asdict(each) for one in (base, round) if (each := agreed if one == round else self.agreement(one))
         }
         self._write(AGREED, {**agreements, READ: self.last_read()})
 
     def last_read(self) -> int:
-        """Return the last round in which this site has helped to remove masks; 0: none."""
+        """Return the last round whose sum this site has helped to unmask; 0 without such a round."""
         return int(self._read(AGREED).get(READ, 0))
 
-    def read(self, round: int) -> None:
-        """Record that the sum of a round is read."""
+    def record_read(self, round: int) -> None:
+        """Record that this site has helped to unmask the sum of a round."""
         self._write(AGREED, {**self._read(AGREED), READ: max(round, self.last_read())})
 
-    def lifted(self) -> dict[str, int]:
-        """Return, by 'SITE ROUND' of a removed common mask, the round whose sum was read without this mask."""
+    def removed_masks(self) -> dict[str, int]:
+        """Return the shared masks that this site has removed from its contribution.
+
+        Returns:
+            By "SITE ROUND" (the other site, and the mask's round), the round whose sum was read without this mask.
+        """
         return {str(name): int(round) for name, round in self._read(LIFTED).items()}
 
-    def keep_lifted(self, attempt: Attempt, round: int) -> None:
-        """Record which common masks (attempt.lifts) were removed from the sum of this round, now that it is read."""
+    def save_removed_masks(self, attempt: Attempt, round: int) -> None:
+        """Record that the sum of a round was read without some shared masks.
+
+        Args:
+            attempt: The attempt at the round. Its `lifts` lists the removed masks.
+            round: The round whose sum was read.
+        """
         if attempt.lifts:
             now = {f"{name} {one}": round for name, rounds in attempt.lifts.items() for one in rounds}
-            self._write(LIFTED, self.lifted() | now)
+            self._write(LIFTED, self.removed_masks() | now)
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.store.folder / name

@@ -120,11 +120,21 @@ def _about(job: Job, attempt: Attempt) -> str:
 
 
 def opened(job: Job, attempt: Attempt) -> dict[str, str]:
-    """Return the shares that other sites sent to this one, of both of their secrets, by site, as hex.
+    """Open the sealed shares that the other sites of this round sent to this one.
 
-    Raise UserError if a share comes from a site outside of this round. Raise BlamedError if a share does
-    not match the server's commitment (64 bytes after the sealed text), or cannot be opened. The latter also happens
-    if its sender received other sites: a server could ask such sites for the other secret.
+    A share opens only if its sender received the same list of sites. With two lists, the server could ask for the shares
+    of both of a site's secrets.
+
+    Args:
+        job: The order. Its record SECURE_SHARES has, by site, the sealed text and the server's commitment (64 bytes).
+        attempt: The current attempt, with all sites' public keys.
+
+    Returns:
+        By site, its two shares for this site (of its own mask's secret, then of its key pair's secret), as hex.
+
+    Raises:
+        UserError: A share comes from a site outside of this round.
+        BlamedError: A share cannot be opened, or does not match its commitment.
     """
     messages, mine, about, shares = incoming(job, SECURE_SHARES), job.site.name, _about(job, attempt), dict[str, str]()
     if not messages.keys() <= attempt.peers.keys() - {mine}:

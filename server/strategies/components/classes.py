@@ -14,24 +14,37 @@ NAMES = "classes"  # the saved state: the common classes' names, as code points
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """By site, the class name of each output of its network, or None for a class without images at the site."""
+class SiteClasses:
+    """The class of each output of each site's network.
+
+    Attributes:
+        names: By site, the class names of outputs 0, 1, ...; None for a class without images at the site.
+    """
 
     names: Mapping[str, Sequence[str | None]]
 
     @staticmethod
-    def of(
-        experiment: Experiment, sites: Sequence[Site], said: Mapping[str, Sequence[str]], alike: Sequence[Sequence[str]]
-    ) -> "Kinds":
-        """Return the class names of these sites. Names in one group of `alike` mean the same class.
+    def from_reports(
+        experiment: Experiment,
+        sites: Sequence[Site],
+        reported: Mapping[str, Sequence[str]],
+        synonyms: Sequence[Sequence[str]],
+    ) -> "SiteClasses":
+        """Return the class names of these sites, from the names that they report.
 
         Args:
             experiment: The experiment.
             sites: The sites.
-            said: The reported names of a site's classes 0, 1, ..., by site. An unnamed class takes its number as its name.
+            reported: By site, the reported names of its classes 0, 1, .... A class without a name is named by its number.
+            synonyms: Groups of names; all names in a group mean the same class.
+
+        Returns:
+            The class names by site. All names in a group become its first name.
         """
-        one_name = {name: group[0] for group in alike for name in group}
-        return Kinds({site.name: _named(experiment, site, said[site.name], one_name) for site in sites if site.name in said})
+        one_name = {name: group[0] for group in synonyms for name in group}
+        return SiteClasses(
+            {site.name: _named(experiment, site, reported[site.name], one_name) for site in sites if site.name in reported}
+        )
 
     def common(self) -> list[str]:
         """Return the class names that all sites have, in the first site's order."""
@@ -42,7 +55,15 @@ class Kinds:
         return [name for name in dict.fromkeys(each[0]) if name is not None and name in everywhere]
 
     def places(self, site: str, known: Sequence[str]) -> torch.Tensor:
-        """Return int64 [outputs]: for each output of a site's network, its class's index in `known`, or -1."""
+        """Return where the classes of a site's outputs are in a list of class names.
+
+        Args:
+            site: The site's name.
+            known: The class names.
+
+        Returns:
+            int64 [outputs]: for each output, its class's index in `known`; -1 if it is not there.
+        """
         return torch.tensor([known.index(name) if name in known else -1 for name in self.names[site]])
 
     def all(self) -> list[str]:
@@ -50,13 +71,13 @@ class Kinds:
         return list(dict.fromkeys(name for names in self.names.values() for name in names if name is not None))
 
 
-def _named(experiment: Experiment, site: Site, said: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
-    spec, outputs = site.spec, experiment.architecture(site).classes
+def _named(experiment: Experiment, site: Site, reported: Sequence[str], one_name: Mapping[str, str]) -> list[str | None]:
+    spec, outputs = site.spec, experiment.architecture(site).outputs
     has = sorted(set(spec.classes)) if spec.classes else list(range(outputs))
     if spec.classes and spec.relabel:
-        names: list[str | None] = [said[k] if k < len(said) else str(has[k]) for k in range(len(has))]
+        names: list[str | None] = [reported[k] if k < len(reported) else str(has[k]) for k in range(len(has))]
     else:
-        names = [(said[k] if k < len(said) else str(k)) if k in has else None for k in range(outputs)]
+        names = [(reported[k] if k < len(reported) else str(k)) if k in has else None for k in range(outputs)]
     names += [None] * (outputs - len(names))
     return [one_name.get(name, name) if name is not None else None for name in names]
 

@@ -50,7 +50,7 @@ class FedGH(Recombining):
             samples[reply.site.name] = reply.samples
         architecture, largest = context.architecture(context.sites[0]), context.config.federation.largest_weight
         features = feature_shape(architecture)
-        like = {SUMS: torch.zeros(architecture.classes, *features), COUNTS: torch.zeros(architecture.classes)}
+        like = {SUMS: torch.zeros(architecture.outputs, *features), COUNTS: torch.zeros(architecture.outputs)}
 
         def expected(site: Site) -> dict[str, RecordSpec]:
             check = functools.partial(check_prototypes, samples=samples[site.name], largest=largest)

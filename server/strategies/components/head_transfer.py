@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from fedloom.clients.data import class_things
+from fedloom.clients.data import class_meanings
 from fedloom.clients.networks import initialise
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.auxiliary import Auxiliary
@@ -38,7 +38,7 @@ from fedloom.server.rounds.schedules import Participation, Sampling, Schedule
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.base import STRATEGIES, Strategy
 from fedloom.server.strategies.by_architecture import cast, counted, representable
-from fedloom.server.strategies.components.classes import NAMES, Kinds, decoded, encoded
+from fedloom.server.strategies.components.classes import NAMES, SiteClasses, decoded, encoded
 from fedloom.server.strategies.components.fedgh import FedGH
 from fedloom.server.strategies.components.partial import PartialAveraging
 from fedloom.server.strategies.components.recombination import TRAINED, Recombining, components_of
@@ -120,7 +120,9 @@ class HeadTransfer(Recombining):
         check_pull(objective.pull, experiment.training)
         if has_data(experiment.config):
             sites = experiment.sites
-            classes = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, self.alike)
+            classes = SiteClasses.from_reports(
+                experiment, sites, {site.name: class_meanings(site.spec) for site in sites}, self.alike
+            )
             check_common(objective.tasks, classes.common())
 
     def begin(self, context: RoundContext) -> None:
@@ -128,7 +130,7 @@ class HeadTransfer(Recombining):
 
     def train(self, context: RoundContext) -> None:
         """Train every site's extractor and head and, unless frozen, its copies of the auxiliary heads."""
-        classes = self.kinds(context)
+        classes = self.site_classes(context)
         known, heads = self._common(context, classes), self._heads(context)
         commons = {site.name: {COMMON: classes.places(site.name, known), NUMBER: torch.tensor(len(known))}
                    for site in context.participants if site.name in classes.names}  # fmt: skip
@@ -184,7 +186,7 @@ class HeadTransfer(Recombining):
             raise UserError(f"strategy.pretrained: {path}: '{wrong}' is {has}, but {takes}")
         return {name: state[name].to(tensor.dtype) for name, tensor in own.items()}
 
-    def _common(self, context: RoundContext, classes: Kinds) -> list[str]:
+    def _common(self, context: RoundContext, classes: SiteClasses) -> list[str]:
         """Return the names of the common classes at the run's start. Raise UserError if a task needs more of them."""
         if NAMES in context.slots.keeps():
             return decoded(context.server_state(NAMES))

@@ -24,8 +24,8 @@ SITES, SHARED = "parts", "shared"  # the slot; the saved mean
 class PartialAveraging(Recombining):
     """The mean of one part of all networks, weighted by images. The objective's mode sets the part.
 
-    It also sets the order in which a site trains its parts (clients.objectives.components.sharing). Without an averaged
-    part, every site trains alone.
+    The mode also sets the order in which a site trains its parts (clients.objectives.components.sharing). If the mode
+    averages no part, every site trains by itself.
     """
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:

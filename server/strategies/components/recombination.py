@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import class_things, label
+from fedloom.clients.data import class_meanings, label
 from fedloom.clients.networks import Architecture, Model
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.components.objective import (
@@ -41,7 +41,7 @@ from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import ResidualInfluence, Strategy
 from fedloom.server.strategies.by_architecture import cast
-from fedloom.server.strategies.components.classes import Kinds, check_alike
+from fedloom.server.strategies.components.classes import SiteClasses, check_alike
 
 TRAINED = "trained"  # slot: marks each site that has trained, and continues from its own state
 MATRIX = "recombination"  # saved: correct predictions and images, [sites, sites] each, in the roster's order
@@ -90,7 +90,9 @@ class Recombining(Strategy):
             messages.append(f"evaluation.statistics=running: {effect} {source}; take batch or recomputed")
         if self.alike and has_data(experiment.config):
             sites = experiment.sites
-            known = Kinds.of(experiment, sites, {site.name: class_things(site.spec) for site in sites}, ()).all()
+            known = SiteClasses.from_reports(
+                experiment, sites, {site.name: class_meanings(site.spec) for site in sites}, ()
+            ).all()
             for name in [name for group in self.alike for name in group if name not in known]:
                 problem = unknown("class in strategy.alike", name, known)  # plain: ignore
                 messages.append(f"{problem}; it has no effect")
@@ -124,7 +126,7 @@ class Recombining(Strategy):
     def recombine(self, context: RoundContext) -> None:
         """Ask every site for the accuracy of each published head on its extractor."""
         indices = {site.name: site.index for site in context.config.roster}
-        classes = self.kinds(context)
+        classes = self.site_classes(context)
         config = context.config
         publishers = looked_at(config, [site for site in self.published(context) if site in classes.names])
         heads = {site: part for site in publishers if (part := self.component(context, site, HEAD))}
@@ -193,9 +195,9 @@ class Recombining(Strategy):
     def sent(self, view: View) -> State:
         """Return tensors with the names and shapes of those that a site sends in a round."""
 
-    def kinds(self, context: RoundContext) -> Kinds:
+    def site_classes(self, context: RoundContext) -> SiteClasses:
         """Return the class names of all sites' outputs."""
-        return Kinds.of(context.experiment, context.sites, context.class_names(context.sites), self.alike)
+        return SiteClasses.from_reports(context.experiment, context.sites, context.class_names(context.sites), self.alike)
 
     def networked(self, context: RoundContext) -> list[Site]:
         """Return the sites that have a trained network."""
@@ -259,11 +261,10 @@ def head_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def feature_shape(architecture: Architecture) -> tuple[int, ...]:
-    """Return the shape of one image's features."""
+    """Return the shape of one example's features."""
     with torch.device("meta"), torch.no_grad():
         network = architecture.build().to("meta").eval()
-        images = torch.zeros(1, architecture.channels, architecture.size, architecture.size)
-        return tuple(network.extractor(images).shape[1:])
+        return tuple(network.extractor(architecture.form.zeros(1)).shape[1:])
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
@@ -312,7 +313,7 @@ def check_outputs(experiment: Experiment) -> None:
     """Raise UserError, naming two sites, if they cannot share one head because their numbers of classes differ."""
     first = experiment.sites[0]
     for site in experiment.sites:
-        has, other = experiment.architecture(site).classes, experiment.architecture(first).classes
+        has, other = experiment.architecture(site).outputs, experiment.architecture(first).outputs
         if has != other:
             problem = f"{site.name}'s has {has} classes, {first.name}'s {other}"
             raise UserError(f"objective.mode={components_of(experiment).mode} takes one head for all sites, but {problem}")

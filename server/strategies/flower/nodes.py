@@ -16,14 +16,14 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedloom.conf.errors import FailedError
 from fedloom.conf.sites import Site
 
-MOST_LOOKS = 100
+MAX_QUERIES = 100
 
 
 class Nodes(Grid):
     """A grid in which node k + 1 is the site at index k of the roster. Messages come only from `configure_train`."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
-        self.sites, self._looks = {site.index + 1: site for site in sites}, 0
+        self.sites, self._queries = {site.index + 1: site for site in sites}, 0
 
     def get_node_ids(self) -> Iterable[int]:
         """Return all nodes.
@@ -31,8 +31,8 @@ class Nodes(Grid):
         Raises:
             FailedError: The strategy keeps asking, because it waits for more nodes.
         """
-        self._looks += 1
-        if self._looks > MOST_LOOKS:
+        self._queries += 1
+        if self._queries > MAX_QUERIES:
             raise FailedError(f"strategy: it waits for more sites than the {len(self.sites)} that participate")
         return list(self.sites)
 

@@ -17,7 +17,7 @@ from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import FailedError, UserError
-from fedloom.conf.plugins import call, told
+from fedloom.conf.plugins import call, error_summary
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.ledger.declared import PerClientSlot, Slot
@@ -177,7 +177,7 @@ class FlowerStrategy(Strategy):
         except (UserError, FailedError):
             raise
         except Exception as error:
-            raise FailedError(f"strategy '{self.name}': failed ({told(error)})") from error
+            raise FailedError(f"strategy '{self.name}': failed ({error_summary(error)})") from error
 
 
 def _network(arrays: ArrayRecord | None, metrics: Any) -> State | None:

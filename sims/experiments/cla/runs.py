@@ -36,9 +36,19 @@ def inputs_of(study: Study, pair: str, seed: int, count: int = 2) -> Inputs:
 
 
 def reached(study: Study, pair: str, seed: int, method: str, count: int = 2, tune: bool = True) -> Reached:
-    """Make a network of `count` parents by a method, fine-tune it, and return its accuracies, parameters and seconds.
+    """Make a network from its parents by a method, fine-tune it, and measure it.
 
-    Accuracies are fractions, before and after fine-tuning. If the method cannot make the network: {"refused": reason}.
+    Args:
+        study: The study.
+        pair: The name of the pair of parents.
+        seed: The seed.
+        method: A key of METHODS.
+        count: The number of parents.
+        tune: Whether to fine-tune.
+
+    Returns:
+        Accuracies (fractions) before and after fine-tuning, "parameters" and "seconds"; {"refused": reason} if the method
+        cannot make the network.
     """
     chosen, name = size_of(study).pairs[pair], f"{pair}-{seed}-{method}" + f"-of-{count}" * (count > 2)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fedloom.clients.data.domains import find
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, parse_name
 from fedloom.clients.networks.base import NETWORKS
 from fedloom.clients.networks.plain import POOL, PlainSpec
@@ -48,8 +49,8 @@ class Pair:
 
     def names(self) -> tuple[NetworkName, NetworkName]:
         """Return the full architecture names of A and B."""
-        sizes = self.task.channels, self.task.size, find(self.task.domain).classes
-        return parse_name(self.deep, *sizes), parse_name(self.shallow, *sizes)
+        form = Form.images(self.task.channels, self.task.size, find(self.task.domain).classes)
+        return parse_name(self.deep, form), parse_name(self.shallow, form)
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,19 @@ KEPT = 0.9  # RegMean: factor of the Gram matrices' off-diagonals
 
 @torch.no_grad()
 def regmean(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -> nn.Module:
-    """Merge aligned networks by RegMean (Jin et al. 2023, Eq. 2): W = (sum G_i)^-1 sum G_i W_i.
+    """Merge networks by RegMean (Jin et al. 2023, Eq. 2): W = (sum G_i)^-1 sum G_i W_i.
 
-    G_i = X_i'X_i of the inputs' patches, with off-diagonals times 0.9. All other parameters are averaged, and
-    statistics are repaired (REPAIR).
+    G_i = X_i'X_i is the Gram matrix of the layer's inputs (patches) in network i, with off-diagonals times 0.9. Other
+    parameters are averaged. Then BatchNorm's statistics are repaired (REPAIR).
+
+    Args:
+        networks: The networks to merge.
+        into: The index of the network to whose channels the others are aligned.
+        depth: The index of the network that sets the layers.
+        probe: Images [n, c, h, w].
+
+    Returns:
+        The merged network.
     """
     frame = prepared(networks, into, depth, probe)
     moves, share = frame.by_plans(), max(1, ROWS // len(probe))

@@ -26,8 +26,14 @@ RIDGE, FLOOR = 1e-2, 1e-3  # relative to the diagonal, and to its mean
 class Frame:
     """Networks that `fuse` has brought to one depth, each with its channels in its own order.
 
-    `plans`: by network and axis, [n, m] from its channels to those of `into`, columns sum to 1; empty for `into`.
-    `shares`: each network's share in the mean of a layer, by the layer's name; 0 where the layer was added.
+    Attributes:
+        bodies: The networks.
+        wirings: The wiring of each network.
+        into: The index of the network to whose channels the others are aligned.
+        depth: The index of the network that sets the layers.
+        probe: Images [n, c, h, w].
+        plans: For each network, by axis, [n, m] from its channels to those of `into`; columns sum to 1. Empty for `into`.
+        shares: By layer name, each network's share in the mean; 0 where the layer was added.
     """
 
     bodies: tuple[nn.Module, ...]

@@ -40,7 +40,15 @@ RESIDUAL = {"name": "split", "of": {"name": "resnet20", "width": 0.5}, "at": "st
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sites' tasks, the task for pre-training by rotations (`before`), and the architecture."""
+    """Two sites and their architecture.
+
+    Attributes:
+        title: The pair's name in tables.
+        tasks: The two sites' data.
+        before: The data for pre-training by rotations.
+        network: The section `network` of a configuration.
+        turns: Rotations of each image in a batch: "one" at random, or "all" four.
+    """
 
     title: str
     tasks: tuple[Task, Task]
@@ -51,10 +59,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Setting:
-    """How two networks are trained. `auxiliary`: heads of common classes (DCC), rotations (RP). `same`: equal starts (IIW).
+    """How two networks are trained: by Adam, with a rate that falls to a tenth after each quarter of the steps.
 
-    Adam, with a rate that falls to a tenth after each quarter of the steps. Each network makes `steps` steps. `permuted`:
-    the second network's outputs are in another order. `start`: extractors are drawn, or pre-trained by rotations.
+    Attributes:
+        auxiliary: Auxiliary heads: "dcc" (common classes) and "rp" (rotations).
+        same: Whether both networks have equal initial weights (IIW).
+        steps: The steps of each network.
+        rate: The initial learning rate.
+        decay: The weight decay.
+        batch: Images in a batch.
+        permuted: Whether the second network's outputs are in another order.
+        start: Where extractors start: DRAWN, or pre-trained by rotations.
     """
 
     auxiliary: tuple[str, ...] = ()

@@ -93,7 +93,10 @@ def measured(study: Study, task: str, settings: Settings, seed: int) -> Measurem
         config = _watched_last(load(EXPERIMENT, [*lines, *run]))
         with erased_run(config) as (summary, path):
             [matrix] = summary["recombination"].values()
-            return {**{key: matrix[key] for key in ("accuracy", "bytes", "fedavg_bytes")}, **looks(config, path)}
+            return {
+                **{key: matrix[key] for key in ("accuracy", "bytes", "fedavg_bytes")},
+                **feature_statistics(config, path),
+            }
 
     return Measurements(**study.once(name, lines, make, label))
 
@@ -143,11 +146,11 @@ def way(results: Sequence[Measurements], upper: Sequence[float], classes: int) -
     return mean_and_spread(shares)
 
 
-MOST = 500  # test images of each domain whose features are compared
-MOST_PLACES = 50_000  # of images and their pixels, of these
+MAX_IMAGES = 500  # test images of each domain whose features are compared
+MAX_POSITIONS = 50_000  # of images and their pixels, of these
 
 
-def looks(config: Config, folder: Path) -> dict[str, Any]:
+def feature_statistics(config: Config, folder: Path) -> dict[str, Any]:
     """Return the fields of Measurements on correlation and missing classes; placeholders for a run of one site."""
     sites = config.roster
     networks = {site.name: _network(config, site, folder) for site in sites}
@@ -173,7 +176,7 @@ def correlations(first: Tensor, second: Tensor) -> Tensor:
 def shared_images(config: Config) -> Tensor:
     """Return mixed test images of all domains, the same number of each, float [n, c, h, w]."""
     parts = [test_images(config, spec).x for spec in domain_specs(config).values()]
-    fewest = min(MOST, *(len(part) for part in parts)) if len(parts) > 1 else min(MOST, len(parts[0]))
+    fewest = min(MAX_IMAGES, *(len(part) for part in parts)) if len(parts) > 1 else min(MAX_IMAGES, len(parts[0]))
     drawn = [part[torch.randperm(len(part), generator=torch_generator(config.seed, "looks"))[:fewest]] for part in parts]
     mixed = torch.cat(drawn)
     return to_float(mixed[torch.randperm(len(mixed), generator=torch_generator(config.seed, "looks", "order"))])
@@ -188,11 +191,11 @@ def _network(config: Config, site: Site, folder: Path) -> Network:
 
 @torch.inference_mode()
 def _features(network: Network, images: Tensor, statistics_of: str) -> Tensor:
-    """Return the features [n, channels] of all images and positions, at most MOST_PLACES of them."""
+    """Return the features [n, channels] of all images and positions, at most MAX_POSITIONS of them."""
     HeadView(network, slice(None), statistics_of).eval()  # sets the mode of BatchNorm in the network
     features = network.extractor(images)
     rows = features.movedim(1, -1).flatten(0, -2) if features.ndim == 4 else features
-    keep = torch.randperm(len(rows), generator=torch_generator(0, "looks", "places"))[:MOST_PLACES]
+    keep = torch.randperm(len(rows), generator=torch_generator(0, "looks", "places"))[:MAX_POSITIONS]
     return rows[keep]
 
 

@@ -31,10 +31,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Size:
-    """A preset: its tasks (the tables on details use the first), and settings of all tasks.
+    """One preset of `fedloom reproduce components`.
 
-    `plans`: (steps of a round, rounds); only the table of local steps uses more than the first. `most`: common classes in
-    Figure 9. `several`: numbers of sites.
+    Attributes:
+        tasks: The tasks, by name. Tables on details use the first.
+        plans: Pairs (steps of a round, rounds). Only the table of local steps uses more than the first.
+        most: The numbers of common classes in Figure 9.
+        several: The numbers of sites.
+        settings: The settings of all tasks.
     """
 
     tasks: Mapping[str, Task]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
+from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, HeadView, Network, initialise
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
 from fedloom.clients.training.learner import descend
@@ -34,7 +35,7 @@ class Plan:
 
 def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | int) -> Network:
     """Return a new network for colour images from a section `network`; `purpose` seeds its weights."""
-    network = NETWORKS.build(dict(section), "network").empty(3, size, classes)
+    network = NETWORKS.build(dict(section), "network").empty(Form.images(3, size, classes))
     initialise(network, torch_generator(0, *map(str, purpose)))
     return network
 
@@ -80,7 +81,14 @@ def frozen(module: nn.Module) -> nn.Module:
 
 
 def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
-    """Return the mean class accuracy: the share of right answers, with equal weight for each class."""
+    """Return the mean class accuracy: the share of right answers, with equal weight for each class.
+
+    Args:
+        extractor: The first part of the network.
+        head: The second part.
+        images: The images.
+        statistics: BatchNorm's statistics: "batch", or another value of evaluation.statistics.
+    """
     view = HeadView(Network(extractor, head), slice(0, None), statistics).eval()
     order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
     mixed = Images(images.x[order], images.y[order])

@@ -23,12 +23,22 @@ COMPARED: dict[str, Callable[[Config], Learner]] = {
 }
 Options = Mapping[str, Any]
 PLAN = {"epochs": (int, "a whole number"), "rate": (float, "a number")}  # of each task, which overrides may change
-MOST = 1e6
+MAX_OVERRIDE = 1e6
 
 
 @dataclass(frozen=True)
 class TaskSequence:
-    """A sequence of tasks (`tasks`: a key of SEQUENCES) and how each is trained. `paper` is the paper's name for it."""
+    """A sequence of tasks, and how a learner is trained on each.
+
+    Attributes:
+        title: Its name in tables.
+        tasks: A key of SEQUENCES.
+        number: The number of tasks.
+        size: Pixels of an image's side.
+        network: The section `network` of a configuration.
+        plan: The training of each task.
+        paper: The paper's name for the sequence.
+    """
 
     title: str
     tasks: str
@@ -93,7 +103,7 @@ def plan_of(overrides: Sequence[str]) -> dict[str, float]:
             plan[key] = kind(value)
         except ValueError:
             raise UserError(f"{key}: got '{value}', takes {takes}") from None
-        if not 0 < plan[key] < MOST:
+        if not 0 < plan[key] < MAX_OVERRIDE:
             raise UserError(f"{key}: got {value}, takes {takes} above 0")
     return plan
 

@@ -18,7 +18,15 @@ DIGITS = ("mnist", "usps", "mnist_m")
 
 @dataclass(frozen=True)
 class Task:
-    """The images of one task. Labels count from 0."""
+    """The images of one task.
+
+    Attributes:
+        name: Its name.
+        train: Training images.
+        validation: Validation images.
+        test: Test images.
+        classes: The number of classes. Labels count from 0.
+    """
 
     name: str
     train: Images

@@ -30,7 +30,14 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way to remove a site from a run, trained with `subsets` (for leave-one-out sums) or without."""
+    """A way to remove a site from a run.
+
+    Attributes:
+        subsets: Whether the run is trained for leave-one-out sums (option `subsets`).
+        repair: Rounds of training after the subtraction.
+        rollback: Whether to go back to before the site participated, and train again.
+        retrain: Whether to train a network without the site, for comparison.
+    """
 
     subsets: bool
     repair: int = 0

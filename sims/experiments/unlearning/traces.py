@@ -36,7 +36,7 @@ from fedloom.sims.report.tables import Table
 
 SHADOWS = 8  # federations of an attack on single images
 RELEARNED = 3  # federations in which the steps to relearn are measured
-MOST, EVERY = 60, 2  # steps of relearning, and steps between measurements
+MAX_STEPS, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
 Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
 AS_ONE, RATE = 4, 0.1  # rounds and rate of training the aggregate as one network; chosen with seeds 100 to 102
@@ -127,12 +127,12 @@ def _look(looker: Looker, models: Models, name: str, seed: int) -> dict[str, Any
 
 
 def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
-    """Return the steps on the site's images until REGAIN of the old accuracy is back; at most MOST."""
+    """Return the steps on the site's images until REGAIN of the old accuracy is back; at most MAX_STEPS."""
     site, config = looker.config.roster[-1], looker.config
     test = test_images(config, site.spec)
     done = time_to_relearn(looker.evaluator.loaded(model), site_images(config, site), test, REGAIN * before,
-                           config.training, seed=seed, most=MOST, every=EVERY)  # fmt: skip
-    return MOST if done.steps is None else done.steps
+                           config.training, seed=seed, most=MAX_STEPS, every=EVERY)  # fmt: skip
+    return MAX_STEPS if done.steps is None else done.steps
 
 
 def table(method: str, results: Sequence[Mapping[str, Any]]) -> Table:
@@ -163,7 +163,7 @@ def _note(method: str) -> str:
     return (f"{kinds[method]}. Accuracy in %. U-LiRA: was the site removed in this way, or was the network retrained? The "
             "attack sees one image's confidence. image drawn: did the site have the image? Chance: 1 % and 0.5. Distances "
             "are to the retrained network of the same start; the last row is their floor. Relearning: steps until "
-            f"{REGAIN:.0%} of the old accuracy is back ({MOST}: never), {RELEARNED} federations.")  # fmt: skip
+            f"{REGAIN:.0%} of the old accuracy is back ({MAX_STEPS}: never), {RELEARNED} federations.")  # fmt: skip
 
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order

@@ -1,0 +1,49 @@
+"""What a domain's examples are: the kind of their inputs and of their targets."""
+
+from dataclasses import dataclass, fields
+
+from fedloom.clients.data.form import IMAGE
+
+CLASS, MULTILABEL, REGRESSION, NEXT = TASKS = ("class", "multilabel", "regression", "tokens")
+IGNORED = -100  # the target of a step that does not count, such as padding
+BYTE, WORD, UNIT = 255, 65_535, 1  # the brightest level of images: 8 bits, 16 bits, floats from 0 to 1
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The inputs and targets of a domain. Sites that train one network have the same schema.
+
+    Attributes:
+        kind: Of the inputs, one of form.KINDS.
+        task: Of the targets, one of TASKS: int64 [n] class numbers, float32 [n, labels] of 0 and 1, float32 [n, numbers],
+            or int64 [n, steps] next tokens (IGNORED where there is none).
+        shape: Of one input. Empty for images, whose shape is configured (`data.size`, `data.grey`).
+        columns: Names of the features of a table; empty if they have none.
+        vocabulary: tokens: the number of different tokens.
+        levels: image: the brightest level, BYTE, WORD or UNIT.
+    """
+
+    kind: str = IMAGE
+    task: str = CLASS
+    shape: tuple[int, ...] = ()
+    columns: tuple[str, ...] = ()
+    vocabulary: int = 0
+    levels: int = BYTE
+
+    def difference(self, other: "Schema") -> str:
+        """Return what two schemas do not share, as "NAME: ONE and OTHER"; empty if one network can take both."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name == "columns" and set(mine) != set(theirs):
+                odd = sorted(set(mine) ^ set(theirs))[0]
+                return f"column '{odd}' is only in the {'first' if odd in mine else 'second'}"
+            if field.name not in ("vocabulary", "levels") and mine != theirs:
+                return f"{field.name}: {_text(mine)} and {_text(theirs)}"
+        return ""
+
+
+IMAGES = Schema()  # of labelled images of 8 bits
+
+
+def _text(item: object) -> str:
+    return str(list(item)) if isinstance(item, tuple) else str(item)
