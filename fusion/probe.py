@@ -112,7 +112,7 @@ def cka(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def check_probe(network: nn.Module, probe: Tensor) -> None:
-    """Raise UserError unless the probe set has two finite samples of the network's dtype or tokens, on its device."""
+    """Raise UserError unless the probe set has two or more finite samples of the network's dtype, or tokens."""
     if not isinstance(probe, Tensor) or probe.layout is not torch.strided:
         raise UserError(f"the probe set is a {type(probe).__name__}; use a dense torch.Tensor [k, ...]")
     if probe.ndim < 2 or len(probe) < 2:

@@ -150,7 +150,7 @@ def _identity(module: Any) -> State | None:
         new = {"running_mean": torch.zeros(size), "running_var": torch.ones(size)}
         scale = {"weight": torch.full_like(module.weight, (1.0 + module.eps) ** 0.5), "bias": torch.zeros_like(module.bias)}
         return new | (scale if module.affine else {})
-    if not isinstance(module, nn.Linear | nn.Conv2d) or _changes_size(module):
+    if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d) or _changes_size(module):
         return None
     weight = module.weight
     new = torch.zeros_like(weight)
@@ -159,9 +159,11 @@ def _identity(module: Any) -> State | None:
     return {"weight": new, **({} if module.bias is None else {"bias": torch.zeros_like(module.bias)})}
 
 
-def _changes_size(module: nn.Linear | nn.Conv2d) -> bool:
+def _changes_size(module: nn.Linear | nn.Conv1d | nn.Conv2d) -> bool:
     weight = module.weight
-    odd = isinstance(module, nn.Conv2d) and (max(module.stride) > 1 or module.groups > 1 or weight.shape[-1] % 2 == 0)
+    odd = isinstance(module, nn.Conv1d | nn.Conv2d) and (
+        max(module.stride) > 1 or module.groups > 1 or weight.shape[-1] % 2 == 0
+    )
     return odd or weight.shape[0] != weight.shape[1]
 
 

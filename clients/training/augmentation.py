@@ -64,7 +64,7 @@ def augmentation_of(training: TrainingConfig) -> Augmentation | None:
 
 
 def check_augmentation(augmentation: Augmentation | None, form: Form) -> None:
-    """Raise UserError for augmentations of other inputs than images, that fail on them, or that change their shape."""
+    """Raise UserError for augmentations of other data than images, that fail on images of this form or change it."""
     if augmentation:
         form.takes(IMAGE, what=WHERE)
         generator = torch_generator(0, "augmentation", "trial")

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import site_sizes
-from fedloom.clients.networks import Architecture
+from fedloom.clients.data.form import IMAGE
+from fedloom.clients.networks import Architecture, form_of
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.training.augmentation import check_augmentation
 from fedloom.clients.training.learner import check_batches
@@ -25,7 +26,10 @@ def check_training(experiment: Experiment, architectures: Iterable[Architecture]
         _check_handed_on(training)
         for architecture in architectures:
             _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
-    check_augmentation(experiment.training.augmentation, experiment.architecture().form)
+    form = form_of(config)
+    check_augmentation(experiment.training.augmentation, form)
+    if training.channels_last:
+        form.takes(IMAGE, what="training.channels_last")
     _check_stacking(config.engine, training, optimizer)
 
 

@@ -138,14 +138,14 @@ def short(label: str, room: int = 24) -> str:
 
 
 def write_numbers(axes: Axes, grid: Grid, reach: float, form: str, unit: float = 100.0) -> None:
-    """Write the values of a heat map's cells, times `unit`.
+    """Write the values of a heat map's cells.
 
     Args:
         axes: The axes of the heat map.
-        grid: The values, shares or other numbers.
+        grid: The values.
         reach: The value of the darkest colour. Text on dark cells is white.
         form: The format of a number, such as ".1f".
-        unit: 100 for per cent.
+        unit: The factor of the values; 100 for fractions shown in per cent.
     """
     for y, row in enumerate(grid):
         for x, value in enumerate(row):

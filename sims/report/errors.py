@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.conf.metrics import facts_of
 from fedloom.server.run_folder.scores import SCORES
 from fedloom.sims.report.canvas import INK, PALETTE, name_ticks, new_figure, new_panels, short
-from fedloom.sims.report.sites import MAX_NAME_IN_TABLE, at_home
+from fedloom.sims.report.sites import MAX_NAME_IN_TABLE, MAX_NAME_ON_AXIS, at_home
 from fedloom.sims.report.tables import Table, accuracies, cut, shortened
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def confusion_table(summary: Mapping[str, Any]) -> list[Table]:
     """Return, as a list, the confusion matrix of the first network, over all measured sites."""
     name, matrix = next(((name, union["confusion"]) for name, union in _unions(summary) if "confusion" in union), ("", []))
     names = names_of(summary)
-    labels = [shortened(names.get(str(number), str(number)), MAX_NAME_IN_TABLE) for number in range(len(matrix))]
+    labels = [shortened(names.get(str(number), str(number)), MAX_NAME_ON_AXIS) for number in range(len(matrix))]
     if not matrix or len(matrix) > MOST_NUMBERS:
         return []
     rows = [[label, *row] for label, row in zip(labels, matrix, strict=True)]

@@ -3,12 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.training.loss import full
+from fedloom.conf.errors import UserError
 from fedloom.conf.registry import Registry
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -35,6 +38,8 @@ class Batch:
 class Auxiliary(ABC):
     """Base class of auxiliary tasks; all sites share the heads. Register yours in AUXILIARY, or name `module:attribute`."""
 
+    rotates: ClassVar[bool] = False  # whether the loss rotates the inputs
+
     weight: float = option(1.0, "weight of the task's loss", low=0.0)
 
     @property
@@ -45,6 +50,14 @@ class Auxiliary(ABC):
     @abstractmethod
     def outputs(self, common: int) -> int:
         """Return the number of the head's outputs when all sites have `common` classes in common."""
+
+    def check(self, form: Form) -> None:
+        """Raise UserError if the task rotates, and the inputs of this form are not square images."""
+        if not self.rotates:
+            return
+        form.takes(IMAGE, what="objective.auxiliary: rp")
+        if form.height != form.width:
+            raise UserError(f"objective.auxiliary: rp rotates square images, but the data are {form}; set auxiliary=[dcc]")
 
     def draw(self, generator: torch.Generator, images: int) -> State:
         """Return the random draws for the next batch's loss, for at most `images` images."""
@@ -89,6 +102,8 @@ class CommonClasses(Auxiliary):
 @dataclass(frozen=True)
 class Rotations(Auxiliary):
     """Rotation prediction (RP, Eq. 2): by how many quarter turns an image was rotated."""
+
+    rotates = True
 
     turns: str = option(
         "one", "rotations of each image in a batch: one at random, or all four, as in the paper", choices=("one", "all")

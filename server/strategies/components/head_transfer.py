@@ -117,6 +117,9 @@ class HeadTransfer(Recombining):
             raise UserError("objective.same_start: takes one network for all sites, but theirs differ; set it to false")
         for site in experiment.sites if self.pretrained else ():
             self._start(experiment, site)
+        for form in {experiment.architecture(site).form for site in experiment.sites}:
+            for task in objective.tasks.values():
+                task.check(form)
         check_pull(objective.pull, experiment.training)
         if has_data(experiment.config):
             sites = experiment.sites
