@@ -3,8 +3,10 @@
 from dataclasses import dataclass, fields
 
 from fedloom.clients.data.form import IMAGE
+from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS
 
-CLASS, MULTILABEL, REGRESSION, NEXT = TASKS = ("class", "multilabel", "regression", "tokens")
+NEXT = TOKENS
+TASKS = (CLASS, MULTILABEL, REGRESSION, NEXT)
 IGNORED = -100  # the target of a step that does not count, such as padding
 BYTE, WORD, UNIT = 255, 65_535, 1  # the brightest level of images: 8 bits, 16 bits, floats from 0 to 1
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fedloom.clients.data import class_count, domain_specs, num_classes
-from fedloom.clients.evaluation.targets import target_kind
+from fedloom.clients.data import class_count, domain_specs, num_classes, task_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, CLASS, KNOWN, REGRESSION, Facts, named_metrics
 from fedloom.conf.schema import Config
@@ -131,7 +130,7 @@ def metrics_of(config: Config, own: bool = True) -> Metrics:
     Raises:
         UserError: As `named_metrics` does, and for metrics that sites cannot sum.
     """
-    kind = target_kind(config)
+    kind = task_of(config)
     chosen = list[Metric]()
     for named in named_metrics(config.evaluation.metrics, kind):
         if not named.own:
