@@ -279,7 +279,7 @@ def _measured(job: Job) -> Answer:
     jobs = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
     tells = job.simulated or job.policy.tells_classes(job.config)
     metrics = metrics_of(job.config, own=job.simulated)
-    metrics = metrics if tells else metrics.of_totals
+    metrics = replace(metrics, totals=not tells)
     scores = {name: _score(each, images, metrics) for name, each in jobs.items()}
     by_class = tells and (job.simulated or job.config.evaluation.classes)
     numbers = score_numbers({right_of(name): score for name, score in scores.items()}, len(images), by_class)

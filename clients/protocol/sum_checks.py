@@ -4,9 +4,9 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from fedloom.clients.evaluation.metrics import STATISTICS, Metrics, Sums
+from fedloom.clients.evaluation.metrics import Metrics, Sums
 from fedloom.clients.evaluation.metrics.bins import BINS, COLUMNS
-from fedloom.clients.evaluation.metrics.sums import CONFIDENCE_BINS, CONFIDENCE_ONE, PAIRS
+from fedloom.clients.evaluation.metrics.sums import CONFIDENCE_BINS, CONFIDENCE_ONE, PAIRS, STATISTICS
 from fedloom.clients.protocol.messages import to_states
 from fedloom.clients.protocol.reply_checks import MOST_IMAGES, MOST_LOSS, ReplyError
 

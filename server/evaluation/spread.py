@@ -7,7 +7,7 @@ import numpy as np
 
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.evaluation.metrics import Metrics, Sums
-from fedloom.clients.evaluation.metrics.chosen import moved_sums
+from fedloom.clients.evaluation.metrics.sums import moved_sums
 
 MOST_CLASSES = 100  # of a confusion matrix in the summary
 MOST_PAIRS = 4000  # rows of a site's predicted against true numbers

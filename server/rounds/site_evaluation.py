@@ -9,11 +9,10 @@ from flwr.app import RecordDict
 
 from fedloom.clients.data import label, outputs
 from fedloom.clients.evaluation.accuracy import Score
-from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of, weighted
+from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
 from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.protocol.messages import EVALUATE, RIGHT, SUMS, measured_record, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
-from fedloom.clients.protocol.sum_checks import agree, check_sums
 from fedloom.conf.metrics import ACCURACY, CLASS
 from fedloom.conf.sites import UNION, Site
 from fedloom.fusion.state import State
@@ -80,6 +79,8 @@ class SiteEvaluation:
         score = check_score(content, name)
         if self.metrics.only_accuracy:
             return score
+        from fedloom.clients.protocol.sum_checks import agree, check_sums  # imported only where it is used
+
         head = outputs(self.transport.config, site.spec)
         record = SUMS + name.removeprefix(RIGHT)
         sums = check_sums(content, record, self.metrics, score.images, head.stop - head.start)
@@ -96,6 +97,8 @@ class SiteEvaluation:
         """Return each metric's value by domain, and `union`, from the scores at sites."""
         if self.metrics.only_accuracy:
             return {ACCURACY: self.shares(scores)}
+        from fedloom.clients.evaluation.metrics.sums import weighted  # imported only where it is used
+
         parts: dict[str, list[Sums]] = {}
         counted = self._counted(scores)
         for site in self.sites():

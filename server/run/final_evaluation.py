@@ -18,7 +18,6 @@ from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.server.evaluation.evaluator import Evaluator
-from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Models, View
@@ -171,6 +170,8 @@ def spread(
     Every site has the same weight in the spread. `blocks`: by site, the place of its classes (`blocks_of`).
     """
     if metrics is not None and not metrics.only_accuracy:
+        from fedloom.server.evaluation.spread import spread_of_metrics  # imported only where it is used
+
         return spread_of_metrics(scores, metrics, blocks or {})
     shares = {name: score.right / score.images for name, score in scores.items()}
     worst, best = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)

@@ -13,10 +13,9 @@ from torchmetrics.functional.text import perplexity
 
 from fedloom.clients.data import Images, to_float
 from fedloom.clients.evaluation.accuracy import score
-from fedloom.clients.evaluation.metrics import STATISTICS
 from fedloom.clients.evaluation.metrics.bins import auroc, bins_of, histogram, margins, of_output
-from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics, weighted
-from fedloom.clients.evaluation.metrics.sums import numbers_of
+from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics
+from fedloom.clients.evaluation.metrics.sums import STATISTICS, numbers_of, weighted
 from fedloom.clients.evaluation.metrics.values import FORMULAS
 from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, TOKENS
 
@@ -25,9 +24,7 @@ CLASSES = 4
 
 def metrics_for(kind):
     """Return all metrics for targets of a kind."""
-    chosen = tuple(Metric(KNOWN[name], formula) for name, formula in FORMULAS[kind].items())
-    needs = dict.fromkeys(name for each in chosen for name in each.formula.needs)
-    return Metrics(kind, chosen, tuple(STATISTICS[name] for name in needs))
+    return Metrics(kind, tuple(Metric(KNOWN[name], kind) for name in FORMULAS[kind]))
 
 
 def values_of(kind, scores, targets, parts=5):

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from fedloom.clients.evaluation.accuracy import Score
-from fedloom.clients.evaluation.metrics import STATISTICS
 from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics
-from fedloom.clients.evaluation.metrics.values import FORMULAS
 from fedloom.conf.metrics import KNOWN, REGRESSION, facts_of
 from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.run_folder.scores import first_metric, headline, metric_of
@@ -25,8 +23,7 @@ SITES = {"a": 1.0, "b": 4.0}  # the deviation of each site's errors
 @pytest.fixture
 def summary():
     """Return the summary of a run on numbers, with two sites of one domain."""
-    chosen = tuple(Metric(KNOWN[name], FORMULAS[REGRESSION][name]) for name in ("rmse", "mae", "r2"))
-    metrics = Metrics(REGRESSION, chosen, (STATISTICS["errors"], STATISTICS["against"]))
+    metrics = Metrics(REGRESSION, tuple(Metric(KNOWN[name], REGRESSION) for name in ("rmse", "mae", "r2")))
     generator, scores = torch.Generator().manual_seed(2), dict[str, Score]()
     for name, size in SITES.items():
         true = 40 + 10 * torch.randn(200, 1, generator=generator)

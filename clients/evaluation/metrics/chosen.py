@@ -1,21 +1,25 @@
 """The metrics that a configuration chooses: their sums for some examples, and the values of these sums."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fedloom.clients.data import class_count, domain_specs, num_classes, task_of
-from fedloom.clients.evaluation.metrics.own import own_metric
-from fedloom.clients.evaluation.metrics.sums import STATISTICS, Statistic, Sums, in_blocks, joined
-from fedloom.clients.evaluation.metrics.values import FORMULAS, Formula
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, CLASS, KNOWN, REGRESSION, Facts, named_metrics
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION
 
+if TYPE_CHECKING:
+    from fedloom.clients.evaluation.metrics.sums import Statistic
+    from fedloom.clients.evaluation.metrics.values import Formula
+
+Sums = Mapping[str, Tensor]  # by the name of a statistic
 Scores = dict[str, dict[str, float]]  # values by metric, the first configured one first, and domain
 SCORES = "scores"  # key of records: the values by metric and domain
 SITES = "sites"  # value of evaluation.where
@@ -23,21 +27,43 @@ SITES = "sites"  # value of evaluation.where
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """A metric: its facts, and how it follows from sums. `own`: it is the user's."""
+    """A metric: its facts, and how it follows from sums. `own`: the formula and statistic of a metric of the user's."""
 
     facts: Facts
-    formula: Formula
-    own: bool = False
+    kind: str
+    own: tuple[Formula, Statistic] | None = None
+
+    @property
+    def formula(self) -> Formula:
+        """How the metric follows from sums."""
+        from fedloom.clients.evaluation.metrics.values import FORMULAS  # imported only where it is used
+
+        return self.own[0] if self.own else FORMULAS[self.kind][self.facts.name]
 
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """The metrics for one kind of targets. `hidden`: measured for files, but not configured."""
+    """The metrics for one kind of targets.
+
+    `hidden`: measured for files, but not configured. `totals`: only with sums that have nothing about single classes or
+    scores.
+    """
 
     kind: str
     chosen: tuple[Metric, ...]
-    statistics: tuple[Statistic, ...]
     hidden: tuple[Metric, ...] = ()
+    totals: bool = False
+
+    @property
+    def statistics(self) -> list[Statistic]:
+        """The sums that the metrics need, and those that reports draw."""
+        from fedloom.clients.evaluation.metrics.sums import STATISTICS  # imported only where it is used
+
+        every = (*self.hidden, *self.chosen)
+        needs = dict.fromkeys(name for each in every if not each.own for name in each.formula.needs)
+        names = [*needs, *(["against"] if self.kind == REGRESSION else [])]
+        found = [*(STATISTICS[name] for name in names), *(each.own[1] for each in every if each.own)]
+        return [each for each in found if each.totals or not self.totals]
 
     @property
     def first(self) -> Facts:
@@ -48,11 +74,6 @@ class Metrics:
     def only_accuracy(self) -> bool:
         """Whether accuracy of classes is the only metric."""
         return self.kind == CLASS and [each.facts.name for each in self.chosen] == [ACCURACY]
-
-    @property
-    def of_totals(self) -> "Metrics":
-        """The metrics with only the sums that have nothing about single classes or scores."""
-        return replace(self, statistics=tuple(each for each in self.statistics if each.totals))
 
     def sums(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the sums over some examples: the network's raw outputs, and the targets, on the CPU."""
@@ -91,6 +112,8 @@ class Metrics:
             parts: The sums by domain.
             blocks: By domain, the first of its classes and the number of all classes, if heads differ (`blocks_of`).
         """
+        from fedloom.clients.evaluation.metrics.sums import moved_sums  # imported only where it is used
+
         moved = [moved_sums(sums, *blocks[name]) if name in blocks else sums for name, sums in parts.items()]
         rows = {**{name: self.values(sums) for name, sums in parts.items()}, UNION: self.values(self.added(moved))}
         names = [each.facts.name for each in (*self.chosen, *self.hidden) if each.facts.number]
@@ -108,26 +131,24 @@ def metrics_of(config: Config, own: bool = True) -> Metrics:
         UserError: As `named_metrics` does, and for metrics that sites cannot sum.
     """
     kind = task_of(config)
-    chosen, statistics = list[Metric](), dict[str, Statistic]()
+    chosen = list[Metric]()
     for named in named_metrics(config.evaluation.metrics, kind):
         if not named.own:
-            chosen.append(Metric(KNOWN[named.name], FORMULAS[kind][named.name]))
+            chosen.append(Metric(KNOWN[named.name], kind))
             continue
         if not own:
             continue
         _check_own(config, named.where, named.reference)
+        from fedloom.clients.evaluation.metrics.own import own_metric  # imported only where it is used
+
         facts, formula, statistic = own_metric(named, kind, num_classes(config))
-        if config.evaluation.where == SITES and statistic.add is joined:
+        if config.evaluation.where == SITES and not statistic.adds:
             fault = f"{named.where}: '{named.reference}' has states that do not add up over sites"
             raise UserError(f'{fault}; use dist_reduce_fx="sum" for all of them, or set evaluation.where=server')
-        chosen.append(Metric(facts, formula, own=True))
-        statistics[statistic.name] = statistic
-    hidden = [Metric(KNOWN[ACCURACY], FORMULAS[kind][ACCURACY])] if kind == CLASS else []
+        chosen.append(Metric(facts, kind, (formula, statistic)))
+    hidden = [Metric(KNOWN[ACCURACY], kind)] if kind == CLASS else []
     hidden = [each for each in hidden if each.facts not in [one.facts for one in chosen]]
-    needs = dict.fromkeys(name for each in (*hidden, *chosen) for name in each.formula.needs if name in STATISTICS)
-    pictures = ["against"] if kind == REGRESSION else []
-    shipped = {name: STATISTICS[name] for name in (*needs, *pictures)}
-    return Metrics(kind, tuple(chosen), (*shipped.values(), *statistics.values()), tuple(hidden))
+    return Metrics(kind, tuple(chosen), tuple(hidden))
 
 
 def _check_own(config: Config, where: str, reference: str) -> None:
@@ -149,21 +170,3 @@ def blocks_of(config: Config) -> dict[str, tuple[int, int]]:
     counts = {name: class_count(spec) for name, spec in domain_specs(config).items()}
     firsts = {name: sum(list(counts.values())[:index]) for index, name in enumerate(counts)}
     return {name: (first, sum(counts.values())) for name, first in firsts.items()}
-
-
-def moved_sums(sums: Sums, first: int, outputs: int) -> dict[str, Tensor]:
-    """Return sums with their classes at `first` and on, among `outputs` classes."""
-    return {name: in_blocks(name, tensor, first, outputs) for name, tensor in sums.items()}
-
-
-def weighted(sums: Sums, share: float) -> dict[str, Tensor]:
-    """Return sums with all examples counted as `share` of one."""
-    if share == 1.0:
-        return dict(sums)
-    result = {}
-    for name, tensor in sums.items():
-        keyed = name in STATISTICS and STATISTICS[name].sparse
-        scale = torch.full(tensor.shape[-1:], share, dtype=torch.float64)
-        scale[0] = 1.0 if keyed else share
-        result[name] = tensor.double() * scale
-    return result

@@ -38,6 +38,11 @@ class Statistic:
     totals: bool = False
 
     @property
+    def adds(self) -> bool:
+        """Whether it adds up over sites without an example leaving one."""
+        return self.add is not joined
+
+    @property
     def sparse(self) -> bool:
         """Whether it is a table of the entries that are not 0, with their keys in the first column."""
         return self.add is merged
@@ -170,3 +175,21 @@ def _counted(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _coarse(numbers: Tensor) -> Tensor:
     """Return the bin of each number in `against`."""
     return bins_of(numbers) >> (DIGITS - PAIR_DIGITS)
+
+
+def moved_sums(sums: Sums, first: int, outputs: int) -> dict[str, Tensor]:
+    """Return sums with their classes at `first` and on, among `outputs` classes."""
+    return {name: in_blocks(name, tensor, first, outputs) for name, tensor in sums.items()}
+
+
+def weighted(sums: Sums, share: float) -> dict[str, Tensor]:
+    """Return sums with all examples counted as `share` of one."""
+    if share == 1.0:
+        return dict(sums)
+    result = {}
+    for name, tensor in sums.items():
+        keyed = name in STATISTICS and STATISTICS[name].sparse
+        scale = torch.full(tensor.shape[-1:], share, dtype=torch.float64)
+        scale[0] = 1.0 if keyed else share
+        result[name] = tensor.double() * scale
+    return result
