@@ -4,11 +4,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.clients.data import Images, label, task_of
+from fedloom.clients.data.schema import TASKS
 from fedloom.clients.networks import Architecture, Network, architecture_of
 from fedloom.clients.protocol.messages import MODEL
 from fedloom.clients.training.loss import Loss, loss_of
@@ -96,7 +98,12 @@ class Objective(ABC):
     """Base class of a method's client half: a frozen dataclass of options.
 
     A configuration's option `baselines` lists other values of `mode`.
+
+    Attributes:
+        targets: The tasks whose targets the method takes (data.schema.TASKS).
     """
+
+    targets: ClassVar[tuple[str, ...]] = TASKS
 
     mode: str = option("", "variant of the method, by name")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedloom.clients.data import Images, to_float
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.networks.base import EXTRACTOR, HEAD
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
@@ -29,6 +30,7 @@ MEANS, KNOWN = "means", "known"  # down: by class, the mean feature, and 1 if th
 class FedProto(Heterogeneous):
     """Cross-entropy + weight * MSE(features, prototype of the label), for labels with a prototype (Eq. 7)."""
 
+    targets = (CLASS,)
     weight: float = option(1.0, "weight of the distance to the classes' prototypes (the paper's lambda)", low=0.0)
 
     def session(self, task: Task) -> Session:

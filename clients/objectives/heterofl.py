@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import Images, outputs
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
@@ -26,6 +27,8 @@ class HeteroFL(Heterogeneous):
     Outputs of hidden layers are divided by the site's share of their channels (Scaler). Outputs for labels that the site
     lacks are 0 in the loss (Masked Cross-Entropy).
     """
+
+    targets = (CLASS,)
 
     def fused_session(self, task: Task) -> Session:
         return HeteroFLSession(task)

@@ -16,11 +16,12 @@ from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
-from fedloom.clients.objectives import objective_of, resolve
+from fedloom.clients.objectives import Experiment, objective_of, resolve
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.checks import check_sizes, check_training
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
+from fedloom.conf.metrics import TARGETS
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import ExactSumError, check_range
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
@@ -50,6 +51,7 @@ def check(config: Config) -> None:
     if has_data(config):
         site_sizes(config)
     experiment = resolve(config)
+    _check_task(experiment)
     for mode in config.baselines:
         objective_of(with_mode(config, mode))
     architectures = experiment.architectures
@@ -70,6 +72,15 @@ def check(config: Config) -> None:
         )
     metrics_of(config)
     check_asked(config)
+
+
+def _check_task(experiment: Experiment) -> None:
+    """Raise UserError if the method or the loss does not take the targets of the data."""
+    if experiment.task not in (fitting := experiment.objective.targets):
+        name, takes = experiment.config.objective.get("name"), " or ".join(TARGETS[task] for task in fitting)
+        raise UserError(f"objective.name: '{name}' takes {takes}, but the targets here are {TARGETS[experiment.task]}; "
+                        "choose another method, such as fedavg or sum_aggregation")  # fmt: skip
+    _ = experiment.loss
 
 
 def _check_start(architecture: Architecture, bits: int) -> None:

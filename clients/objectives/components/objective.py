@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fedloom.clients.data import Images, outputs, to_float
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.evaluation.accuracy import image_batches
 from fedloom.clients.networks import HeadView, Network
 from fedloom.clients.networks.base import HEAD, PARTS
@@ -34,6 +35,7 @@ OUTPUTS, LABELS = "outputs", "labels"
 class Components(Objective):
     """Cross-entropy of the site's own network, with auxiliary heads or parts that sites share."""
 
+    targets = (CLASS,)
     mode: str = option(
         COMPATIBLE, "compatible: auxiliary heads; else the method that says which part is shared", choices=tuple(SHARING)
     )

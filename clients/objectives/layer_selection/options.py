@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives.base import Objective
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration, every, named
@@ -24,6 +25,7 @@ from fedloom.conf.typed import option
 class SelectionOptions(Objective):
     """The options of layer selection."""
 
+    targets = (CLASS,)
     mode: str = option(
         LEARNED, "learned, or one configuration for all sites: all, none, alternating, top-K, bottom-K, only-2-4"
     )
