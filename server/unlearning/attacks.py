@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, to_float
+from fedloom.clients.data.schema import CLASS, IGNORED, MULTILABEL, REGRESSION
 from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.errors import UserError
@@ -56,11 +57,11 @@ class Relearned:
 
 
 def membership(
-    network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000
+    network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000, task: str = CLASS
 ) -> dict[str, Attack]:
     """Run two membership-inference attacks on a network.
 
-    "loss": the smaller the cross-entropy, the likelier a member (Yeom et al. 2018, Sec. 3). "logistic": a logistic
+    "loss": the smaller the loss, the likelier a member (Yeom et al. 2018, Sec. 3). "logistic": a logistic
     regression on `features`, without shadow networks (the basic attack of Kurmanji et al. 2023 uses the loss alone).
 
     Args:
@@ -69,6 +70,7 @@ def membership(
         others: Other images of the same domain.
         seed: The seed of the regression's folds and of the bootstrap.
         resamples: The number of bootstrap samples.
+        task: The task of the targets.
 
     Returns:
         The results of "loss" and "logistic".
@@ -79,26 +81,41 @@ def membership(
     for side, images in (("members", members), ("others", others)):
         if len(images) < MIN_IMAGES:
             raise UserError(f"a membership attack needs at least {MIN_IMAGES} images on each side, got {len(images)} {side}")
-    inside, outside = features(network, members), features(network, others)
+    inside, outside = (features(network, side, task) for side in (members, others))
     scores = {"loss": [(-inside[:, 0], -outside[:, 0])], "logistic": cross_fitted(inside, outside, seed)}
     return {name: _attack(parts, generator(seed, "membership", name), resamples) for name, parts in scores.items()}
 
 
-def features(network: nn.Module, images: Images) -> Floats:
-    """Return what an attacker sees of each image, [n, 5]. Raises UserError if an output is not finite.
+def features(network: nn.Module, images: Images, task: str = CLASS) -> Floats:
+    """Return what an attacker sees of each example, [n, k]. Raises UserError if an output is not finite.
 
-    The columns: cross-entropy, probability of the true class, entropy (in nats), margin (true logit minus the largest other
-    logit), and 1 for a right answer.
+    The columns for classes: cross-entropy, probability of the true class, entropy (in nats), margin (true logit minus the
+    largest other logit), and 1 for a right answer. For other tasks: the example's loss (squared error, binary cross-entropy,
+    or cross-entropy per step), and the mean size of its outputs.
     """
-    logits, truth = _logits(network, images), images.y.cpu()[:, None]
+    logits = _logits(network, images)
     if not logits.isfinite().all():
         raise UserError("the network's outputs are not finite: no membership attack can rank them")
+    if task != CLASS:
+        return torch.stack([_losses(logits, images.y.cpu(), task), logits.abs().flatten(1).mean(1)], dim=1).numpy()
+    truth = images.y.cpu()[:, None]
     logs = logits.log_softmax(dim=1)
     true = logs.gather(1, truth)
     margin = logits.gather(1, truth) - logits.scatter(1, truth, -math.inf).amax(dim=1, keepdim=True)
     entropy = torch.special.entr(logs.exp()).sum(dim=1, keepdim=True)
     right = logits.argmax(dim=1, keepdim=True) == truth
     return torch.cat([-true, true.exp(), entropy, margin, right], dim=1).numpy()
+
+
+def _losses(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
+    """Return the loss of each example, float64 [n], for a task other than classes."""
+    if task == REGRESSION:
+        return (outputs - targets).square().mean(1)
+    if task == MULTILABEL:
+        return F.binary_cross_entropy_with_logits(outputs, targets.double(), reduction="none").mean(1)
+    counts = targets != IGNORED
+    each = F.cross_entropy(outputs.transpose(1, 2), targets.clamp(min=0), reduction="none")
+    return (each * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def cross_fitted(inside: Floats, outside: Floats, seed: int) -> list[Sides]:
@@ -175,11 +192,19 @@ def distance(state: State, other: State) -> dict[str, float]:
     return {"euclidean": math.sqrt(apart), "relative": math.sqrt(apart / size)}
 
 
-def disagreement(network: nn.Module, other: nn.Module, images: Images) -> float:
-    """Return the share of images that two networks (in eval mode) classify differently. Raises UserError without images."""
+def disagreement(network: nn.Module, other: nn.Module, images: Images, task: str = CLASS) -> float:
+    """Return the share of answers (classes, labels or next tokens) in which two networks in evaluation mode differ.
+
+    For regression: the mean absolute difference of their outputs. Raises UserError without images.
+    """
     if not len(images):
         raise UserError("the disagreement of two networks needs at least one image")
-    return float((_logits(network, images).argmax(dim=1) != _logits(other, images).argmax(dim=1)).double().mean())
+    first, second = _logits(network, images), _logits(other, images)
+    if task == REGRESSION:
+        return float((first - second).abs().mean())
+    if task == MULTILABEL:
+        return float(((first > 0) != (second > 0)).double().mean())
+    return float((first.argmax(dim=-1) != second.argmax(dim=-1)).double().mean())
 
 
 def time_to_relearn(

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedloom.clients.data import Images, label, site_images, test_images
+from fedloom.clients.data import Images, label, site_images, task_of, test_images
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.training.learner import DivergedError
@@ -31,6 +32,7 @@ class UnlearningEvaluation:
     def __init__(self, config: Config, evaluator: Evaluator, sites: Sequence[str]) -> None:
         self.config, self.evaluator = config, evaluator
         self.sites = [site for site in config.roster if site.name in sites]
+        self.task = task_of(config)
 
     def of(self, model: Model | None) -> dict[str, Any]:
         """Return the network's digest, its metrics by domain and, by site, membership attacks on its training images."""
@@ -72,7 +74,9 @@ class UnlearningEvaluation:
     def _attacked(self, site: Site, model: Model) -> dict[str, Any]:
         try:
             members, others = (_at_most(images, self.config.seed) for images in self._images(site))
-            attacks = membership(self._loaded(model, label(site.spec)), members, others, seed=self.config.seed)
+            attacks = membership(
+                self._loaded(model, label(site.spec)), members, others, seed=self.config.seed, task=self.task
+            )
         except UserError as error:
             return {"not_measured": str(error)}
         return {name: asdict(attack) for name, attack in attacks.items()}
@@ -80,6 +84,8 @@ class UnlearningEvaluation:
     def _relearning(self, before: dict[str, Any], model: Model) -> dict[str, Any]:
         """Return the steps until REGAIN of the old accuracy is back, from this state and from a fresh start."""
         results = {}
+        if self.task != CLASS:
+            return {site.name: {"not_measured": "the time to relearn is measured for classes only"} for site in self.sites}
         for site in steps("time to relearn", self.sites):
             target = REGAIN * before.get("accuracy", {}).get(label(site.spec), float("nan"))
             fresh = initial_state(self.config) if model.architecture == architecture_of(self.config) else {}
@@ -102,7 +108,7 @@ class UnlearningEvaluation:
         apart, total = 0.0, 0
         for domain in self.evaluator.specs:
             images = self.evaluator.images(domain, "test")
-            share = disagreement(self._loaded(model, domain), self.evaluator.head_view(twin, domain), images)
+            share = disagreement(self._loaded(model, domain), self.evaluator.head_view(twin, domain), images, self.task)
             apart, total = apart + share * len(images), total + len(images)
         return apart / total
 
