@@ -1,4 +1,4 @@
-"""Convert a user's inputs of any kind to one array, and infer their schema."""
+"""Convert a user's inputs to one array, and infer their schema."""
 
 from typing import Any
 

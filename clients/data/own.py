@@ -218,7 +218,7 @@ def _joined(schemas: list[Schema]) -> Schema:
         raise ValueError(f"has different inputs in train and test ({difference})")
     vocabulary, levels = max(one.vocabulary for one in schemas), {one.levels for one in schemas}
     if len(levels) > 1:
-        raise ValueError("has images of 8 bits, 16 bits or floats in train and others in test; save both alike")
+        raise ValueError("has images of 8 bits, 16 bits or floats in train and others in test; save both in the same way")
     return replace(first, vocabulary=vocabulary)
 
 

@@ -18,7 +18,7 @@ class Schema:
     Attributes:
         kind: Of the inputs, one of form.KINDS.
         task: Of the targets, one of TASKS: int64 [n] class numbers, float32 [n, labels] of 0 and 1, float32 [n, numbers],
-            or int64 [n, steps] next tokens (IGNORED where there is none).
+            or int64 [n, steps] next tokens (IGNORED: no target).
         shape: Of one input. Empty for images, whose shape is configured (`data.size`, `data.grey`).
         columns: Names of the features of a table; empty if they have none.
         vocabulary: tokens: the number of different tokens.

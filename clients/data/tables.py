@@ -1,8 +1,8 @@
 """Tables: CSV and Parquet files with one example per row.
 
 `table:PATH?target=COLUMN&features=A,B&categories=C,D:no|yes&missing=mean`. Without `features`, all columns are used but the
-target and those in `without`. Columns of text, and those in `categories`, become one column of 0 and 1 per value. Sites with
-files of their own list the values of all sites (`D:no|yes`), so that their columns agree.
+target and those in `without`. Columns of text, and those in `categories`, become one column of 0 and 1 per value. If sites
+have separate files, list the values of all sites (`D:no|yes`), so that their columns agree.
 """
 
 from pathlib import Path

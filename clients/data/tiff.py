@@ -1,4 +1,4 @@
-"""TIFF files that Pillow does not read whole: several channels that are no colours, and channels of 16 bits or floats."""
+"""TIFF files that Pillow does not read whole: several channels other than colours, and channels of 16 bits or floats."""
 
 from pathlib import Path
 from typing import Any

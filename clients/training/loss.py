@@ -84,7 +84,7 @@ class CrossEntropy(Loss):
     """Cross-entropy of classes or next tokens, with training.label_smoothing."""
 
     tasks = (CLASS, NEXT)
-    class_weights: list[float] = option([], "weight of each class; empty: all alike", low=0.0)
+    class_weights: list[float] = option([], "weight of each class; empty: 1 for all", low=0.0)
 
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         if not self.class_weights and targets.ndim == 1:
@@ -99,7 +99,7 @@ class Focal(Loss):
 
     tasks = (CLASS, NEXT)
     gamma: float = option(2.0, "larger values count well classified examples less", low=0.0)
-    class_weights: list[float] = option([], "weight of each class; empty: all alike", low=0.0)
+    class_weights: list[float] = option([], "weight of each class; empty: 1 for all", low=0.0)
 
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         return _weighted(scores, targets, smoothing, self.class_weights, self.gamma)
