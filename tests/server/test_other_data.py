@@ -1,0 +1,73 @@
+"""Methods on other data than labelled images: real runs that train, forget with a certificate, or refuse in one line."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedloom.conf import UserError
+from fedloom.sims.api import Result, run
+from tests.sims import other_data
+
+TRANSFORMER = "{name: transformer, width: 8, heads: 2, layers: 1}"
+DATA: dict[str, tuple[Callable[[Path], str], str, str]] = {  # by name: how to make the domain, a network, a deeper one
+    "features": (lambda _: "breast_cancer", "{name: mlp, widths: [12, 8]}", "{name: mlp, widths: [12, 12, 8]}"),
+    "numbers": (lambda _: "diabetes", "{name: mlp, widths: [12, 8]}", "{name: mlp, widths: [12, 12, 8]}"),
+    "labels": (other_data.labels, "{name: mlp, widths: [12, 8]}", "{name: mlp, widths: [12, 12, 8]}"),
+    "sequence": (lambda _: "digits_by_rows", "{name: cnn1d, widths: [8, 8]}", "{name: cnn1d, widths: [8, 8, 8]}"),
+    "tokens": (other_data.tokens, TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
+    "next": (lambda folder: other_data.tokens(folder, each_step=True), TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
+}  # fmt: skip
+METHODS = {
+    "fedavg": ["strategy=fedavg"],
+    "scaffold": ["strategy=scaffold"],
+    "sum_aggregation": ["strategy=sum_aggregation", "objective.mode=exact"],
+    "arithmetic": ["strategy=arithmetic"],
+    "head_transfer": ["strategy=head_transfer"],
+    "layer_selection": ["strategy=layer_selection"],
+    "cla_ot": ["strategy={name: cla_ot, fusion: cla_ot, start: own, probe: {samples: 30}}"],
+    "masks": ["strategy=fedavg", "federation.secure_aggregation=true", "data.standardise=none"],
+    "noise": ["strategy=fedavg", "privacy={clip: 1.0, noise: 0.5}", "data.standardise=none"],
+}
+OF_CLASSES = ("head_transfer", "layer_selection")
+REFUSED = {("layer_selection", "tokens"): "cannot be cut", ("layer_selection", "sequence"): "layer selection needs"}
+
+
+def trained(folder: Path, data: str, method: str, *more: str) -> Result:
+    """Run a method for two rounds at three sites, the last of which has another network with cla_ot."""
+    make, network, deeper = DATA[data]
+    networks = f", networks: [{network}, {deeper}]" if method == "cla_ot" else ""
+    sites = f"sites=[{{domain: '{make(folder)}', count: 3, samples: 60{networks}}}]"
+    small = ["rounds=2", "training.batch=16", "training.rate=0.01", "data.test_limit=60", "engine.name=inline", "baselines=[]"]
+    return run("digits", f"run.root={folder}/runs", "run.name=small", sites, f"network={deeper if networks else network}",
+               *METHODS[method], *small, *more)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", DATA)
+def test_a_method_trains_or_refuses_in_one_line(
+    tmp_path: Path, data: str, method: str, blank_pictures: None
+) -> None:
+    refusal = REFUSED.get((method, data))
+    if data in ("numbers", "labels", "next") and method in OF_CLASSES:
+        refusal = "takes classes, but the targets here are"
+    if refusal:
+        with pytest.raises(UserError, match=refusal) as caught:
+            trained(tmp_path, data, method)
+        assert "\n" not in str(caught.value)
+        return
+    result = trained(tmp_path, data, method)
+    values = [value for row in result.metrics for table in _tables(row) for value in table.values()]
+    assert values and all(math.isfinite(value) for value in values)
+
+
+def _tables(row: dict) -> list[dict[str, float]]:
+    return [row["accuracy"]] if "accuracy" in row else list(row["scores"].values())
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_a_site_is_forgotten_with_a_certificate(tmp_path: Path, data: str, blank_pictures: None) -> None:
+    result = trained(tmp_path, data, "sum_aggregation")
+    result.forget("site-0001", reason="withdrawn")
+    assert "site-0001" in result.forgotten
