@@ -11,19 +11,32 @@ import portalocker
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from fedloom.clients.data import Images, site_images
+from fedloom.clients.data import Images, own_images, site_images
+from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.listing import at_round
+from fedloom.clients.data.standardise import (
+    KEY,
+    NONE,
+    SITE,
+    SITES,
+    STANDARDISATION,
+    Standardisation,
+    standardised,
+    sums_of,
+)
 from fedloom.clients.objectives import Experiment, resolve
 from fedloom.clients.privacy.guard import SIMULATED
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
-from fedloom.clients.protocol.messages import BEFORE, ENROL, OWN, SUBSET, TaskInstructions, read_order
+from fedloom.clients.protocol.failures import RefusedError
+from fedloom.clients.protocol.messages import BEFORE, ENROL, MEAN, OWN, SUBSET, TaskInstructions, read_order, to_states
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.device import memory_share, pick_device
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
+from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.privacy.memory import Memory
@@ -90,9 +103,46 @@ class Job:
         """The device that the site trains on."""
         return pick_device(self.config.engine.device, self.policy.gpu)
 
+    @functools.cached_property
+    def source(self) -> Site:
+        """The site with the domain that it reads: the server's, or its own."""
+        return self.policy.source(self.config, self.site)
+
+    def raw_images(self) -> Images:
+        """Return the site's training images, as they are in its data."""
+        return site_images(self.config, self.source)
+
     def images(self) -> Images:
-        """Return the site's training images."""
-        return site_images(self.config, self.policy.source(self.config, self.site))
+        """Return the site's training images, standardised as the run says."""
+        return standardised(self.raw_images(), self.standardisation)
+
+    def held_out(self, split: str) -> Images:
+        """Return the site's validation or test images, standardised as the run says."""
+        return standardised(own_images(self.config, self.source, split), self.standardisation)
+
+    def sums(self) -> State:
+        """Return the exact sums over the site's training images, of which mean and deviation follow."""
+        return sums_of(self.raw_images(), schema_of(self.config, self.source.spec))
+
+    @functools.cached_property
+    def standardisation(self) -> Standardisation | None:
+        """Mean and deviation by which the site standardises its images: its own, or the message's; None: it does not.
+
+        Raises:
+            RefusedError: They would be over all sites' images, but the site or the run hides what the site sends.
+            UserError: The message lacks them.
+        """
+        way = self.experiment.standardise
+        if way == NONE:
+            return None
+        if way == SITE:
+            return Standardisation.from_sums(self.sums())
+        if not self.simulated and self.policy.hides(self.config):
+            raise RefusedError(f"{KEY}={SITES}: needs sums over single sites, but this site hides what it sends, or the run "
+                               f"does (masks or noise); set {KEY}={SITE}")  # fmt: skip
+        if STANDARDISATION not in self.content.array_records:
+            raise UserError(f"order: has no record '{STANDARDISATION}', which {KEY}={SITES} needs")
+        return Standardisation.parsed(to_states(RecordDict({MEAN: self.content.array_records[STANDARDISATION]}))[MEAN])
 
 
 def read_job(message: Message, context: Context) -> Job:

@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedloom.clients.data import Images, class_meanings, class_names, outputs, own_images, site_size
 from fedloom.clients.data.own import left_out
+from fedloom.clients.data.standardise import KEY, SITES, STANDARDISATION, STATISTICS
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
 from fedloom.clients.evaluation.metrics import Metrics, metrics_of
 from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
@@ -159,7 +160,7 @@ def task_of(job: Job, network: Network | None = None) -> Task:
     order, config, site = job.order, job.config, job.site
     incoming = to_states(job.content)
     lost = incoming.pop(OWN, None)
-    for record in (SECURE_SHARES, LIFT, BASES, BEFORE):
+    for record in (SECURE_SHARES, LIFT, BASES, BEFORE, STANDARDISATION):
         incoming.pop(record, None)
 
     def load_local_state() -> State | None:
@@ -176,7 +177,7 @@ def task_of(job: Job, network: Network | None = None) -> Task:
         incoming=incoming,
         load_local_state=load_local_state,
         generator=torch_generator(config.seed, site.name, *order.words, "objective"),
-        held_out=lambda split: own_images(config, job.policy.source(config, site), split),
+        held_out=job.held_out,
     )
 
 
@@ -274,9 +275,11 @@ def _measured(job: Job) -> Answer:
     """Count right answers on the site's own images, of each network in the message or else of the site's own."""
     if job.order.split not in ("validation", "test"):
         raise UserError(f"order.split: got '{job.order.split}', takes validation or test")
-    images = own_images(job.config, job.policy.source(job.config, job.site), job.order.split)
+    images = own_images(job.config, job.source, job.order.split)  # HeadView standardises them
     sent = {name: record for name, record in job.content.array_records.items() if name.startswith(MODEL)}
-    jobs = {name: replace(job, content=RecordDict({MODEL: record})) for name, record in sent.items()} or {MODEL: job}
+    beside = {name: record for name, record in job.content.array_records.items() if name == STANDARDISATION}
+    jobs = {name: replace(job, content=RecordDict({MODEL: record, **beside})) for name, record in sent.items()}
+    jobs = jobs or {MODEL: job}
     tells = job.simulated or job.policy.tells_classes(job.config)
     metrics = metrics_of(job.config, own=job.simulated)
     metrics = replace(metrics, totals=not tells)
@@ -293,7 +296,8 @@ def _score(job: Job, images: Images, metrics: Metrics) -> Score:
     if state is None:
         raise UserError(f"{job.site.name}: the site has not trained yet, so it has no network to measure")
     task.network.load_state_dict(state)
-    view = HeadView(task.network, outputs(job.config, job.site.spec), job.config.evaluation.statistics).eval()
+    outs, statistics = outputs(job.config, job.site.spec), job.config.evaluation.statistics
+    view = HeadView(task.network, outs, statistics, job.standardisation).eval()
     try:
         return score(view, images, job.config.evaluation.batch, job.device, metrics)
     finally:
@@ -318,4 +322,11 @@ def _statistics(job: Job) -> Answer:
     return Answer({job.order.kind: statistics}, {"samples": len(images)})
 
 
-ANSWERERS = {EVALUATE: _measured, MOMENTS: _statistics, CLASS_STATISTICS: _statistics}
+def _sums(job: Job) -> Answer:
+    """Return sums over the site's training images, by which all sites standardise theirs (data.standardise=sites)."""
+    if job.experiment.standardise != SITES:
+        raise UserError(f"order.kind: '{STATISTICS}' needs a run with {KEY}={SITES}")
+    return Answer({STATISTICS: job.sums()}, {"samples": len(job.raw_images())})
+
+
+ANSWERERS = {STATISTICS: _sums, EVALUATE: _measured, MOMENTS: _statistics, CLASS_STATISTICS: _statistics}

@@ -59,6 +59,12 @@ class DataConfig:
     form: dict[str, Any] = option(
         {}, "form of examples if this machine has no data: {kind: features, shape: [30], task: class}; empty: the domains'"
     )
+    standardise: str = option(
+        "",
+        "subtract the mean of features and of numbers to predict, and divide by the deviation. site: over the site's own "
+        "training examples; sites: over all sites'; none: neither; empty: sites for features and sequences, else none",
+        choices=("", "none", "site", "sites"),
+    )
     validation: float = option(0.1, "share of a domain's training images held out for validation", low=0.0, high=0.5)
     validation_limit: int = option(1000, "maximum of validation images per domain", low=1)
     test_limit: int = option(0, "maximum of test images per domain; 0: all", low=0)

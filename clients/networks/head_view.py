@@ -1,7 +1,8 @@
-"""A network as it is evaluated on a domain: its outputs for the domain, and BatchNorm's statistics."""
+"""A network as it is evaluated on a domain: its outputs for the domain, BatchNorm's statistics, and the targets' unit."""
 
 from torch import Tensor, nn
 
+from fedloom.clients.data.standardise import Standardisation
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import BATCH_NORM
 
@@ -13,12 +14,15 @@ class HeadView(nn.Module):
     """The `outputs` of a network: inputs to [n, outputs], or [n, steps, outputs].
 
     With statistics=BATCH, BatchNorm uses the batch's mean and variance in evaluation mode too. The batch should then be a
-    large random draw of the domain. The running statistics stay unchanged.
+    large random draw of the domain. The running statistics stay unchanged. `standardisation`: inputs and outputs are in the
+    data's own units, and those of the network are standardised.
     """
 
-    def __init__(self, network: nn.Module, outputs: slice, statistics: str) -> None:
+    def __init__(
+        self, network: nn.Module, outputs: slice, statistics: str, standardisation: Standardisation | None = None
+    ) -> None:
         super().__init__()
-        self.network, self.outputs = network, outputs
+        self.network, self.outputs, self.standardisation = network, outputs, standardisation
         norms = [module for module in network.modules() if isinstance(module, BATCH_NORM)]
         self._norms = [norm for norm in norms if norm.running_mean is not None] if statistics == BATCH else []
 
@@ -27,7 +31,10 @@ class HeadView(nn.Module):
             raise UserError(
                 f"evaluation.statistics={BATCH}: needs at least {MIN_BATCH} images of a domain, got {len(inputs)}"
             )
-        return self.network(inputs)[..., self.outputs]
+        if self.standardisation is None:
+            return self.network(inputs)[..., self.outputs]
+        outputs = self.network(self.standardisation.of_inputs(inputs))[..., self.outputs]
+        return self.standardisation.predictions(outputs)
 
     def train(self, mode: bool = True) -> "HeadView":
         """Set training mode, or evaluation mode with the configured statistics."""

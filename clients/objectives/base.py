@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.clients.data import Images, label, task_of
 from fedloom.clients.data.schema import TASKS
+from fedloom.clients.data.standardise import way_of
 from fedloom.clients.networks import Architecture, Network, architecture_of
 from fedloom.clients.protocol.messages import MODEL
 from fedloom.clients.training.loss import Loss, loss_of
@@ -195,6 +196,11 @@ class Experiment:
     def task(self) -> str:
         """The task of the targets, one of data.schema.TASKS."""
         return task_of(self.config)
+
+    @functools.cached_property
+    def standardise(self) -> str:
+        """Whose mean and deviation standardise the examples: one of data.standardise.NONE, SITE and SITES."""
+        return way_of(self.config)
 
     @functools.cached_property
     def loss(self) -> Loss:

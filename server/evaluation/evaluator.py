@@ -1,12 +1,13 @@
 """Accuracy of networks on every domain of the experiment, and on the union of all domains."""
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.clients.data import (
     Images,
@@ -19,6 +20,7 @@ from fedloom.clients.data import (
     to_float,
     validation_images,
 )
+from fedloom.clients.data.standardise import Standardisation
 from fedloom.clients.evaluation.accuracy import Score, count_right, pieces, score
 from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
 from fedloom.clients.networks import Architecture, HeadView, Model, Network, architecture_of
@@ -45,6 +47,18 @@ class Evaluator:
         self.specs = domain_specs(config)
         self._instances: dict[Architecture, Network] = {}
         self._images: dict[tuple[str, str], Images] = {}
+        self.standardisation: Callable[[], Standardisation | None] = lambda: None
+
+    def standardising(self, by: Callable[[], Standardisation | None]) -> "Evaluator":
+        """Return an evaluator with the same networks and images, which standardises by what `by` returns."""
+        other = copy.copy(self)
+        other.standardisation = by
+        return other
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return inputs of the data, on any device, as networks take them: floats, standardised as the run says."""
+        by = self.standardisation()
+        return to_float(x) if by is None else by.of_inputs(x)
 
     @property
     def network(self) -> Network:
@@ -77,7 +91,7 @@ class Evaluator:
     def head_view(self, network: nn.Module, domain: str) -> nn.Module:
         """Return the network in evaluation mode: only this domain's outputs, BatchNorm as in `evaluation.statistics`."""
         outs = outputs(self.config, self.specs[domain])
-        return HeadView(network, outs, self.config.evaluation.statistics).eval()
+        return HeadView(network, outs, self.config.evaluation.statistics, self.standardisation()).eval()
 
     def accuracy(self, model: Model, split: str) -> dict[str, float]:
         """Return the accuracy on each of the model's domains (0 to 1), and `union`: on all their images together."""
@@ -177,7 +191,7 @@ class Evaluator:
             raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
         mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
         batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
-        recompute_statistics(network, [to_float(batch.to(self.device)) for batch in batches])
+        recompute_statistics(network, [self.inputs(batch.to(self.device)) for batch in batches])
 
     def images(self, domain: str, split: str) -> Images:
         """Return a domain's images of a split in random order, so that each batch is a random sample."""

@@ -8,6 +8,7 @@ commits, crashes, digests and requests.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fedloom.clients.data.standardise import STATISTICS
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, ExactSumError, exact, quantise
@@ -52,6 +53,7 @@ class Slots:
         states = {name: self.ledger.blobs.get(blob) for name, blob in last.states.items()} if last else {}
         self._totals: dict[str, ExactSum] = {}  # of the current round
         self._kept: dict[str, State] = {}
+        self.arriving: dict[str, State] = {}  # in STATISTICS, by site: it counts with the site's next contribution
         self.totals = {name: self.empty(name) for name, slot in self.declared.items() if isinstance(slot, Sum)}
         for name, total in self.totals.items():
             if name in states:
@@ -61,9 +63,14 @@ class Slots:
     def abandon(self) -> None:
         """Drop what was staged since the last commit."""
         self.contributions.abandon()
-        self._totals, self._kept = {}, {}
+        self._totals, self._kept, self.arriving = {}, {}, {}
 
     # Reading: what is committed and what is staged
+
+    @property
+    def sums(self) -> list[str]:
+        """The names of the method's own sums, without the one of data.standardise."""
+        return [name for name in self.totals if name != STATISTICS]
 
     def total(self, slot: str) -> ExactSum:
         """Return the sum of a slot, with staged changes; the caller must not change it."""
@@ -127,18 +134,19 @@ class Slots:
         return contribution.round if contribution else 0
 
     def digest(self) -> dict[str, str]:
-        """Return digests of the exact sums by slot or, for a method without sums, of the server's states by name."""
-        if self.totals:
-            return {name: digest(self.total(name).totals) for name in self.totals}
-        return {name: digest(exact(state, self.bits)) for name, state in self.keeps().items()}
+        """Return digests of the exact sums by slot and, for a method without sums, of the server's states by name."""
+        sums = {name: digest(self.total(name).totals) for name in self.totals}
+        return sums if self.sums else sums | {name: digest(exact(state, self.bits)) for name, state in self.keeps().items()}
 
     # Staging a round
 
     def put(self, puts: Sequence[SlotUpdate], round: int) -> None:
         """Stage updates, in place of what sites put before. If a sum overflows, raise ExactSumError and change nothing.
 
-        If a site puts twice into a slot, the later state counts.
+        If a site puts twice into a slot, the later state counts. What is `arriving` from these sites is staged with it.
         """
+        arriving = [name for name in dict.fromkeys(update.site for update in puts) if self.arrives(name)]
+        puts = [*puts, *(SlotUpdate(STATISTICS, name, self.arriving[name]) for name in arriving)]
         puts = list({(update.slot, update.site): update for update in puts}.values())
         samples = {
             site: self._samples([update for update in puts if update.site == site])
@@ -219,9 +227,13 @@ class Slots:
         """Make staged changes the current state, after they were committed."""
         self.totals |= self._totals
         self.kept |= self._kept
-        self._totals, self._kept = {}, {}
+        self._totals, self._kept, self.arriving = {}, {}, {}
 
     # Helpers
+
+    def arrives(self, site: str) -> bool:
+        """Return whether sums of data.standardise came from the site in this round and are not staged yet."""
+        return site in self.arriving and not self.has(STATISTICS, site)
 
     def _names(self, slot: str) -> list[str]:
         return [site for site in self.contributions.latest if self.has(slot, site)]

@@ -310,7 +310,7 @@ class RoundContext(View):
             if spec.bounded:
                 records[record], moved = bounds.clipped(records[record], like)
                 clipped |= {record: moved} if moved else {}
-            exact[record] = quantise(records[record], self.bits)
+            exact[record] = records[record] if spec.integers else quantise(records[record], self.bits)
             spec.check(records[record])
         return ClientUpdate(site, records, numbers, exact, clipped)
 

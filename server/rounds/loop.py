@@ -94,6 +94,7 @@ class RoundLoop:
             try:
                 if not recalibration:
                     end(context)
+                self.state.features.ask(context)
                 yield context
                 context.close()
                 if not recalibration:

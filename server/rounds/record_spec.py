@@ -21,6 +21,7 @@ class RecordSpec:
         bounded: `like` is what the site started from, and federation.largest_change limits the distance from it. Otherwise
             `like` is only a shape.
         whole: whether the record must have all tensors of `like`.
+        integers: whether the record is int64 in units of 2**-bits already, so that nothing is rounded.
         check: raises ReplyError for an impossible record; called with finite numbers only.
         first: if `like` is None, returns what a site starts from that has put nothing into `slot` yet, by its name.
     """
@@ -30,6 +31,7 @@ class RecordSpec:
     mean: str = ""
     bounded: bool = True
     whole: bool = True
+    integers: bool = False
     check: Callable[[State], None] = lambda record: None
     first: Callable[[str], State] | None = None
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedloom.clients.data.standardise import NONE, SITES
 from fedloom.clients.networks import Model
 from fedloom.clients.protocol.reply_checks import Bounds
 from fedloom.conf import to_yaml
@@ -19,6 +20,7 @@ from fedloom.server.ledger.membership import Membership
 from fedloom.server.ledger.slots import Slots
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.context import Adding, Gathering, RoundContext, Transport
+from fedloom.server.rounds.feature_statistics import FeatureStatistics
 from fedloom.server.rounds.privacy import hidden
 from fedloom.server.rounds.recalibrated import end, recalibrated
 from fedloom.server.rounds.schedules import Participation
@@ -75,6 +77,9 @@ class ServerState:
         )
         self._check_slots(declared)
         self.slots = Slots(declared, setup.sites, self.ledger, bits, self.config.federation.history)
+        self.features = FeatureStatistics(self.experiment, self.slots)
+        if self.features.way != NONE:
+            self.setup = replace(setup, evaluator=setup.measuring().standardising(self.features.current))
         self.membership = Membership(self.slots, self._recompute_derived)
         self.leaving: list[str] = []  # sites to forget in the next round, in which others remove shared masks
         if self.ledger.last_round() is None:
@@ -156,7 +161,7 @@ class ServerState:
 
     def without(self, names: Sequence[str]) -> Model | None:
         """Return the aggregated network without these sites; None if the method has no such network."""
-        if not self.slots.totals or not self.display_name or len(self.members()) <= len(names):
+        if not self.slots.sums or not self.display_name or len(self.members()) <= len(names):
             return None
         if self.config.federation.secure_aggregation:  # only forgetting a site gives the sum without it
             return None
@@ -218,6 +223,9 @@ class ServerState:
         traces = list(self.strategy.residue(self.view(), names))
         if not all(isinstance(trace, ResidualInfluence) for trace in traces):
             raise UserError(f"strategy '{self.config.strategy['name']}': residue() must return ResidualInfluence objects")
+        if self.features.way == SITES and self.view().rounds_with(names):
+            reason = "sites trained on examples standardised with sums that included the forgotten sites' (data.standardise)"
+            traces.append(ResidualInfluence("the networks that the other sites trained", reason))
         return traces
 
     def _recompute_derived(self) -> None:

@@ -1,5 +1,6 @@
 """One question to many sites as messages: an order for each site, with its records."""
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,18 @@ from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, RecordDict
 
-from fedloom.clients.protocol.messages import BEFORE, CONFIG, EXPECTED, ORDER, OWN, TRAIN, TaskInstructions, to_arrays
+from fedloom.clients.data.standardise import STATISTICS
+from fedloom.clients.protocol.messages import (
+    BEFORE,
+    CONFIG,
+    ENROL,
+    EXPECTED,
+    ORDER,
+    OWN,
+    TRAIN,
+    TaskInstructions,
+    to_arrays,
+)
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES, expected_record
 from fedloom.clients.storage.states import round_file, write_private_state
 from fedloom.conf.schema import Config
@@ -127,7 +139,7 @@ class TaskMessages:
             before=before.where, holder=before.holder, weight=before.weight, secure=asking.attempt,
             again=asking.again,
         )  # fmt: skip
-        records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes}
+        records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes, **self._standardisation}
         if own is not None:
             records[OWN] = to_arrays(own)
         if before.record is not None:
@@ -135,6 +147,13 @@ class TaskMessages:
         if sender.needs_configuration(site):
             records[CONFIG] = sender.text
         return RecordDict(records)
+
+    @functools.cached_property
+    def _standardisation(self) -> dict[str, ArrayRecord]:
+        """Mean and deviation of the run's examples, for questions whose answers depend on the examples."""
+        if self.asking.kind in (ENROL, STATISTICS):
+            return {}
+        return {name: to_arrays(state) for name, state in self.sender.state.features.records().items()}
 
     def _before(self, site: Site) -> "_Before":
         """Return where a worker reads what the sum contains of the site, or what the site starts from."""

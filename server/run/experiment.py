@@ -28,6 +28,7 @@ from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data,
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.feature_statistics import check as check_standardise
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.rounds.privacy import check_hidden, hidden
 from fedloom.server.rounds.schedules import check_asked
@@ -57,6 +58,7 @@ def check(config: Config) -> None:
     architectures = experiment.architectures
     for architecture in architectures:
         _check_start(architecture, config.federation.scale_bits)
+    check_standardise(experiment)
     check_training(experiment, architectures)
     if has_data(config):
         check_sizes(experiment)

@@ -69,6 +69,7 @@ class TrainingRun:
         self.folder.check(self.ledger.run().config)
         self.experiment = resolve(self.config)
         self.state = ServerState(Setup(self.experiment, self.sites(), self.folder.path, self.ledger, self.evaluator))
+        self.evaluator = self.state.setup.measuring()
         check_models(self.config, self.state.models())
 
     def sites(self) -> list[Site]:
@@ -199,6 +200,7 @@ class TrainingRun:
         """Write metrics and shared networks of the committed rounds, when a run ends before it is measured."""
         self.state.abandon()
         self.complete_metrics()
+        self.folder.write_standardisation(self.state.features.records())
         models, sites = self.state.models(), {site.name for site in self.state.members()}
         for name in models:
             if name not in sites:
@@ -237,6 +239,7 @@ class TrainingRun:
         """
         state, measured = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
         members = {site.name for site in state.members()}
+        self.folder.write_standardisation(state.features.records())
         for name in measured.models:
             if name not in members:
                 measured.network(name)

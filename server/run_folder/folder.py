@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,8 +16,9 @@ from fedloom.clients.storage.states import write_bytes, write_private_state, wri
 from fedloom.conf import to_yaml
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
+from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
-from fedloom.server.run_folder.layout import CONFIG, METRICS, STATES, SUMMARY, is_left
+from fedloom.server.run_folder.layout import CONFIG, METRICS, STANDARDISATION, STATES, SUMMARY, is_left
 from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_summary, refuse_existing
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
@@ -96,7 +97,13 @@ class RunFolder:
 
     def results(self) -> dict[str, str]:
         """Return the sha256 of each result file, by its path in the folder."""
-        names = [CONFIG, METRICS, SUMMARY, *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors"))]
+        names = [
+            CONFIG,
+            METRICS,
+            SUMMARY,
+            STANDARDISATION,
+            *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors")),
+        ]
         files = {name: self.path / name for name in sorted(names)}
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
 
@@ -115,6 +122,14 @@ class RunFolder:
         """
         write = write_state if name == AGGREGATE else write_private_state
         write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
+
+    def write_standardisation(self, records: Mapping[str, State]) -> None:
+        """Write the mean and deviation by which the networks' inputs are standardised, if there are any.
+
+        clients.data.standardise.Standardisation.parsed reads the file's tensors.
+        """
+        for state in records.values():
+            write_state(self.path / STANDARDISATION, state)
 
 
 def is_file_name(name: object) -> bool:

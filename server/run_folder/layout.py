@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+STANDARDISATION = "standardisation.safetensors"  # data.standardise=sites: mean and deviation of each feature
 LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run's server holds the lock
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
@@ -14,7 +15,22 @@ FINISHED = "finished"  # the status of a summary
 TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the built-in trackers; other trackers use their own name
 
 WRITTEN = frozenset(
-    {CONFIG, METRICS, SUMMARY, LEDGER, SEAL, LOCK, BASELINES, RETRAINED, CERTIFICATES, STATES, SITES, STAGING, BLOBS}
+    {
+        CONFIG,
+        METRICS,
+        SUMMARY,
+        STANDARDISATION,
+        LEDGER,
+        SEAL,
+        LOCK,
+        BASELINES,
+        RETRAINED,
+        CERTIFICATES,
+        STATES,
+        SITES,
+        STAGING,
+        BLOBS,
+    }
     | {PLOTS, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
 )
 SUFFIXES = {

@@ -20,6 +20,7 @@ from fedloom.conf.renamed import OF_STRATEGIES, refuse_renamed
 from fedloom.conf.schema import Config
 from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
 from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.feature_statistics import with_statistics
 from fedloom.server.rounds.privacy import masked
 from fedloom.server.rounds.schedules import Sampling, Schedule
 from fedloom.server.rounds.view import Models, View
@@ -190,7 +191,7 @@ def slots_of(experiment: Experiment) -> dict[str, Slot]:
     """Return the slots that the configured strategy declares, by name.
 
     Raises:
-        UserError: A slot has a wrong type or name, or workers cannot add it up (`federation.partial_sums`).
+        UserError: A slot has a wrong type or name, or excludes `data.standardise` or `federation.partial_sums`.
     """
     name, slots = experiment.config.strategy.get("name"), strategy_of(experiment).slots(experiment)
     if not isinstance(slots, Mapping) or not all(isinstance(slot, Sum | PerClientSlot) for slot in slots.values()):
@@ -199,6 +200,7 @@ def slots_of(experiment: Experiment) -> dict[str, Slot]:
         )
     if wrong := [slot for slot in slots if not isinstance(slot, str) or not PLAIN.fullmatch(slot)]:
         raise UserError(f"strategy '{name}': the slot {wrong[0]!r} must have a name of letters, digits, '-', '_' and '.'")
+    slots = with_statistics(experiment, slots)
     if experiment.federation.secure_aggregation:
         slots = masked(experiment.config, slots)
     if experiment.federation.partial_sums and (

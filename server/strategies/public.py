@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images, to_float, validation_images
+from fedloom.clients.data import Images, validation_images
 from fedloom.clients.data.domains import locate
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
@@ -35,7 +35,7 @@ class PublicImages:
 
     def read(self, view: View, key: str) -> Tensor:
         """Return the images, float32 [samples, c, size, size] in [-1, 1], equally many of each domain."""
-        return to_float(self.labelled(view, key).x)
+        return view.evaluator.inputs(self.labelled(view, key).x)
 
     def labelled(self, view: View, key: str) -> Images:
         """Return the images, not scaled, with their labels.

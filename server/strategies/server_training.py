@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import class_count, class_meanings, differing, domain_specs, label, to_float
+from fedloom.clients.data import class_count, class_meanings, differing, domain_specs, label
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
@@ -64,7 +64,7 @@ class ServerTraining:
             return dict(states)
         states_after, data = {}, self.images.labelled(view, key)
         device, classes = view.evaluator.device, groups_of(view.experiment)[0].architecture.outputs
-        images, labels = to_float(data.x).to(device), data.y.to(device) if self.weight < 1.0 else None
+        images, labels = view.evaluator.inputs(data.x).to(device), data.y.to(device) if self.weight < 1.0 else None
         answers = mean_answers(view, images) if self.weight > 0.0 else torch.zeros(len(images), classes, device=device)
         settings = Distillation(self.steps, self.rate, self.batch, self.temperature, self.weight)
         for group in groups_of(view.experiment):

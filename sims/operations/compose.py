@@ -97,7 +97,7 @@ def _composed(aggregation: ServerState, order: CompositionOrder) -> tuple[Model,
         return Model(view.architecture(), state), rows
     if order.coefficients or order.how or order.start:
         raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
-    if not aggregation.slots.totals or not aggregation.display_name:
+    if not aggregation.slots.sums or not aggregation.display_name:
         raise UserError("this run's method stores no contributions of sites; nothing can be composed from it")
     if aggregation.config.federation.secure_aggregation and {site.name for site in aggregation.members()} - {*order.sites}:
         raise UserError("--sites: secure aggregation hides the contributions of single sites; name all sites of the run")

@@ -8,6 +8,7 @@ import pytest
 
 from fedloom.conf import UserError
 from fedloom.sims.api import Result, run
+from fedloom.sims.operations.verify import verify_certificate
 from tests.sims import other_data
 
 TRANSFORMER = "{name: transformer, width: 8, heads: 2, layers: 1}"
@@ -17,7 +18,7 @@ DATA: dict[str, tuple[Callable[[Path], str], str, str]] = {  # by name: how to m
     "labels": (other_data.labels, "{name: mlp, widths: [12, 8]}", "{name: mlp, widths: [12, 12, 8]}"),
     "sequence": (lambda _: "digits_by_rows", "{name: cnn1d, widths: [8, 8]}", "{name: cnn1d, widths: [8, 8, 8]}"),
     "tokens": (other_data.tokens, TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
-    "next": (lambda folder: other_data.tokens(folder, each_step=True), TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
+    "next": (other_data.next_tokens, TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
 }  # fmt: skip
 METHODS = {
     "fedavg": ["strategy=fedavg"],
@@ -39,16 +40,21 @@ def trained(folder: Path, data: str, method: str, *more: str) -> Result:
     make, network, deeper = DATA[data]
     networks = f", networks: [{network}, {deeper}]" if method == "cla_ot" else ""
     sites = f"sites=[{{domain: '{make(folder)}', count: 3, samples: 60{networks}}}]"
-    small = ["rounds=2", "training.batch=16", "training.rate=0.01", "data.test_limit=60", "engine.name=inline", "baselines=[]"]
+    small = [
+        "rounds=2",
+        "training.batch=16",
+        "training.rate=0.01",
+        "data.test_limit=60",
+        "engine.name=inline",
+        "baselines=[]",
+    ]
     return run("digits", f"run.root={folder}/runs", "run.name=small", sites, f"network={deeper if networks else network}",
                *METHODS[method], *small, *more)  # fmt: skip
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", DATA)
-def test_a_method_trains_or_refuses_in_one_line(
-    tmp_path: Path, data: str, method: str, blank_pictures: None
-) -> None:
+def test_a_method_trains_or_refuses_in_one_line(tmp_path: Path, data: str, method: str, blank_pictures: None) -> None:
     refusal = REFUSED.get((method, data))
     if data in ("numbers", "labels", "next") and method in OF_CLASSES:
         refusal = "takes classes, but the targets here are"
@@ -68,6 +74,8 @@ def _tables(row: dict) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("data", DATA)
 def test_a_site_is_forgotten_with_a_certificate(tmp_path: Path, data: str, blank_pictures: None) -> None:
-    result = trained(tmp_path, data, "sum_aggregation")
-    result.forget("site-0001", reason="withdrawn")
-    assert "site-0001" in result.forgotten
+    result = trained(tmp_path, data, "sum_aggregation", "baselines=[]")
+    certificate = result.unlearn("site-0001", request_id="r1")
+    table, matches = verify_certificate(tmp_path / "runs/small/certificates/r1.json", tmp_path / "runs/small")
+    assert matches, table
+    assert certificate["sites"] == ["site-0001"]

@@ -42,6 +42,11 @@ def tokens(folder: Path, each_step: bool = False) -> str:
     return f"npz:{folder}/walks.npz?inputs=tokens"
 
 
+def next_tokens(folder: Path) -> str:
+    """Write the walks of `tokens` with their next tokens as targets. Returns the domain."""
+    return tokens(folder, each_step=True)
+
+
 def labels(folder: Path) -> str:
     """Write 300 rows of 6 features with 3 labels, each of which follows from two features. Returns the domain."""
     x = np.random.default_rng(0).normal(size=(300, 6)).astype(np.float32)

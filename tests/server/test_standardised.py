@@ -1,0 +1,269 @@
+"""data.standardise: mean and deviation over all sites' examples, exact whatever joins and leaves; sites' own; refusals."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.clients.data import site_images
+from fedloom.clients.data.form import FEATURES, SEQUENCE
+from fedloom.clients.data.images import Images
+from fedloom.clients.data.schema import REGRESSION, Schema
+from fedloom.clients.data.standardise import (
+    STANDARDISATION,
+    STATISTICS,
+    Standardisation,
+    check_sums,
+    standardised,
+    sums_of,
+)
+from fedloom.clients.networks import HeadView
+from fedloom.clients.objectives import resolve
+from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.protocol.failures import RefusedError
+from fedloom.clients.protocol.messages import TaskInstructions
+from fedloom.clients.storage.states import read_state
+from fedloom.conf import Config, UserError
+from fedloom.conf.load import load_text
+from fedloom.fusion.state import digest
+from fedloom.fusion.wide import mean_and_deviation, wide_sums
+from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.ledger.audit import check
+from fedloom.server.run.experiment import check as check_config
+from fedloom.server.run.training_run import TrainingRun, open_ledger
+from fedloom.server.run_folder.folder import RunFolder
+from fedloom.sims.engines.adapter import store_folder
+from fedloom.sims.engines.inline import InlineGrid
+from tests.server.kills import TRAPS, begun, last_round
+from tests.server.parts import Recorder, folder, one_thread, small
+from tests.server.resumes import Stopped, Stopper, results, resumed, run
+from tests.server.runs import method_of
+
+SITES = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    one_thread()
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sklearn.datasets import load_breast_cancer, load_diabetes
+
+    path = tmp_path_factory.mktemp("tables")
+    cancer = load_breast_cancer(as_frame=True).frame  # pyright: ignore
+    cancer["constant"] = 7.0
+    cancer.to_csv(path / "cancer.csv", index=False)
+    diabetes = load_diabetes(as_frame=True, scaled=False).frame  # pyright: ignore
+    diabetes.to_csv(path / "diabetes.csv", index=False)
+    return path
+
+
+def configured(root: Path, table: Path, *overrides: str, query: str = "") -> Config:
+    text = f"""
+sites: [{{domain: "table:{table}{query}", count: {SITES}}}]
+network: {{name: mlp, widths: [16]}}
+objective: fedavg
+strategy: fedavg
+rounds: 3
+engine: inline
+"""
+    return load_text(text, "rows", [f"run.root={root}", "run.name=rows", *overrides])
+
+
+def statistics(method: TrainingRun) -> Standardisation:
+    by = method.state.features.current()
+    assert by is not None
+    return by
+
+
+def trained(method: TrainingRun, rounds: int | None = None) -> None:
+    method.train(method.joined(InlineGrid(SITES, store_folder(method.config))), Recorder(), rounds)
+
+
+def pooled(config: Config, names: list[str]) -> np.ndarray:
+    return np.concatenate(
+        [site_images(config, site).x.numpy() for site in config.roster if site.name in names]
+    ).astype(np.float64)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1.0, 1e6, 1e15])
+def test_sums_are_exact_for_numbers_of_any_usual_size(size: float):
+    x = (torch.randn(300, 4, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0, 3.0, 1000.0, -5.0])) * size
+    total, squares = wide_sums(x)
+    mean, deviation = mean_and_deviation(len(x), total, squares)
+    numbers = x.double().numpy()
+    assert np.allclose(mean, numbers.mean(0), rtol=1e-9, atol=1e-9 * size)
+    assert np.allclose(deviation, numbers.std(0), rtol=1e-6, atol=0)
+    parts = [wide_sums(part) for part in x[torch.randperm(300)].split(70)]
+    both = (sum(sums for sums, _ in parts), sum(squares for _, squares in parts))
+    again = mean_and_deviation(len(x), *both)  # pyright: ignore
+    assert torch.equal(mean, again[0]) and torch.equal(deviation, again[1])
+
+
+def test_steps_of_sequences_share_a_mean_and_targets_come_back():
+    schema = Schema(SEQUENCE, REGRESSION, (5, 2))
+    images = Images(torch.randn(40, 5, 2) * 9 + 4, torch.randn(40, 1) * 70 + 150)
+    by = Standardisation.parsed(Standardisation.from_sums(sums_of(images, schema)).state())
+    changed = standardised(images, by)
+    assert changed.x.shape == (40, 5, 2)
+    assert torch.allclose(changed.x.mean((0, 1)), torch.zeros(2), atol=1e-5)
+    assert torch.allclose(changed.y.std(correction=0), torch.ones(()), atol=1e-5)
+    assert torch.allclose(by.predictions(changed.y), images.y, rtol=1e-5)
+    view = HeadView(torch.nn.Flatten(), slice(0, 1), "running", by).eval()
+    assert torch.allclose(view(images.x), by.predictions(changed.x.flatten(1)[:, :1]))
+
+
+def test_sums_that_no_examples_have_are_refused():
+    images = Images(torch.randn(9, 3), torch.zeros(9, dtype=torch.int64))
+    sums = sums_of(images, Schema(FEATURES, shape=(3,)))
+    check_sums(sums)
+    for name, tensor in {"inputs.count": torch.tensor([0]), "inputs.count ": torch.tensor([1]),
+                         "inputs.square": torch.zeros(10, 3, dtype=torch.int64),
+                         "inputs.sum": torch.full((5, 3), 2**60)}.items():  # fmt: skip
+        with pytest.raises(ValueError, match=r"'inputs|sum of squares"):
+            check_sums({**sums, name.strip(): tensor})
+    with pytest.raises(UserError, match=r"data\.standardise: number 0 of the inputs has values beyond"):
+        sums_of(Images(torch.full((2, 1), 1e30), torch.zeros(2)), Schema(FEATURES, shape=(1,)))
+
+
+def test_three_sites_train_and_statistics_are_those_of_all_examples(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "cancer.csv", "training.rate=0.1", "rounds=5")
+    listener = Recorder()
+    summary = run(config, listener)
+    assert all(record["replies"] == SITES and not record["dropped"] for record in listener.records)
+    assert summary["accuracy"]["fedavg"]["union"] > 0.9
+    assert all(summary["checks"].values()) and check(folder(config)) == []
+    by = Standardisation.parsed(read_state(folder(config) / f"{STANDARDISATION}.safetensors"))
+    numbers = pooled(config, [site.name for site in config.roster])
+    assert by.inputs is not None and by.targets is None
+    assert np.allclose(by.inputs[0], numbers.mean(0), rtol=1e-6)
+    assert np.allclose(by.inputs[1], numbers.std(0), rtol=1e-6)
+    changed = by.of_inputs(site_images(config, config.roster[0]).x)
+    assert float(by.inputs[1][-1]) == 0.0 and not changed[:, -1].any()  # the constant column
+
+
+def test_forgetting_a_site_leaves_the_statistics_of_a_run_without_it(tables: Path, tmp_path: Path):
+    config = configured(tmp_path / "all", tables / "cancer.csv")
+    names = [site.name for site in config.roster]
+    with method_of(config) as method:
+        trained(method)
+        method.state.forget([names[1]], {})
+        assert any("standardised" in trace.reason for trace in method.state.residue([names[1]]))
+        left = statistics(method)
+        assert all(method.state.checks()[0].values())
+        method.state.readmit([names[1]])
+        assert torch.equal(statistics(method).state()["inputs.mean"], left.state()["inputs.mean"])
+    assert check(folder(config)) == []
+    other = configured(tmp_path / "without", tables / "cancer.csv")
+    there = RunFolder(folder(other))
+    there.open(other)
+    with open_ledger(other, there, sites=[names[0], names[2]]) as ledger:
+        method = TrainingRun(other, there, ledger, Evaluator(other))
+        trained(method, 1)
+        assert digest(statistics(method).state()) == digest(left.state())
+    assert left.inputs is not None
+    assert np.allclose(left.inputs[0], pooled(config, [names[0], names[2]]).mean(0), rtol=1e-6)
+
+
+def test_a_resumed_run_has_equal_bits(tables: Path, tmp_path: Path):
+    whole, halved = (configured(tmp_path / name, tables / "cancer.csv", "federation.fraction=0.6") for name in "ab")
+    run(whole)
+    with pytest.raises(Stopped):
+        run(halved, Stopper(1))
+    resumed(halved)
+    assert results(folder(whole)) == results(folder(halved))
+    files = [(folder(config) / f"{STANDARDISATION}.safetensors").read_bytes() for config in (whole, halved)]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("trap", [("before commit", 3), ("after commit", 3)])
+def test_a_killed_run_has_equal_bits(tables: Path, tmp_path: Path, trap: tuple[str, int]):
+    assert trap[0] in TRAPS
+    whole, killed = (configured(tmp_path / name, tables / "cancer.csv") for name in "ab")
+    run(whole)
+    process = begun(killed, trap)
+    process.join(120)
+    assert process.exitcode == -9 and (last_round(killed) or 0) < 3
+    resumed(killed)
+    files = [(folder(config) / f"{STANDARDISATION}.safetensors").read_bytes() for config in (whole, killed)]
+    assert files[0] == files[1]
+    assert results(folder(whole))["rounds"] == results(folder(killed))["rounds"]
+
+
+def test_predictions_are_in_the_unit_of_the_targets(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "diabetes.csv", "training.rate=0.1", "training.epochs=4", "rounds=8",
+                        "evaluation.every=100", query="?task=regression")  # fmt: skip
+    with method_of(config) as method:
+        grid, listener = InlineGrid(SITES, store_folder(config)), Recorder()
+        method.train(method.joined(grid), listener, 7)
+        assert all(record["train_loss"] < 3 for record in listener.records)  # in deviations
+        evaluator = method.evaluator
+        label = next(iter(evaluator.specs))
+        view, images = (
+            evaluator.head_view(evaluator.loaded(method.state.aggregate()), label),
+            evaluator.images(label, "test"),
+        )
+        with torch.no_grad():
+            predicted = view(images.x)
+        rmse = float((predicted - images.y).square().mean().sqrt())
+        spread = float((images.y - images.y.mean()).square().mean().sqrt())
+        assert images.y.mean() > 100 and 30 < rmse < 0.95 * spread
+        assert statistics(method).targets is not None
+
+
+def test_a_site_can_use_its_own_mean(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "cancer.csv", "data.standardise=site", "evaluation.where=sites",
+                        "training.rate=0.1", "rounds=4")  # fmt: skip
+    summary = run(config)
+    assert summary["accuracy"]["fedavg"]["union"] > 0.85
+    assert set(summary["digest"]) == {"networks"} and not (folder(config) / f"{STANDARDISATION}.safetensors").exists()
+
+
+def test_images_are_sent_no_statistics_and_have_no_slot(tmp_path: Path):
+    config = small(tmp_path, "rounds=1")
+    with method_of(config) as method:
+        assert resolve(config).standardise == "none"
+        assert list(method.state.slots.declared) == ["sum"]
+        assert method.state.features.records() == {} and method.state.features.current() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["privacy.noise=1", "privacy.clip=1"], r"data\.standardise: 'sites' reads sums .* privacy\.noise hides; set"),
+        (["federation.partial_sums=true"], r"data\.standardise: 'sites' needs a slot of its own"),
+        (["data.standardise=site"], r"data\.standardise: with 'site', only a site knows .* set evaluation\.where=sites"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(tables: Path, tmp_path: Path, words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        check_config(configured(tmp_path, tables / "cancer.csv", *words))
+
+
+def test_images_cannot_be_standardised(tmp_path: Path):
+    with pytest.raises(UserError, match=r"data\.standardise: 'sites' is for features, .* set data\.standardise=none"):
+        check_config(small(tmp_path, "data.standardise=sites"))
+
+
+def test_a_site_that_hides_what_it_sends_refuses_the_question(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "cancer.csv")
+    order = TaskInstructions("0" * 64, "run", 0, 1, 1, 0, SITES, kind=STATISTICS)
+    with pytest.raises(RefusedError, match="asks for more than sums"):
+        Policy(epsilon=1.0).check_question(order, config)
+
+
+def test_ray_gives_the_same_bits(tables: Path, tmp_path: Path):
+    from fedloom.sims.operations.simulate import simulate
+
+    config = configured(tmp_path / "inline", tables / "cancer.csv")
+    run(config)
+    engine = dataclasses.replace(config.engine, name="ray", workers=2)
+    place = dataclasses.replace(config.run, root=str(tmp_path / "ray"))
+    other = dataclasses.replace(config, engine=engine, run=place)
+    simulate(other)
+    one, two = results(folder(config)), results(folder(other))
+    assert one["states"] == two["states"] and one["rounds"][-1].digest == two["rounds"][-1].digest
