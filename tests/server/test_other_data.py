@@ -17,6 +17,7 @@ DATA: dict[str, tuple[Callable[[Path], str], str, str]] = {  # by name: how to m
     "numbers": (lambda _: "diabetes", "{name: mlp, widths: [12, 8]}", "{name: mlp, widths: [12, 12, 8]}"),
     "labels": (other_data.labels, "{name: mlp, widths: [12, 8]}", "{name: mlp, widths: [12, 12, 8]}"),
     "sequence": (lambda _: "digits_by_rows", "{name: cnn1d, widths: [8, 8]}", "{name: cnn1d, widths: [8, 8, 8]}"),
+    "windows": (lambda _: "digits_by_rows", TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
     "tokens": (other_data.tokens, TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
     "next": (other_data.next_tokens, TRANSFORMER, TRANSFORMER.replace("layers: 1", "layers: 2")),
 }  # fmt: skip
@@ -28,11 +29,16 @@ METHODS = {
     "head_transfer": ["strategy=head_transfer"],
     "layer_selection": ["strategy=layer_selection"],
     "cla_ot": ["strategy={name: cla_ot, fusion: cla_ot, start: own, probe: {samples: 30}}"],
-    "masks": ["strategy=fedavg", "federation.secure_aggregation=true", "data.standardise=none"],
-    "noise": ["strategy=fedavg", "privacy={clip: 1.0, noise: 0.5}", "data.standardise=none"],
+    "masks": ["strategy={name: fedavg, weighting: equal}", "federation.secure_aggregation=true", "data.standardise=site"],
+    "noise": ["strategy=fedavg", "privacy={clip: 1.0, noise: 0.5}", "data.standardise=site"],
 }
 OF_CLASSES = ("head_transfer", "layer_selection")
-REFUSED = {("layer_selection", "tokens"): "cannot be cut", ("layer_selection", "sequence"): "layer selection needs"}
+REFUSED = {
+    ("layer_selection", "tokens"): "cannot be cut",
+    ("layer_selection", "windows"): "cannot be cut",
+    ("layer_selection", "sequence"): "layer selection needs",
+    ("cla_ot", "sequence"): "cannot be fused into",
+}
 
 
 def trained(folder: Path, data: str, method: str, *more: str) -> Result:
