@@ -1,6 +1,6 @@
 """What a domain's examples are: the kind of their inputs and of their targets."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from fedloom.clients.data.form import IMAGE
 from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS
@@ -34,13 +34,12 @@ class Schema:
 
     def difference(self, other: "Schema") -> str:
         """Return what two schemas do not share, as "NAME: ONE and OTHER"; empty if one network can take both."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name == "columns" and set(mine) != set(theirs):
-                odd = sorted(set(mine) ^ set(theirs))[0]
-                return f"column '{odd}' is only in the {'first' if odd in mine else 'second'}"
-            if field.name not in ("vocabulary", "levels") and mine != theirs:
-                return f"{field.name}: {_text(mine)} and {_text(theirs)}"
+        if odd := sorted(set(self.columns) ^ set(other.columns)):
+            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}"
+        for name in ("kind", "task", "shape", "columns"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {_text(mine)} and {_text(theirs)}"
         return ""
 
 

@@ -1,0 +1,110 @@
+"""Tables: columns, categories, missing values, targets of every task, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedloom.clients import data
+from fedloom.clients.data.domains import find
+from fedloom.conf import UserError
+from tests.clients.own_data import config
+
+ROWS = 60
+AGES = np.arange(ROWS) % 7 + 30.0
+COLUMNS = {
+    "age": AGES,
+    "smoker": ["yes", "no", "former"] * 20,
+    "clinic": ["north", "south"] * 30,
+    "sick": [0, 1] * 30,
+    "days": np.linspace(0.5, 9.5, ROWS),
+}
+
+
+def written(folder: Path, ending: str = "csv", **changed: object) -> str:
+    table = pd.DataFrame({**COLUMNS, **changed})
+    path = folder / f"patients.{ending}"
+    if ending == "parquet":
+        table.to_parquet(path)
+    else:
+        table.to_csv(path, index=False, sep="\t" if ending == "tsv" else ",")
+    return f"table:{path}"
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "csv.gz", "parquet"])
+def test_every_ending_gives_the_same_numbers(tmp_path: Path, ending: str):
+    domain = find(written(tmp_path, ending) + "?target=sick&features=age,smoker")
+    assert domain.schema.columns == ("age", "smoker=former", "smoker=no", "smoker=yes") and domain.classes == 2
+    inputs = np.asarray(domain.sources[0].images(tmp_path, "all", np.arange(3)))
+    assert inputs.tolist() == [[30, 0, 0, 1], [31, 0, 1, 0], [32, 1, 0, 0]] and inputs.dtype == np.float32
+
+
+@pytest.mark.parametrize("query, task, outputs, names", [
+    ("target=sick", "class", 2, ()),
+    ("target=smoker", "class", 3, ("former", "no", "yes")),
+    ("target=days", "regression", 1, ("days",)),
+    ("target=age&task=regression", "regression", 1, ("age",)),
+    ("target=age,days", "regression", 2, ("age", "days")),
+    ("target=sick,sicker", "multilabel", 2, ("sick", "sicker")),
+])  # fmt: skip
+def test_the_columns_say_what_the_task_is(tmp_path: Path, query: str, task: str, outputs: int, names: tuple[str, ...]):
+    domain = find(f"{written(tmp_path, sicker=[0, 0, 1] * 20)}?{query}")
+    assert (domain.schema.task, domain.classes, domain.names) == (task, outputs, names)
+
+
+def test_sites_divide_a_table_by_a_column(tmp_path: Path):
+    domain = written(tmp_path) + "?target=sick&without=clinic"
+    settings = config({"domain": domain, "count": 2, "partition": {"name": "column", "column": "clinic", "min_samples": 1}})
+    sites = [data.site_images(settings, site) for site in settings.roster]
+    assert all(bool((site.y == number).all()) for number, site in enumerate(sites)), "clinics and classes alternate"
+    tests = [data.own_images(settings, site, "test") for site in settings.roster]
+    assert all(bool((test.y == number).all()) and len(test) for number, test in enumerate(tests))
+
+
+def test_missing_values_are_dropped_or_become_the_mean(tmp_path: Path):
+    ages = AGES.copy()
+    ages[:2] = np.nan
+    domain = written(tmp_path, age=ages) + "?target=sick&features=age"
+    dropped, filled = find(domain + "&missing=drop"), find(domain + "&missing=mean")
+    assert len(dropped.sources[0].labels(tmp_path, "all")) == ROWS - 2
+    inputs = np.asarray(filled.sources[0].images(tmp_path, "all", np.arange(2)))
+    assert inputs[:, 0] == pytest.approx(np.nanmean(ages))
+
+
+def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Path):
+    domain = find(written(tmp_path) + "?target=sick&features=smoker&categories=smoker:never|no|former|yes")
+    assert domain.schema.columns == tuple(f"smoker={value}" for value in ("never", "no", "former", "yes"))
+
+
+@pytest.mark.parametrize("changed, query, message", [
+    ({}, "", r"has the columns age, smoker, .*\?target=COLUMN"),
+    ({}, "target=sik", r"has no column 'sik' \(target\); did you mean 'sick'\?"),
+    ({}, "target=sick&features=age,heigth", r"has no column 'heigth' \(features\)"),
+    ({}, "target=sick&colour=red", r"unknown key 'colour'; takes \?target=&features="),
+    ({}, "target=sick&task=ranking", r"task: got 'ranking', takes class, multilabel, regression, tokens"),
+    ({}, "target=sick&missing=zero", r"missing: got 'zero', takes refuse, drop, mean"),
+    ({}, "target=sick,smoker", r"the target 'smoker' is text; several targets are numbers"),
+    ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', which categories does not"),
+    ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write \?missing=drop"),
+    ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick&missing=mean", r"missing=mean fills in numbers of features only"),
+    ({"name": [f"p{k}" for k in range(ROWS)]}, "target=sick", r"'name' has 60 different texts in 60 rows\. Leave it out"),
+    ({"target": np.arange(ROWS) * 3}, "", r"different labels for 60 examples, nearly one per example\. Write \?task=regress"),
+    ({"age": 1.0, "smoker": "no", "clinic": "a", "days": 2.0}, "target=sick", r"the same value in every row of all features"),
+    ({"age": [np.inf] + [1.0] * 59}, "target=sick&features=age", r"has 1 inputs with missing or infinite values"),
+])  # fmt: skip
+def test_tables_that_do_not_fit_are_refused_in_one_line(
+    tmp_path: Path, changed: dict[str, object], query: str, message: str
+):
+    with pytest.raises(UserError, match=message) as caught:
+        find(f"{written(tmp_path, **changed)}?{query}")
+    assert "\n" not in str(caught.value) and "patients" in str(caught.value)
+
+
+def test_a_constant_column_is_a_warning_and_other_columns_at_another_site_are_refused(tmp_path: Path):
+    first = written(tmp_path, clinic="north") + "?target=sick"
+    assert any("the same value in every row of clinic" in line for line in data.remarks(config({"domain": first})))
+    (tmp_path / "b").mkdir()
+    second = written(tmp_path / "b") + "?target=sick"
+    with pytest.raises(UserError, match=r"different examples, column 'clinic=south' is only in the second"):
+        data.site_sizes(config({"domain": first}, {"domain": second, "label": "b"}))
