@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from fedloom.clients.data import Images
+=======
+from fedloom.clients.data.standardise import Standardisation
+>>>>>>> c28640b2802885737aa6d354c64cf4b7c762e32a
 from fedloom.clients.networks import architecture_of, load_network
+from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, unknown
@@ -24,7 +29,11 @@ from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
+<<<<<<< HEAD
 from fedloom.server.run_folder.scores import headline, metric_of, spot
+=======
+from fedloom.server.run_folder.layout import STANDARDISATION
+>>>>>>> c28640b2802885737aa6d354c64cf4b7c762e32a
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
@@ -214,9 +223,12 @@ class Result:
         """Return the test accuracy of any network by domain, as in `accuracy`.
 
         The network takes images [n, c, h, w], float32 in [-1, 1], with the run's channels and size, and returns logits
-        [n, classes].
+        [n, classes]. Features are standardised as in the run (data.standardise=sites).
         """
-        evaluator = Evaluator(self.config)
+        evaluator, path = Evaluator(self.config), self.folder / STANDARDISATION
+        if path.exists():
+            by = Standardisation.parsed(read_state(path))
+            evaluator = evaluator.standardising(lambda: by)
         copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
             return evaluator.measure("test", network=copied)  # pyright: ignore[reportArgumentType]

@@ -45,11 +45,15 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
     """Write the network to `out`, and return tables of its sites and its accuracy. Raises UserError if it cannot be made."""
     _check(order, run, out)
     config = read_config(run)
-    evaluator = Evaluator(config)
+
+    def read() -> tuple[Evaluator, Model, list[list[str]]]:
+        method = TrainingRun(config, RunFolder(run), ledger, Evaluator(config))
+        return method.evaluator, *_composed(method.state, order)
+
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
             raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
-        model, parts = ledger.steady(lambda: _composed(TrainingRun(config, RunFolder(run), ledger, evaluator).state, order))
+        evaluator, model, parts = ledger.steady(read)
     model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))
     tables = [Table("Made of", ["site", "coefficient"], parts)]

@@ -52,7 +52,7 @@ def round_loop(
 ) -> RoundLoop:
     """Return a RoundLoop with a new ledger in `folder`, without baselines, results and reports of a run."""
     state = ServerState(Setup(resolve(config), channel.sites, folder))
-    return RoundLoop(config, name, channel, state, Evaluator(config), listener or LogListener())
+    return RoundLoop(config, name, channel, state, state.setup.measuring(), listener or LogListener())
 
 
 def joined_channel(grid: Grid, config: Config, seconds: float) -> ClientChannel:

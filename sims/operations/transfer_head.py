@@ -71,13 +71,15 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
     for option, name in (("--from", giver), ("--to", taker)):
         if name not in sites:
             raise unknown(option, name, sites)
-    evaluator = Evaluator(config)
+
+    def read() -> tuple[Evaluator, Model, list[list[Cell]]]:
+        method = TrainingRun(config, RunFolder(run), ledger, Evaluator(config))
+        return method.evaluator, *_pair(method.state, sites[giver], sites[taker])
+
     with Ledger.open(run, server=False) as ledger:
         if ledger.last_round() is None:
             raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
-        model, rows = ledger.steady(
-            lambda: _pair(TrainingRun(config, RunFolder(run), ledger, evaluator).state, sites[giver], sites[taker])
-        )
+        evaluator, model, rows = ledger.steady(read)
     if has_data(config):
         model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 
 from fedloom.clients.data import site_images
 from fedloom.clients.data.form import FEATURES, SEQUENCE
@@ -23,7 +24,7 @@ from fedloom.clients.networks import HeadView
 from fedloom.clients.objectives import resolve
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.failures import RefusedError
-from fedloom.clients.protocol.messages import TaskInstructions
+from fedloom.clients.protocol.messages import METRICS, TaskInstructions
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, UserError
 from fedloom.conf.load import load_text
@@ -34,10 +35,14 @@ from fedloom.server.ledger.audit import check
 from fedloom.server.run.experiment import check as check_config
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.unlearning.certificate import CERTIFICATES
+from fedloom.sims.api import Result
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.operations.verify import verify_certificate
 from tests.server.kills import TRAPS, begun, last_round
-from tests.server.parts import Recorder, folder, one_thread, small
+from tests.server.parts import Recorder, WatchedApp, folder, one_thread, small
 from tests.server.resumes import Stopped, Stopper, results, resumed, run
 from tests.server.runs import method_of
 
@@ -118,7 +123,7 @@ def test_steps_of_sequences_share_a_mean_and_targets_come_back():
 
 
 def test_sums_that_no_examples_have_are_refused():
-    images = Images(torch.randn(9, 3), torch.zeros(9, dtype=torch.int64))
+    images = Images(torch.rand(9, 3) + 10, torch.zeros(9, dtype=torch.int64))
     sums = sums_of(images, Schema(FEATURES, shape=(3,)))
     check_sums(sums)
     for name, tensor in {"inputs.count": torch.tensor([0]), "inputs.count ": torch.tensor([1]),
@@ -167,6 +172,35 @@ def test_forgetting_a_site_leaves_the_statistics_of_a_run_without_it(tables: Pat
         assert digest(statistics(method).state()) == digest(left.state())
     assert left.inputs is not None
     assert np.allclose(left.inputs[0], pooled(config, [names[0], names[2]]).mean(0), rtol=1e-6)
+
+
+def test_a_site_that_does_not_train_leaves_nothing_and_is_asked_again(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "cancer.csv")
+    names = [site.name for site in config.roster]
+    with method_of(config) as method:
+        grid = InlineGrid(SITES, store_folder(config), WatchedApp(faulty, place=1, rounds=[1]))
+        method.train(method.joined(grid), listener := Recorder(), 1)
+        assert list(listener.records[0]["dropped"]) == [names[1]]
+        assert [method.state.slots.has(STATISTICS, name) for name in names] == [True, False, True]
+        method.train(method.joined(grid), Recorder(), 2)
+        assert all(method.state.slots.has(STATISTICS, name) for name in names)
+        inputs = statistics(method).inputs
+        assert inputs is not None and np.allclose(inputs[0], pooled(config, names).mean(0), rtol=1e-6)
+
+
+def faulty(reply: Message) -> Message:
+    del reply.content[METRICS]
+    return reply
+
+
+def test_a_certificate_and_a_network_are_measured_as_in_the_run(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "cancer.csv", "training.rate=0.1")
+    run(config)
+    result = Result(folder(config))
+    assert result.measure(result.networks["fedavg"]) == result.accuracy["fedavg"]
+    unlearn(folder(config), UnlearningRequest([config.roster[1].name], "r1"))
+    verification = verify_certificate(folder(config) / CERTIFICATES / "r1.json", folder(config))
+    assert verification.good, verification.table.rows
 
 
 def test_a_resumed_run_has_equal_bits(tables: Path, tmp_path: Path):
