@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-<<<<<<< HEAD
 from fedloom.clients.data import Images
-=======
 from fedloom.clients.data.standardise import Standardisation
->>>>>>> c28640b2802885737aa6d354c64cf4b7c762e32a
 from fedloom.clients.networks import architecture_of, load_network
 from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.torch_defaults import ordinary
@@ -29,11 +26,8 @@ from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
-<<<<<<< HEAD
-from fedloom.server.run_folder.scores import headline, metric_of, spot
-=======
 from fedloom.server.run_folder.layout import STANDARDISATION
->>>>>>> c28640b2802885737aa6d354c64cf4b7c762e32a
+from fedloom.server.run_folder.scores import headline, metric_of, spot
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of

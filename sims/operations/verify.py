@@ -45,17 +45,10 @@ def verify_certificate(
     return Verification(Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good)
 
 
-<<<<<<< HEAD
 def _measured_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
-    evaluator = Evaluator(config)
-    model = ledger.steady(lambda: TrainingRun(config, RunFolder(path), ledger, evaluator).state.aggregate())
-    return next(iter(evaluator.table(model, "test").values()), {})
-=======
-def _accuracy_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
     def read() -> tuple[Evaluator, Model]:
         method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config))
         return method.evaluator, method.state.aggregate()
 
     evaluator, model = ledger.steady(read)
-    return evaluator.accuracy(model, "test")
->>>>>>> c28640b2802885737aa6d354c64cf4b7c762e32a
+    return next(iter(evaluator.table(model, "test").values()), {})

@@ -97,7 +97,7 @@ def test_tables_that_do_not_fit_are_refused_in_one_line(
     tmp_path: Path, changed: dict[str, object], query: str, message: str
 ):
     with pytest.raises(UserError, match=message) as caught:
-        find(f"{written(tmp_path, **changed)}?{query}")
+        find(f"{written(tmp_path, 'csv', **changed)}?{query}")
     assert "\n" not in str(caught.value) and "patients" in str(caught.value)
 
 
