@@ -214,24 +214,22 @@ class Result:
         return Ledger.open(self.folder, server=False)
 
     def measure(self, network: nn.Module) -> dict[str, float]:
-        """Return the test accuracy of any network by domain, as in `accuracy`.
+        """Return the first metric of any network by domain, on the test examples.
 
-        The network takes images [n, c, h, w], float32 in [-1, 1], with the run's channels and size, and returns logits
-        [n, classes]. Features are standardised as in the run (data.standardise=sites).
+        The network takes inputs as the run's networks do: images [n, c, h, w], float32 in [-1, 1], with the run's channels
+        and size; features are standardised as in the run (data.standardise=sites). It returns outputs [n, outputs].
         """
-        evaluator, path = Evaluator(self.config), self.folder / STANDARDISATION
-        if path.exists():
-            by = Standardisation.parsed(read_state(path))
-            evaluator = evaluator.standardising(lambda: by)
+        by = self._standardisation()
+        evaluator = Evaluator(self.config).standardising(lambda: by)
         copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
-            return evaluator.measure("test", network=copied)  # pyright: ignore[reportArgumentType]
+            return evaluator.headline("test", network=copied)  # pyright: ignore[reportArgumentType]
 
     def predict(self, inputs: Tensor, *, network: str = "", site: str = "", scores: bool = False) -> Tensor:
         """Return a network's predictions for inputs, such as `result.examples(site).x`.
 
         Args:
-            inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]).
+            inputs: Images [n, c, h, w], uint8, or float32 from -1 to 1; features, sequences or tokens as in the data.
             network: A name in `networks`; empty: the aggregated network.
             site: The site whose head answers, if sites have heads of their own (data.heads).
             scores: Return the network's raw outputs [n, outputs] instead.
@@ -242,7 +240,7 @@ class Result:
         Raises:
             UserError: The run has no such network or site.
         """
-        return predicted(self.config, self._named(network), inputs, site, scores)
+        return predicted(self.config, self._named(network), inputs, site, scores, self._standardisation())
 
     def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
         """Return the value of each metric of a network on any data.
@@ -256,7 +254,7 @@ class Result:
         Raises:
             UserError: A metric is unknown, or does not fit the targets.
         """
-        return evaluated(self.config, self._named(network), data, metrics, site)
+        return evaluated(self.config, self._named(network), data, metrics, site, self._standardisation())
 
     def examples(self, site: str, split: str = "test") -> Images:
         """Return a site's own examples: `x` and `y` of the split "train", "validation" or "test".
@@ -264,6 +262,11 @@ class Result:
         Raises UserError for an unknown site or split, or if this machine does not have the data.
         """
         return examples_of(self.config, site, split)
+
+    def _standardisation(self) -> Standardisation | None:
+        """Return the mean and deviation of the run's features and numbers, or None if it does not standardise them."""
+        path = self.folder / STANDARDISATION
+        return Standardisation.parsed(read_state(path)) if path.exists() else None
 
     def _named(self, network: str) -> nn.Module:
         if not network:
