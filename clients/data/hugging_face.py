@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.clients.data.arrays import Labelled, image_of, numbered
+from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.found import Contents, Select, fitting, legible, query_of, wrong
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
@@ -20,8 +21,6 @@ NAMES = {"image": ("image", "images", "img", "x"), "label": ("label", "labels", 
 def read_dataset(path: Path, domain: str) -> Contents:
     """Read dataset:PATH. Raises UserError if it cannot be read, or if its columns are ambiguous."""
     from datasets import ClassLabel, DatasetDict, load_from_disk
-
-    from fedloom.clients.data.own import of_arrays
 
     if not path.is_dir():
         raise wrong(domain, "is not a folder. Name a folder that save_to_disk has written.")

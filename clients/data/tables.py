@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.clients.data.arrays import Labelled
+from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.form import FEATURES
 from fedloom.clients.data.found import Contents, fitting, query_of
 from fedloom.conf.errors import listed, nearest, plain
@@ -23,8 +24,6 @@ MOST_VALUES = 100  # of a column of text
 
 def read_table(path: Path, domain: str) -> Contents:
     """Read table:PATH. Raises UserError for columns that are missing, of the wrong kind or with missing values."""
-    from fedloom.clients.data.own import of_arrays
-
     query = query_of(domain)
     with fitting(domain):
         table = _loaded(path)

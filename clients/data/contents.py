@@ -1,0 +1,37 @@
+"""The contents of a user's domain from arrays: their inputs and targets are checked and converted."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from fedloom.clients.data import inputs, targets
+from fedloom.clients.data.arrays import Labelled
+from fedloom.clients.data.found import Contents, Select, fitting
+from fedloom.clients.data.schema import Schema
+
+
+def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
+    """Check inputs and targets, and return them as contents. Raises UserError if they are of no kind that fits."""
+    with fitting(domain):
+        read = {part: inputs.convert(named.inputs, len(named.targets), named.kind) for part, named in parts.items()}
+        schema = _joined([schema for _, schema in read.values()])
+        first = next(iter(parts.values()))
+        labels, schema, outputs, names = targets.convert(parts, replace(schema, columns=first.columns), first.task)
+
+    def reader(part: str) -> Select:
+        held = read[part][0]
+        return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
+
+    return Contents(labels, {part: reader(part) for part in read}, outputs, names, left_out=left_out, schema=schema)
+
+
+def _joined(schemas: list[Schema]) -> Schema:
+    """Return the schema of train and test together. Raises ValueError if their inputs differ in kind or shape."""
+    first = schemas[0]
+    if difference := next(filter(None, (first.difference(other) for other in schemas[1:])), ""):
+        raise ValueError(f"has different inputs in train and test ({difference})")
+    vocabulary, levels = max(one.vocabulary for one in schemas), {one.levels for one in schemas}
+    if len(levels) > 1:
+        raise ValueError("has images of 8 bits, 16 bits or floats in train and others in test; save both in the same way")
+    return replace(first, vocabulary=vocabulary)
