@@ -12,7 +12,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 from fedloom.clients.data import Images, own_images, site_images
-from fedloom.clients.data.forms import schema_of
+from fedloom.clients.data.forms import schema_of, with_form
 from fedloom.clients.data.listing import at_round
 from fedloom.clients.data.standardise import (
     KEY,
@@ -172,7 +172,7 @@ def _resolved(text: str, run: str, rounds: int, follow: tuple[Policy, int] | Non
     config = parsed(text, run)
     if follow is not None:
         policy, index = follow
-        config = policy.apply(config, index)
+        config = with_form(policy.apply(config, index), index, bool(policy.domain))
     return resolve(config if rounds == config.rounds else replace(config, rounds=rounds))
 
 

@@ -1,10 +1,11 @@
 """The form of a run's examples: what its networks take and return."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from fedloom.clients.data.domains import DOMAINS, Place, find, locate
 from fedloom.clients.data.form import IMAGE, KINDS, TOKENS, Form
-from fedloom.clients.data.schema import NEXT, TASKS, Schema
+from fedloom.clients.data.schema import IMAGES, NEXT, TASKS, Schema
 from fedloom.clients.data.variants import domain_specs
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config, DataConfig
@@ -32,7 +33,12 @@ def schema_of(config: Config, spec: SiteConfig) -> Schema:
     """Return the schema of a site's domain: data.form, or else the domain's own. Raises UserError for a wrong data.form."""
     stated = config.data.form
     if not stated:
-        return find(spec.domain).schema
+        try:
+            return find(spec.domain).schema
+        except UserError:
+            if config.data.heads == "shared" and config.data.classes:
+                return IMAGES  # a domain that only its site has
+            raise
     if odd := [key for key in stated if key not in KEYS]:
         raise UserError(f"data.form: {unknown('key', odd[0], KEYS)}")
     for key, known in (("kind", KINDS), ("task", TASKS)):
@@ -43,6 +49,25 @@ def schema_of(config: Config, spec: SiteConfig) -> Schema:
     except (TypeError, ValueError):
         raise UserError("data.form: shape takes a list of whole numbers, vocabulary a whole number") from None
     return Schema(stated.get("kind", KINDS[0]), stated.get("task", TASKS[0]), shape, vocabulary=vocabulary)
+
+
+def with_form(config: Config, index: int, own: bool) -> Config:
+    """Return the configuration as a site of a real federation takes it: with data.form instead of looks at domains.
+
+    A server must not make a site read a path or import a module. Without data.form, the examples are those of the domain in
+    the site's entry if it is shipped, or if the site reads it; with data of its own, they are labelled images.
+
+    Args:
+        config: The server's configuration, which the site's policy allows.
+        index: The site's place in the roster.
+        own: Whether the site has data of its own.
+    """
+    domain = config.roster[index].spec.domain
+    if config.data.form or all(name in DOMAINS for name in config.domains):
+        return config
+    schema = IMAGES if own and domain not in DOMAINS else find(domain).schema
+    form = {key: getattr(schema, key) for key in KEYS}
+    return replace(config, data=replace(config.data, form={**form, "shape": list(schema.shape)}))
 
 
 def task_of(config: Config) -> str:
@@ -58,7 +83,7 @@ def input_form(config: Config, spec: SiteConfig, outputs: int) -> Form:
         return Form(schema.kind, schema.shape, outputs, vocabulary if schema.kind == TOKENS else 0, schema.task == NEXT)
     size = image_size(config.data)
     if config.data.form:
-        shape = (*schema.shape, 1)[:3]
+        shape = (*schema.shape, 1)[:3] if len(schema.shape) > 1 else (0, 0, 1)
         if size is None and len(schema.shape) < 2:
             raise UserError("data.size: 0 needs data.form.shape, [height, width, channels], on a machine without data")
     elif size is not None and (config.data.grey or spec.domain in DOMAINS):

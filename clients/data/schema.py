@@ -34,11 +34,12 @@ class Schema:
 
     def difference(self, other: "Schema") -> str:
         """Return what two schemas do not share, as "NAME: ONE and OTHER"; empty if one network can take both."""
-        if odd := sorted(set(self.columns) ^ set(other.columns)):
+        named = self.columns and other.columns
+        if named and (odd := sorted(set(self.columns) ^ set(other.columns))):
             return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}"
         for name in ("kind", "task", "shape", "columns"):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and (named or name != "columns"):
                 return f"{name}: {_text(mine)} and {_text(theirs)}"
         return ""
 

@@ -9,6 +9,8 @@ from typing import Any
 from flwr.app import RecordDict
 
 from fedloom.clients.data import domain_names
+from fedloom.clients.data.domains import find
+from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.partition import WAYS
 from fedloom.clients.data.variants import class_count, outputs
 from fedloom.clients.networks import NETWORKS
@@ -213,6 +215,9 @@ class Policy:
         if self.hides(config):  # with chosen classes, the number of images would reveal how many the site has
             spec = replace(spec, classes=[], samples=0, relabel=False)
         own = replace(site, spec=spec, part=0, parts=1)
+        if difference := schema_of(config, site.spec).difference(find(self.domain).schema):
+            raise UserError(f"the federation's configuration and the policy's domain have different examples, {difference}; "
+                            "the server states those of the sites in data.form")  # fmt: skip
         has, head = class_count(own.spec), outputs(config, site.spec)
         if has > (takes := head.stop - head.start):
             raise UserError(

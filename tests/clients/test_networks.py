@@ -30,13 +30,16 @@ def images(seed: int = 0, n: int = 16, size: int = 8) -> Tensor:
     return torch.randn(n, 1, size, size, generator=torch.Generator().manual_seed(seed))
 
 
+OF_OTHER_INPUTS = ("rest", "cnn1d", "lstm", "transformer")
+
+
 def logits(built: Network, state: State) -> Tensor:
     built.load_state_dict(state)
     with torch.inference_mode():
         return built(images())
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS.names() if name != "rest"])  # which takes features
+@pytest.mark.parametrize("name", [name for name in NETWORKS.names() if name not in OF_OTHER_INPUTS])
 @pytest.mark.parametrize("grey", ["true", "false"])
 def test_every_registered_network_is_an_extractor_and_a_head_and_gives_one_logit_per_class(name, grey):
     config = dataclasses.replace(

@@ -148,7 +148,7 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
         ("", "| training | a section |"),
         ("training", "| rate | a number of at least 0.0 | 0.03 |"),
         ("sites.partition", "| alpha | a number of at least 0.001 | 0.5 |"),
-        ("network", "| mlp | Images flattened"),
+        ("network", "| mlp | "),
         ("network.mlp", "| bias | true or false | true |"),
         ("training.optimizer.adamw", "| betas | a list of numbers | [0.9, 0.999] |"),
         ("training", "fedloom options KEY lists more of training.optimizer, training.schedule"),

