@@ -29,9 +29,10 @@ METHODS = {
     "head_transfer": ["strategy=head_transfer"],
     "layer_selection": ["strategy=layer_selection"],
     "cla_ot": ["strategy={name: cla_ot, fusion: cla_ot, start: own, probe: {samples: 30}}"],
-    "masks": ["strategy={name: fedavg, weighting: equal}", "federation.secure_aggregation=true", "data.standardise=site"],
-    "noise": ["strategy=fedavg", "privacy={clip: 1.0, noise: 0.5}", "data.standardise=site"],
+    "masks": ["strategy={name: fedavg, weighting: equal}", "federation.secure_aggregation=true", "evaluation.where=sites"],
+    "noise": ["strategy=fedavg", "privacy={clip: 1.0, noise: 0.5}", "evaluation.where=sites"],
 }
+HIDDEN = ("masks", "noise")
 OF_CLASSES = ("head_transfer", "layer_selection")
 REFUSED = {
     ("layer_selection", "tokens"): "cannot be cut",
@@ -54,6 +55,8 @@ def trained(folder: Path, data: str, method: str, *more: str) -> Result:
         "engine.name=inline",
         "baselines=[]",
     ]
+    if method in HIDDEN:
+        small.append(f"data.standardise={'none' if data in ('tokens', 'next') else 'site'}")
     return run("digits", f"run.root={folder}/runs", "run.name=small", sites, f"network={deeper if networks else network}",
                *METHODS[method], *small, *more)  # fmt: skip
 
