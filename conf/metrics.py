@@ -12,6 +12,7 @@ from fedloom.conf.registry import section_of
 KEY = "evaluation.metrics"
 CLASS, MULTILABEL, REGRESSION, TOKENS = "class", "multilabel", "regression", "tokens"  # kinds of targets
 TARGETS = {CLASS: "classes", MULTILABEL: "several labels for each example", REGRESSION: "numbers", TOKENS: "tokens"}
+AS_NUMBERS = "to predict numbers, write ?task=regression behind the path"
 ACCURACY = "accuracy"
 
 
@@ -134,4 +135,5 @@ def _check(named: Named, kind: str) -> None:
         fits = ", ".join(name for name, facts in KNOWN.items() if kind in facts.kinds)
         wanted = " or ".join(TARGETS[each] for each in KNOWN[named.name].kinds)
         fault = f"{named.where}: '{named.name}' is for {wanted}, but the targets here are {TARGETS[kind]}"
-        raise UserError(f"{fault}; write one of: {fits}")
+        numbers = f"; {AS_NUMBERS}" if kind == CLASS and REGRESSION in KNOWN[named.name].kinds else ""
+        raise UserError(f"{fault}; write one of: {fits}{numbers}")

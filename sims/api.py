@@ -203,7 +203,8 @@ class Result:
         """Return `per_site` as a table: a row for each site with its domain, images, and first metric by network."""
         import pandas
 
-        rows = {site["name"]: {"domain": site["domain"], "samples": site["samples"]} for site in self.summary["sites"]}
+        keys = ("domain", "part", "samples")
+        rows = {site["name"]: {key: site[key] for key in keys if key in site} for site in self.summary["sites"]}
         for name, scores in self.per_site.items():
             for site, score in scores["sites"].items():
                 rows[site] |= {"test_images": score["images"], name: spot(score)}

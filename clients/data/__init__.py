@@ -15,6 +15,7 @@ from fedloom.clients.data.sites import (
     site_sizes,
     test_images,
     validation_images,
+    value_of,
 )
 from fedloom.clients.data.variants import (
     class_count,
@@ -54,6 +55,7 @@ __all__ = [
     "test_images",
     "to_float",
     "validation_images",
+    "value_of",
     "variant",
     "where",
 ]

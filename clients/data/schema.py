@@ -36,10 +36,14 @@ class Schema:
         """Return what two schemas do not share, as "NAME: ONE and OTHER"; empty if one network can take both."""
         named = self.columns and other.columns
         if named and (odd := sorted(set(self.columns) ^ set(other.columns))):
-            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}"
-        for name in ("kind", "task", "shape", "columns"):
+            name, value, _ = odd[0].partition("=")
+            hint = f" (list the values of all sites: ?categories={name}:A|B)" if value else ""
+            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}{hint}"
+        if named and self.columns != other.columns:
+            return "the same columns in another order; list them in one order with ?features=A,B"
+        for name in ("kind", "task", "shape"):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs and (named or name != "columns"):
+            if mine != theirs:
                 return f"{name}: {_text(mine)} and {_text(theirs)}"
         return ""
 

@@ -114,6 +114,16 @@ def site_size(config: Config, site: Site) -> int:
 
 
 @held()
+def value_of(config: Config, site: Site) -> str:
+    """Return "COLUMN=VALUE" for a site that has the rows of a table with this value (partition.name=column), else ""."""
+    pool = _share(config, site)[0]
+    if pool.partition.name != COLUMN or pool.parts == 1:
+        return ""
+    values = np.unique(pool.place.column(pool.split().train.part, pool.partition.column))
+    return f"{pool.partition.column}={values[site.part]}"
+
+
+@held()
 def validation_images(config: Config, spec: SiteConfig) -> Images:
     """Return the validation examples of the variant in `spec`. No site of its domain trains on them.
 

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import site_sizes
-from fedloom.clients.data.form import IMAGE
+from fedloom.clients.data.form import IMAGE, Form
+from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.networks import Architecture, form_of
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.training.augmentation import check_augmentation
 from fedloom.clients.training.learner import check_batches
+from fedloom.clients.training.loss import WHERE as LOSS
+from fedloom.clients.training.loss import OwnLoss
 from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_section
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import error_summary
@@ -27,6 +30,7 @@ def check_training(experiment: Experiment, architectures: Iterable[Architecture]
         for architecture in architectures:
             _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
     form = form_of(config)
+    _check_loss(experiment, form)
     check_augmentation(experiment.training.augmentation, form)
     if training.channels_last:
         form.takes(IMAGE, what="training.channels_last")
@@ -57,6 +61,28 @@ def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConf
     except Exception as error:
         name = optimizer_section(training)["name"]
         raise UserError(f"{WHERE}: '{name}' failed in a step ({error_summary(error)})") from error
+
+
+def _check_loss(experiment: Experiment, form: Form) -> None:
+    """Raise UserError if a user's loss fails on a batch of four examples, or has no gradient."""
+    loss, task = experiment.loss, experiment.task
+    if not isinstance(loss, OwnLoss) or experiment.config.data.heads != "shared":
+        return
+    steps = (form.length,) if form.each_step else ()
+    scores = torch.full((4, *steps, form.outputs), 0.5, requires_grad=True)
+    numbers = torch.arange(scores[..., 0].numel()).reshape(4, *steps) % form.outputs
+    targets = numbers if task in (CLASS, NEXT) else (torch.arange(4 * form.outputs) % 2).reshape(4, form.outputs).float()
+    try:
+        made = loss.value(scores, targets, 0.0)
+    except UserError:
+        raise
+    except Exception as error:
+        takes = f"outputs {list(scores.shape)} and targets {list(targets.shape)}"
+        raise UserError(f"{LOSS}: '{loss.name}' fails on {takes} ({error_summary(error)})") from error
+    if not made.requires_grad:
+        raise UserError(
+            f"{LOSS}: '{loss.name}' returned a number without a gradient; compute it from the outputs with torch"
+        )
 
 
 def _check_stacking(engine: EngineConfig, training: TrainingConfig, optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.clients.data.schema import CLASS, IGNORED, MULTILABEL, NEXT, REGRESSION, TASKS
 from fedloom.conf.errors import UserError
+from fedloom.conf.metrics import AS_NUMBERS, TARGETS
 from fedloom.conf.registry import Registry, section_of
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.typed import option
@@ -199,7 +200,9 @@ def loss_of(training: TrainingConfig, task: str) -> Loss:
     loss = LOSSES.build(section, WHERE)
     if task not in loss.tasks:
         fitting = ", ".join(name for name in LOSSES.names() if LOSSES.shipped(name) and task in LOSSES.get(name).tasks)
-        raise UserError(f"{WHERE}: '{section['name']}' does not take {task} targets; takes {fitting}, or module:function")
+        numbers = f"; {AS_NUMBERS}" if task == CLASS and REGRESSION in loss.tasks else ""
+        fault = f"{WHERE}: '{section['name']}' is not for {TARGETS[task]}, the targets here"
+        raise UserError(f"{fault}; write one of: {fitting}, or module:function{numbers}")
     if training.label_smoothing and task == REGRESSION:
         raise UserError("training.label_smoothing: is for classes and labels, but the targets are numbers; set it to 0")
     return loss

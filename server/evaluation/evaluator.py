@@ -19,6 +19,7 @@ from fedloom.clients.data import (
     test_images,
     to_float,
     validation_images,
+    value_of,
 )
 from fedloom.clients.data.standardise import Standardisation
 from fedloom.clients.evaluation.accuracy import Score, count_right, pieces, score
@@ -209,10 +210,16 @@ def has_data(config: Config) -> bool:
 
 
 def site_rows(config: Config) -> list[dict[str, object]]:
-    """Return the entry `sites` of summary.json: each site's name, domain (its label) and number of training images."""
-    sizes = site_sizes(config) if has_data(config) else ["at the site"] * len(config.roster)
-    sites = zip(config.roster, sizes, strict=True)
-    return [{"name": site.name, "domain": label(site.spec), "samples": size} for site, size in sites]
+    """Return the entry `sites` of summary.json: each site's name, domain (its label) and number of training images.
+
+    Sites that divide a table by a column also have `part`, "COLUMN=VALUE".
+    """
+    known = has_data(config)
+    sizes = site_sizes(config) if known else ["at the site"] * len(config.roster)
+    parts = [value_of(config, site) if known else "" for site in config.roster]
+    rows = zip(config.roster, sizes, parts, strict=True)
+    return [{"name": site.name, "domain": label(site.spec), "samples": size} | ({"part": part} if part else {})
+            for site, size, part in rows]  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from fedloom.server.ledger.slots import Slots
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 
-OTHERS = f"set {KEY}={SITE} or {NONE}"
+OTHERS = f"set {KEY}={NONE}, or {KEY}={SITE} with evaluation.where=sites"
 
 
 def check(experiment: Experiment) -> None:

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images, outputs, own_images, site_images, to_float
-from fedloom.clients.data.standardise import Standardisation
+from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
+from fedloom.clients.data.standardise import Standardisation, first_schema
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.evaluation.metrics import metrics_of
-from fedloom.clients.networks import HeadView
+from fedloom.clients.networks import HeadView, form_of
 from fedloom.clients.training.device import pick_device
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.metrics import CLASS, MULTILABEL, TOKENS
+from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
@@ -60,7 +62,7 @@ def _pair(data: Any) -> tuple[Tensor, Tensor]:
         inputs, targets = data
     except (TypeError, ValueError):
         raise UserError("data: takes examples with x and y, or a pair (inputs, targets)") from None
-    return torch.as_tensor(inputs), torch.as_tensor(targets)
+    return inputs, torch.as_tensor(targets)
 
 
 def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Standardisation | None) -> Tensor:
@@ -70,13 +72,31 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Stan
     head = outputs(config, _site(config, site).spec) if site else slice(None)
     device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
     view = HeadView(network.to(device), head, config.evaluation.statistics, by).eval()
-    values = torch.as_tensor(inputs)
-    values = values.float() if values.is_floating_point() else values
+    values = _checked(config, inputs)
     batches = values.tensor_split(pieces(len(values), config.evaluation.batch))
     with torch.inference_mode():
         taken = (batch.to(device) for batch in batches)
-        found = [view(to_float(batch) if batch.dtype == torch.uint8 else batch).float().cpu() for batch in taken]
+        try:
+            found = [view(to_float(batch) if batch.dtype == torch.uint8 else batch).float().cpu() for batch in taken]
+        except (RuntimeError, IndexError, ValueError) as error:
+            fault = f"inputs: the network fails on {list(values.shape)} ({error_summary(error)})"
+            raise UserError(f"{fault}; it takes {form_of(config)}") from error
     return torch.cat(found).clone()
+
+
+def _checked(config: Config, inputs: Any) -> Tensor:
+    """Return inputs as a tensor; measurements are float32. Raises UserError for other things, and for other features."""
+    try:
+        values = torch.as_tensor(inputs)
+    except (TypeError, ValueError, RuntimeError):
+        fault = f"inputs: got a {type(inputs).__name__}, takes a tensor or an array of numbers"
+        raise UserError(f"{fault}; of a pandas table: table[COLUMNS].to_numpy()") from None
+    form = form_of(config)
+    if form.kind in (FEATURES, ARRAY) and values.shape[1:] != form.shape:
+        columns = ", ".join(first_schema(config).columns)
+        takes = ", ".join(map(str, ("n", *form.shape))) + (f"]: {columns}" if columns else "]")
+        raise UserError(f"inputs: got the shape {list(values.shape)}, takes [{takes}")
+    return values.float() if values.is_floating_point() or form.kind in (FEATURES, SEQUENCE, ARRAY) else values
 
 
 def _site(config: Config, name: str) -> Site:

@@ -179,8 +179,11 @@ def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
 
 
 def _sites_table(summary: Mapping[str, Any]) -> Table:
-    rows, note = cut([[site["name"], site["domain"], site["samples"]] for site in summary["sites"]], "sites")
-    return Table("Sites", ["site", "domain", "training images"], rows, note)
+    keys = {"name": "site", "domain": "domain", "part": "part", "samples": "training images"}
+    if not any("part" in site for site in summary["sites"]):
+        del keys["part"]
+    rows, note = cut([[site.get(key, "") for key in keys] for site in summary["sites"]], "sites")
+    return Table("Sites", list(keys.values()), rows, note)
 
 
 def _dropped(metrics: Sequence[Mapping[str, Any]]) -> list[Part]:

@@ -9,6 +9,7 @@ import pytest
 from fedloom.clients import data
 from fedloom.clients.data.domains import find
 from fedloom.conf import UserError
+from fedloom.server.evaluation.evaluator import site_rows
 from tests.clients.own_data import config
 
 ROWS = 60
@@ -60,6 +61,8 @@ def test_sites_divide_a_table_by_a_column(tmp_path: Path):
     assert all(bool((site.y == number).all()) for number, site in enumerate(sites)), "clinics and classes alternate"
     tests = [data.own_images(settings, site, "test") for site in settings.roster]
     assert all(bool((test.y == number).all()) and len(test) for number, test in enumerate(tests))
+    assert [data.value_of(settings, site) for site in settings.roster] == ["clinic=north", "clinic=south"]
+    assert [row["part"] for row in site_rows(settings)] == ["clinic=north", "clinic=south"]
 
 
 def test_missing_values_are_dropped_or_become_the_mean(tmp_path: Path):
@@ -108,3 +111,11 @@ def test_a_constant_column_is_a_warning_and_other_columns_at_another_site_are_re
     second = written(tmp_path / "b") + "?target=sick"
     with pytest.raises(UserError, match=r"different examples, column 'clinic=south' is only in the second"):
         data.site_sizes(config({"domain": first}, {"domain": second, "label": "b"}))
+    with pytest.raises(UserError, match=r"\(list the values of all sites: \?categories=clinic:A\|B\)"):
+        data.site_sizes(config({"domain": first}, {"domain": second, "label": "b"}))
+
+
+def test_sites_with_columns_in_another_order_are_refused_with_what_to_write(tmp_path: Path):
+    domain = written(tmp_path) + "?target=sick&features="
+    with pytest.raises(UserError, match=r"the same columns in another order; list them in one order with \?features=A,B"):
+        data.site_sizes(config({"domain": domain + "age,days"}, {"domain": domain + "days,age", "label": "b"}))

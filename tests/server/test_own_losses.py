@@ -1,0 +1,59 @@
+"""A user's function for training.loss is tried before the run; a shipped loss for other targets is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.conf import UserError
+from fedloom.server.run.experiment import check
+from fedloom.sims.api import config_of
+from tests.sims.other_data import cancer, diabetes, labels, next_tokens, sequences
+
+HERE = "tests.server.test_own_losses"
+FEW = {"rounds": 1, "objective": "fedavg", "strategy": "fedavg", "engine": {"name": "inline"}}
+
+
+def of_any(outputs: Tensor, targets: Tensor) -> Tensor:
+    if targets.dtype == torch.int64:
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    return F.mse_loss(outputs, targets)
+
+
+def of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def of_one(outputs: Tensor) -> Tensor:
+    return outputs.sum()
+
+
+def odd(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def checked(domain: str, loss: str, network: str = "mlp") -> None:
+    sites = [{"domain": domain, "count": 2}]
+    check(config_of({**FEW, "network": network, "sites": sites, "training": {"loss": loss}}, []))
+
+
+@pytest.mark.parametrize("write", [cancer, diabetes, labels, sequences, next_tokens])
+def test_a_loss_that_works_is_accepted_for_all_targets(tmp_path: Path, write):
+    checked(write(tmp_path), f"{HERE}:of_any", "transformer" if write is next_tokens else "mlp")
+
+
+@pytest.mark.parametrize("loss, message", [
+    ("of_each", r"'.*:of_each' returned a value of shape \[4\]; it must return one number"),
+    ("of_one", r"'.*:of_one' fails on outputs \[4, 2\] and targets \[4\] \(TypeError: "),
+    ("odd", r"'.*:odd' returned a number without a gradient; compute it from the outputs"),
+])  # fmt: skip
+def test_a_loss_that_fails_is_refused_before_the_run(tmp_path: Path, loss: str, message: str):
+    with pytest.raises(UserError, match=r"training\.loss: " + message):
+        checked(cancer(tmp_path), f"{HERE}:{loss}")
+
+
+def test_a_loss_of_numbers_for_classes_says_how_to_predict_numbers(tmp_path: Path):
+    with pytest.raises(UserError, match=r"'huber' is not for classes, .* cross_entropy, focal, .* \?task=regression"):
+        checked(cancer(tmp_path), "huber")

@@ -1,0 +1,55 @@
+"""Result.predict and Result.evaluate on a table: the unit of the targets, and inputs that do not fit."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedloom import Result, run
+from fedloom.conf import UserError
+from tests.sims.other_data import frame, next_tokens
+
+SETTINGS = {
+    "rounds": 3,
+    "network": {"name": "mlp", "widths": [8]},
+    "objective": "fedavg",
+    "strategy": "fedavg",
+    "engine": {"name": "inline", "device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def prices(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder, random = tmp_path_factory.mktemp("prices"), np.random.default_rng(0)
+    size, age = random.normal(size=200), 100 * random.normal(size=200)
+    domain = frame(folder, size=size, age=age, price=5000 + 1000 * size + 10 * age)
+    sites = [{"domain": f"{domain}?target=price&task=regression", "count": 2}]
+    return run({**SETTINGS, "sites": sites, "training": {"epochs": 5}, "run": {"root": str(folder), "name": "prices"}})
+
+
+def test_predictions_are_in_the_unit_of_the_targets(prices: Result):
+    found = prices.predict(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+    assert 4000 < found[0, 0] < 6000 and found[1, 0] - found[0, 0] > 300
+    assert torch.equal(prices.predict(torch.tensor([[0, 0], [1, 0]], dtype=torch.uint8)), found), "whole numbers, too"
+    whole = prices.evaluate(prices.examples("site-0000", "test"), metrics=["rmse"])
+    assert whole["rmse"] < 1000
+
+
+def test_features_that_do_not_fit_are_refused_in_one_line(prices: Result):
+    table = pd.DataFrame({"size": ["large"], "age": [1.0]})
+    with pytest.raises(UserError, match=r"inputs: got a DataFrame, takes a tensor .* table\[COLUMNS\]\.to_numpy\(\)"):
+        prices.predict(table)  # pyright: ignore[reportArgumentType]
+    for shape in ((2, 3), (2,)):
+        with pytest.raises(UserError, match=r"inputs: got the shape \[.*\], takes \[n, 2\]: size, age"):
+            prices.predict(torch.zeros(shape))
+
+
+def test_tokens_that_the_network_does_not_know_are_refused_in_one_line(tmp_path: Path):
+    network = {"name": "transformer", "width": 8, "heads": 2, "layers": 1}
+    settings = {**SETTINGS, "rounds": 1, "network": network, "sites": [{"domain": next_tokens(tmp_path), "count": 2}]}
+    result = run({**settings, "run": {"root": str(tmp_path), "name": "walks"}})
+    for odd in (torch.full((2, 8), 99), torch.ones(2, 8), torch.ones(2, 9, dtype=torch.int64)):
+        with pytest.raises(UserError, match=r"inputs: the network fails on \[2, \d\] .*; it takes 8 tokens"):
+            result.predict(odd)
