@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.data.standardise import Standardisation
 from fedloom.clients.networks import architecture_of, load_network
-from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, unknown
@@ -26,12 +24,11 @@ from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.server.run_folder.layout import STANDARDISATION
 from fedloom.server.run_folder.scores import headline, metric_of, spot
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
-from fedloom.sims.operations.predictions import evaluated, examples_of, predicted
+from fedloom.sims.operations.predictions import evaluated, examples_of, predicted, standardisation_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
@@ -220,7 +217,7 @@ class Result:
         The network takes inputs as the run's networks do: images [n, c, h, w], float32 in [-1, 1], with the run's channels
         and size; features are standardised as in the run (data.standardise=sites). It returns outputs [n, outputs].
         """
-        by = self._standardisation()
+        by = standardisation_of(self.config, self.folder, "")
         evaluator = Evaluator(self.config).standardising(lambda: by)
         copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
@@ -230,18 +227,22 @@ class Result:
         """Return a network's predictions for inputs, such as `result.examples(site).x`.
 
         Args:
-            inputs: Images [n, c, h, w], uint8, or float32 from -1 to 1; features, sequences or tokens as in the data.
+            inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]). Features, sequences and
+                arrays in the data's own units: they are standardised as in the run.
             network: A name in `networks`; empty: the aggregated network.
-            site: The site whose head answers, if sites have heads of their own (data.heads).
+            site: The site whose head answers, if sites have heads of their own (data.heads), or whose mean and deviation
+                apply (data.standardise=site).
             scores: Return the network's raw outputs [n, outputs] instead.
 
         Returns:
-            The class numbers, int64 [n]; for several labels, bool [n, labels]; for numbers, float32 [n, outputs].
+            The class numbers, int64 [n]; for several labels, bool [n, labels]; for numbers, float32 [n, outputs] in the
+                targets' unit.
 
         Raises:
             UserError: The run has no such network or site.
         """
-        return predicted(self.config, self._named(network), inputs, site, scores, self._standardisation())
+        by = standardisation_of(self.config, self.folder, site)
+        return predicted(self.config, self._named(network), inputs, site, scores, by)
 
     def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
         """Return the value of each metric of a network on any data.
@@ -255,7 +256,8 @@ class Result:
         Raises:
             UserError: A metric is unknown, or does not fit the targets.
         """
-        return evaluated(self.config, self._named(network), data, metrics, site, self._standardisation())
+        by = standardisation_of(self.config, self.folder, site)
+        return evaluated(self.config, self._named(network), data, metrics, site, by)
 
     def examples(self, site: str, split: str = "test") -> Images:
         """Return a site's own examples: `x` and `y` of the split "train", "validation" or "test".
@@ -263,11 +265,6 @@ class Result:
         Raises UserError for an unknown site or split, or if this machine does not have the data.
         """
         return examples_of(self.config, site, split)
-
-    def _standardisation(self) -> Standardisation | None:
-        """Return the mean and deviation of the run's features and numbers, or None if it does not standardise them."""
-        path = self.folder / STANDARDISATION
-        return Standardisation.parsed(read_state(path)) if path.exists() else None
 
     def _named(self, network: str) -> nn.Module:
         if not network:

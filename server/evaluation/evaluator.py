@@ -218,7 +218,7 @@ def site_rows(config: Config) -> list[dict[str, object]]:
     sizes = site_sizes(config) if known else ["at the site"] * len(config.roster)
     parts = [value_of(config, site) if known else "" for site in config.roster]
     rows = zip(config.roster, sizes, parts, strict=True)
-    return [{"name": site.name, "domain": label(site.spec), "samples": size} | ({"part": part} if part else {})
+    return [{"name": site.name, "domain": label(site.spec), "samples": size, **({"part": part} if part else {})}
             for site, size, part in rows]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Use a run's networks on any data: predictions, metrics, and the examples of a site."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,22 +9,41 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Images, outputs, own_images, site_images, to_float
 from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
-from fedloom.clients.data.standardise import Standardisation, first_schema
+from fedloom.clients.data.forms import schema_of
+from fedloom.clients.data.standardise import KEY, SITE, Standardisation, first_schema, sums_of
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import HeadView, form_of
+from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.device import pick_device
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.metrics import CLASS, MULTILABEL, TOKENS
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
+from fedloom.server.run_folder.layout import STANDARDISATION
 
 SPLITS = ("train", "validation", "test")
 
 
+def standardisation_of(config: Config, folder: Path, site: str) -> Standardisation | None:
+    """Return the mean and deviation by which a run's networks take the inputs of a site; None: they take them as they are.
+
+    Raises:
+        UserError: Only sites know them, and `site` is empty or its data are not on this machine.
+    """
+    if (path := folder / STANDARDISATION).exists():
+        return Standardisation.parsed(read_state(path))
+    if config.data.standardise != SITE:
+        return None
+    if not site:
+        raise UserError(f"site: {KEY} is {SITE}, so name the site whose mean and deviation apply")
+    named = _site(config, site)
+    return Standardisation.from_sums(sums_of(site_images(config, named), schema_of(config, named.spec)))
+
+
 def predicted(
-    config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, by: Standardisation | None
+    config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, by: Standardisation | None = None
 ) -> Tensor:
     """Return predictions or raw outputs; arguments and result as in sims.api.Result.predict."""
     raw = _raw(config, network, inputs, site, by)
@@ -34,7 +54,7 @@ def predicted(
 
 
 def evaluated(
-    config: Config, network: nn.Module, data: Any, metrics: Any, site: str, by: Standardisation | None
+    config: Config, network: nn.Module, data: Any, metrics: Any, site: str, by: Standardisation | None = None
 ) -> dict[str, float]:
     """Return metrics on data; arguments and result as in sims.api.Result.evaluate."""
     if metrics:
@@ -66,7 +86,7 @@ def _pair(data: Any) -> tuple[Tensor, Tensor]:
 
 
 def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Standardisation | None) -> Tensor:
-    """Return the raw outputs of a network in evaluation mode, on the CPU."""
+    """Return a network's outputs in evaluation mode, on the CPU. Inputs and predicted numbers are in the data's units."""
     if config.data.heads != "shared" and not site:
         raise UserError(f"site: data.heads is {config.data.heads}, so name the site whose head answers")
     head = outputs(config, _site(config, site).spec) if site else slice(None)
