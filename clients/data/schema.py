@@ -43,7 +43,7 @@ class Schema:
             return "the same columns in another order; list them in one order with ?features=A,B"
         for name in ("kind", "task", "shape"):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and not (name == "shape" and self.kind == other.kind == IMAGE):
                 return f"{name}: {_text(mine)} and {_text(theirs)}"
         return ""
 

@@ -133,7 +133,7 @@ class Standardisation:
 
     @classmethod
     def from_sums(cls, sums: Mapping[str, Tensor]) -> "Standardisation":
-        """Return mean and deviation of the examples that were summed. Raises ValueError if there are none."""
+        """Return mean and deviation of the examples that were summed. Raises ValueError without examples."""
         pairs = {part: mean_and_deviation(int(sums[part + COUNT]), sums[part + SUM], sums[part + SQUARE])
                  for part in (INPUTS, TARGETS) if part + COUNT in sums}  # fmt: skip
         return cls(pairs.get(INPUTS), pairs.get(TARGETS))
