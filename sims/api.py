@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Images
-from fedloom.clients.data.standardise import Standardisation
 from fedloom.clients.networks import architecture_of, load_network
-from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, unknown
@@ -26,12 +24,11 @@ from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.server.run_folder.layout import STANDARDISATION
 from fedloom.server.run_folder.scores import headline, metric_of, spot
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
-from fedloom.sims.operations.predictions import evaluated, examples_of, predicted
+from fedloom.sims.operations.predictions import evaluated, examples_of, predicted, standardisation_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
@@ -214,35 +211,37 @@ class Result:
         return Ledger.open(self.folder, server=False)
 
     def measure(self, network: nn.Module) -> dict[str, float]:
-        """Return the test accuracy of any network by domain, as in `accuracy`.
+        """Return the first metric of any network on test examples by domain, as in `scores`; of classes: the accuracy.
 
         The network takes images [n, c, h, w], float32 in [-1, 1], with the run's channels and size, and returns logits
         [n, classes]. Features are standardised as in the run (data.standardise=sites).
         """
-        evaluator, path = Evaluator(self.config), self.folder / STANDARDISATION
-        if path.exists():
-            by = Standardisation.parsed(read_state(path))
-            evaluator = evaluator.standardising(lambda: by)
+        by = standardisation_of(self.config, self.folder, "")
+        evaluator = Evaluator(self.config).standardising(lambda: by)
         copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
-            return evaluator.measure("test", network=copied)  # pyright: ignore[reportArgumentType]
+            return evaluator.headline("test", network=copied)  # pyright: ignore[reportArgumentType]
 
     def predict(self, inputs: Tensor, *, network: str = "", site: str = "", scores: bool = False) -> Tensor:
         """Return a network's predictions for inputs, such as `result.examples(site).x`.
 
         Args:
-            inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]).
+            inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]). Features, sequences and
+                arrays in the data's own units: they are standardised as in the run.
             network: A name in `networks`; empty: the aggregated network.
-            site: The site whose head answers, if sites have heads of their own (data.heads).
+            site: The site whose head answers, if sites have heads of their own (data.heads), or whose mean and deviation
+                apply (data.standardise=site).
             scores: Return the network's raw outputs [n, outputs] instead.
 
         Returns:
-            The class numbers, int64 [n]; for several labels, bool [n, labels]; for numbers, float32 [n, outputs].
+            The class numbers, int64 [n]; for several labels, bool [n, labels]; for numbers, float32 [n, outputs] in the
+                targets' unit.
 
         Raises:
             UserError: The run has no such network or site.
         """
-        return predicted(self.config, self._named(network), inputs, site, scores)
+        by = standardisation_of(self.config, self.folder, site)
+        return predicted(self.config, self._named(network), inputs, site, scores, by)
 
     def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
         """Return the value of each metric of a network on any data.
@@ -256,7 +255,8 @@ class Result:
         Raises:
             UserError: A metric is unknown, or does not fit the targets.
         """
-        return evaluated(self.config, self._named(network), data, metrics, site)
+        by = standardisation_of(self.config, self.folder, site)
+        return evaluated(self.config, self._named(network), data, metrics, site, by)
 
     def examples(self, site: str, split: str = "test") -> Images:
         """Return a site's own examples: `x` and `y` of the split "train", "validation" or "test".

@@ -108,11 +108,11 @@ class Evaluator:
             return {ACCURACY: self.accuracy(model, split)}
         return self._table(split, 0, self.loaded(model), model.domains)
 
-    def headline(self, split: str, most: int = 0) -> dict[str, float]:
-        """Return the first metric's value of `self.network` on each domain, and `union`; arguments as in `measure`."""
+    def headline(self, split: str, most: int = 0, network: Network | None = None) -> dict[str, float]:
+        """Return the first metric's value of a network on each domain, and `union`; arguments as in `measure`."""
         if self.metrics.only_accuracy:
-            return self.measure(split, most)
-        return self._table(split, most, self.network, None).get(self.metrics.first.name, {})
+            return self.measure(split, most, network)
+        return self._table(split, most, network or self.network, None).get(self.metrics.first.name, {})
 
     def _table(self, split: str, most: int, network: Network, domains: Sequence[str] | None) -> Scores:
         parts: dict[str, Sums] = {}
