@@ -159,6 +159,10 @@ def divide_by(
     Returns each site's positions in `index`. Raises UserError unless there are `parts` values, each with at least
     partition.min_samples examples (or `fewest`).
     """
+    empty = int(sum(value is None or value != value for value in column.tolist()))
+    if empty:
+        raise UserError(f"partition.column: '{how.column}' has {empty} empty entries; fill them in, or remove these rows")
+    column = column.astype(str) if column.dtype == object else column
     values = np.unique(column)
     if len(values) != parts:
         raise UserError(f"partition.column: '{how.column}' has {len(values)} values, but the entry has {parts} sites; set "

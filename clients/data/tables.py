@@ -5,6 +5,8 @@ target and those in `without`. Columns of text, and those in `categories`, becom
 have separate files, list the values of all sites (`D:no|yes`), so that their columns agree.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def read_table(path: Path, domain: str) -> Contents:
 
     query = query_of(domain)
     with fitting(domain):
-        table = _loaded(path)
+        table, unnamed = _loaded(path)
         wanted = _listed(query.get("target", "")) or [_target(table)]
         _check(table, wanted, "target")
         given = _listed(query.get("features", ""))
@@ -46,6 +48,7 @@ def read_table(path: Path, domain: str) -> Contents:
             example = Labelled(columns, example.targets, tuple(wanted), FEATURES, example.task, names)
     content = of_arrays({"all": example}, domain)
     groups = {name: table[name].to_numpy() for name in table.columns}
+    notes += (f"{unnamed} columns without a name are not read",) if unnamed else ()
     return Contents(content.labels, content.images, content.classes, content.names or _names(content, wanted),
                     schema=content.schema, groups={"all": groups}, notes=notes)  # fmt: skip
 
@@ -61,10 +64,14 @@ def _categories(text: str) -> dict[str, list[str]]:
 
 
 def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if double := next((part for index, part in enumerate(parts) if part in parts[:index]), ""):
+        raise ValueError(f"lists '{plain(double)}' twice; remove one of the two")
+    return parts
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path) -> tuple[Any, int]:
+    """Return the table, and how many columns without a name it had."""
     import pandas
 
     name = path.name.lower()
@@ -73,13 +80,23 @@ def _loaded(path: Path) -> Any:
     if name.endswith(".parquet"):
         table = pandas.read_parquet(path)
     else:
-        table = pandas.read_csv(path, sep="\t" if name.endswith(".tsv") else ",", skipinitialspace=True)
+        how: dict[str, Any] = {"sep": "\t" if name.endswith(".tsv") else ",", "skipinitialspace": True}
+        first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how)
+        _check_twice([str(name).strip() for name in first.iloc[0]])  # read_csv renames the second one
+        table = pandas.read_csv(path, **how)
     table.columns = [str(name).strip() for name in table.columns]
-    if table.columns.has_duplicates:
-        raise ValueError(f"has the column '{table.columns[table.columns.duplicated()][0]}' twice; rename one")
+    _check_twice(table.columns)
     if not len(table):
         raise ValueError("has no rows")
-    return table.drop(columns=[name for name in table.columns if name.startswith("Unnamed:") or not name])
+    unnamed = [name for name in table.columns if name.startswith("Unnamed:") or not name]
+    return table.drop(columns=unnamed), len(unnamed)
+
+
+def _check_twice(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that comes twice."""
+    counts = Counter(name for name in names if name)
+    if doubles := [name for name, number in counts.items() if number > 1]:
+        raise ValueError(f"has the column '{plain(doubles[0])}' twice; rename one")
 
 
 def _target(table: Any) -> str:
@@ -95,7 +112,7 @@ def _check(table: Any, columns: list[str], key: str, only: list[str] | None = No
     for name in columns:
         if name not in table.columns:
             near = nearest(name, table.columns)
-            hint = f"; did you mean '{plain(near)}'?" if near else ""
+            hint = f"; did you mean '{plain(near)}'?" if near else "."
             raise ValueError(f"has no column '{plain(name)}' ({key}){hint} It has {plain(listed(name, table.columns))}.")
         if only is not None:
             raise ValueError(f"'{plain(name)}' is in categories, but not in features; add it to features, or remove it")
@@ -130,26 +147,31 @@ def _numbers(
     """Return the features as numbers [n, columns], the names of these columns, and warnings."""
     import pandas
 
-    parts, names, constant = [], [], []
+    parts, names, constant, merged = [], [], [], []
     for name in features:
         column = table[name]
         number = pandas.api.types.is_numeric_dtype(column) and name not in categories
         if not number:
-            values = categories.get(name) or sorted(map(str, column.unique()))
-            if odd := set(column.astype(str)) - set(values):
+            texts = column.astype(str)
+            values = list(dict.fromkeys(categories.get(name) or sorted(texts.unique())))
+            if odd := set(texts) - set(values):
                 raise ValueError(f"'{plain(name)}' has the value '{plain(sorted(odd)[0])}', which categories does not list")
             if len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
                 raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out "
                                  f"with ?without={plain(name)}.")  # fmt: skip
-            parts += [(column.astype(str) == value).to_numpy(np.float32) for value in values]
+            parts += [(texts == value).to_numpy(np.float32) for value in values]
             names += [f"{name}={value}" for value in values]
         else:
-            parts.append(column.to_numpy(np.float32))
+            numbers = column.to_numpy(np.float32)
+            merged += [name] if len(np.unique(numbers)) < column.nunique() / 2 else []
+            parts.append(numbers)
             names.append(name)
         constant += [name] if column.nunique() < 2 else []
     if len(constant) == len(features):
         raise ValueError("has the same value in every row of all features, so nothing can be learned from it")
     notes = (f"the same value in every row of {', '.join(map(plain, constant))}; leave it out",) if constant else ()
+    if merged:
+        notes += (f"most values of {', '.join(map(plain, merged))} are equal in float32; subtract a constant from them",)
     return np.stack(parts, axis=1), tuple(names), notes
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from fedloom.clients import data
 from fedloom.clients.data.domains import find
+from fedloom.clients.data.own import notes
 from fedloom.conf import UserError
 from tests.clients.own_data import config
 
@@ -108,3 +109,34 @@ def test_a_constant_column_is_a_warning_and_other_columns_at_another_site_are_re
     second = written(tmp_path / "b") + "?target=sick"
     with pytest.raises(UserError, match=r"different examples, column 'clinic=south' is only in the second"):
         data.site_sizes(config({"domain": first}, {"domain": second, "label": "b"}))
+
+
+def test_a_column_that_comes_twice_is_refused_since_it_could_be_the_target(tmp_path: Path):
+    (tmp_path / "twice.csv").write_text("sick,age,sick\n" + "0,3.5,0\n1,4.5,1\n" * 20, encoding="utf-8")
+    with pytest.raises(UserError, match="has the column 'sick' twice; rename one"):
+        find(f"table:{tmp_path}/twice.csv?target=sick")
+    with pytest.raises(UserError, match="lists 'age' twice; remove one of the two"):
+        find(f"{written(tmp_path)}?target=sick&features=age,age")
+
+
+def test_what_is_not_read_or_merged_is_reported(tmp_path: Path):
+    rows = "".join(f"{row},{1_700_000_000 + row},{row % 2}\n" for row in range(40))
+    (tmp_path / "times.csv").write_text(",time,sick\n" + rows, encoding="utf-8")
+    domain = f"table:{tmp_path}/times.csv?target=sick"
+    assert find(domain).schema.columns == ("time",)
+    assert "most values of time are equal in float32" in notes(domain)[0]
+    assert "1 columns without a name are not read" in notes(domain)[1]
+
+
+def test_dates_of_parquet_are_categories(tmp_path: Path):
+    domain = find(
+        written(tmp_path, "parquet", day=pd.to_datetime(["2020-01-01", "2020-01-02"] * 30)) + "?target=sick&features=day"
+    )
+    assert domain.schema.columns == ("day=2020-01-01", "day=2020-01-02")
+
+
+def test_an_empty_entry_in_the_column_that_divides_sites_is_refused(tmp_path: Path):
+    domain = written(tmp_path, clinic=["north", "south", None] * 20) + "?target=sick&without=clinic"
+    settings = config({"domain": domain, "count": 2, "partition": {"name": "column", "column": "clinic"}})
+    with pytest.raises(UserError, match=r"partition\.column: 'clinic' has 20 empty entries; fill them in"):
+        data.site_images(settings, settings.roster[0])
