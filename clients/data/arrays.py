@@ -56,10 +56,8 @@ class Labelled:
         known = tuple(map(str, names)) if isinstance(names, list | tuple) else ()
         if all(np.ndim(label) == 1 for _, label in samples):  # whole batches
             images: Any = [image for batch, _ in samples for image in batch]
-            return Labelled(
-                [image_of(image) for image in images], np.concatenate([np.asarray(y) for _, y in samples]), known
-            )
-        return Labelled([image_of(image) for image, _ in samples], np.asarray([label for _, label in samples]), known)
+            return Labelled(images_of(images), np.concatenate([np.asarray(y) for _, y in samples]), known)
+        return Labelled(images_of([image for image, _ in samples]), np.asarray([label for _, label in samples]), known)
 
 
 def image_of(image: Any) -> Pixels:
@@ -74,6 +72,22 @@ def image_of(image: Any) -> Pixels:
         array = np.moveaxis(array, 0, -1)
     stack = as_pixels(array[None], 1)
     return stack[0]
+
+
+def images_of(images: Sequence[Any]) -> list[Pixels]:
+    """Convert images as `image_of` does. Images of wide whole numbers share one range: to 255 or 65535."""
+    made = [image_of(image) for image in images]
+    wide = [index for index, image in enumerate(images) if _is_wide(image)]
+    if any(made[index].dtype == np.uint16 for index in wide):
+        for index in wide:
+            made[index] = made[index].astype(np.uint16)
+    return made
+
+
+def _is_wide(image: Any) -> bool:
+    """Return whether an image's type does not say its brightest level: whole numbers other than uint8 and uint16."""
+    kind = None if hasattr(image, "convert") else np.asarray(image).dtype
+    return kind is not None and kind.kind in "iu" and kind not in (np.uint8, np.uint16)
 
 
 def check_image(image: Any) -> None:
@@ -119,7 +133,7 @@ def as_pixels(images: Any, count: int) -> Any:
     if len(images) != count:
         raise ValueError(f"has {len(images)} images and {count} labels")
     if isinstance(images, list) and len({np.shape(image) for image in images}) > 1:
-        return [image_of(image) for image in images]
+        return images_of(images)
     array = np.asarray(images)
     if array.ndim == 4 and array.shape[-1] == 1:
         array = array[..., 0]

@@ -106,9 +106,14 @@ def _levels_of(file: Path, domain: str) -> int:
                 header = opened.read(25)
             return WORD if header[12:16] == b"IHDR" and header[24] == 16 else BYTE
         if (channels := read_channels(file)) is not None:
-            return levels_of(as_pixels(channels[None], 1))
+            return WORD if _is_deep(channels) else levels_of(as_pixels(channels[None], 1))
         with Image.open(file) as image:
             return WORD if image.mode.startswith("I;16") else BYTE
+
+
+def _is_deep(channels: Pixels) -> bool:
+    """Return whether channels are whole numbers of over 8 bits, from 0 to WORD: files of one camera share this range."""
+    return channels.dtype.kind in "iu" and channels.dtype.itemsize > 1 and 0 <= channels.min() <= channels.max() <= WORD
 
 
 def _folders(root: Path) -> list[Path]:
@@ -169,6 +174,6 @@ def _decoded(file: Path, domain: str) -> Pixels:
 
     with legible(domain, str(file)):
         if (channels := read_channels(file)) is not None:
-            return image_of(channels)
+            return image_of(channels.astype(np.uint16) if _is_deep(channels) else channels)
         with Image.open(file) as image:
             return image_of(image)

@@ -10,6 +10,7 @@ from fedloom.conf.errors import UserError
 
 IMAGE, FEATURES, SEQUENCE, TOKENS, ARRAY = KINDS = ("image", "features", "sequence", "tokens", "array")
 DIMENSIONS = {IMAGE: 3, FEATURES: 1, SEQUENCE: 2, TOKENS: 1}
+MOST_VOCABULARY = 1_000_000
 PADDING = 0  # the token that fills sequences up to their common length
 
 

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 
 from fedloom.clients.data.arrays import MOST_CHANNELS, as_pixels
-from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, TOKENS
+from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, MOST_VOCABULARY, SEQUENCE, TOKENS
 from fedloom.clients.data.schema import BYTE, UNIT, WORD, Schema
 from fedloom.clients.data.sources import Pixels
 
 DIMENSIONS = {FEATURES: 2, SEQUENCE: 3, TOKENS: 2}  # of a batch
-MOST_VOCABULARY = 1_000_000
 CHOOSE = "Write ?inputs={} behind the path to choose a kind."
 
 

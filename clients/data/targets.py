@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.clients.data.arrays import Labelled, numbered
-from fedloom.clients.data.form import PADDING, TOKENS
+from fedloom.clients.data.form import MOST_VOCABULARY, PADDING, TOKENS
 from fedloom.clients.data.schema import CLASS, IGNORED, MULTILABEL, NEXT, REGRESSION, Schema
 from fedloom.clients.data.sources import Labels
 
@@ -39,7 +39,9 @@ def convert(
     if chosen == NEXT:
         if schema.kind != TOKENS:
             raise ValueError(f"has inputs of the kind {schema.kind}; task=tokens predicts the next of inputs=tokens")
-        return {part: _next(array) for part, array in arrays.items()}, replace(schema, task=NEXT), schema.vocabulary, ()
+        tokens = {part: _next(array, schema) for part, array in arrays.items()}
+        vocabulary = max(schema.vocabulary, *(int(array.max()) + 1 for array in tokens.values()))
+        return tokens, replace(schema, task=NEXT, vocabulary=vocabulary), vocabulary, ()
     numbers = {part: _numbers(array, chosen) for part, array in arrays.items()}
     widths = {array.shape[1] for array in numbers.values()}
     if len(widths) > 1:
@@ -86,8 +88,15 @@ def _whole(array: np.ndarray) -> bool:
     return bool(np.isfinite(array).all() and (np.mod(array, 1) == 0).all())
 
 
-def _next(array: np.ndarray) -> Labels:
-    """Return the next tokens: PADDING becomes IGNORED."""
+def _next(array: np.ndarray, schema: Schema) -> Labels:
+    """Return the next tokens: PADDING becomes IGNORED. Raises ValueError unless there is a token for each step."""
+    if array.dtype.kind not in "iu" or array.shape[1:] != schema.shape:
+        raise ValueError(f"has targets of type {array.dtype} and shape {list(array.shape)}; task=tokens takes a whole "
+                         f"number for each step, [n, {schema.shape[0]}]")  # fmt: skip
+    known = array[array != IGNORED]
+    if not len(known) or known.min() < 0 or known.max() >= MOST_VOCABULARY:
+        raise ValueError(f"has targets that are not tokens: takes whole numbers from 1, {PADDING} or {IGNORED} where a step "
+                         "has no target")  # fmt: skip
     return np.where(array == PADDING, IGNORED, array).astype(np.int64)
 
 

@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
 from fedloom.clients import data
+from fedloom.clients.data.arrays import images_of
+from fedloom.clients.data.domains import find
 from fedloom.conf import UserError
 from tests.clients.own_data import COLOURS, config, images, right
 
@@ -147,3 +150,45 @@ def test_a_data_set_of_plain_columns_is_read_by_their_names(tmp_path: Path):
     Dataset.from_dict(columns, features=kinds).save_to_disk(tmp_path / "plain")
     found = images(f"dataset:{tmp_path}/plain", grey=True)
     assert torch.equal(found.x[:, 0, 0, 0].long(), found.y * 200)
+
+
+def tokens(folder: Path, last: Any) -> str:
+    x = np.random.default_rng(0).integers(1, 9, (40, 6))
+    np.savez(folder / "text.npz", x=x, y=last if np.ndim(last) else np.c_[x[:, 1:], np.full(40, last)])
+    return f"npz:{folder}/text.npz?inputs=tokens&task=tokens"
+
+
+@pytest.mark.parametrize("last, vocabulary", [(20, 21), (0, 9), (-100, 9)])
+def test_a_token_that_only_ends_texts_is_in_the_vocabulary(tmp_path: Path, last: int, vocabulary: int):
+    domain = find(tokens(tmp_path, last))
+    assert (domain.schema.vocabulary, domain.classes) == (vocabulary, vocabulary)
+
+
+@pytest.mark.parametrize("last, message", [
+    (-1, "has targets that are not tokens: takes whole numbers from 1, 0 or -100 where a step has no target"),
+    (2.5, "has targets of type float64"),
+    (np.ones((40, 3), np.int64), r"shape \[40, 3\]; task=tokens takes a whole number for each step, \[n, 6\]"),
+    (np.full((40, 6), "a"), "has targets of type <U1"),
+])  # fmt: skip
+def test_next_tokens_that_no_step_can_have_are_refused(tmp_path: Path, last: Any, message: str):
+    with pytest.raises(UserError, match=message):
+        find(tokens(tmp_path, last))
+
+
+def test_images_of_wide_whole_numbers_share_one_range():
+    bright, dark = np.full((4, 4), 4000, np.int32), np.full((5, 4), 100, np.int32)
+    assert [image.dtype for image in images_of([bright, dark])] == [np.uint16, np.uint16]
+    assert [image.dtype for image in images_of([dark, dark])] == [np.uint8, np.uint8]
+    assert [image.dtype for image in images_of([bright, dark.astype(np.uint8)])] == [np.uint16, np.uint8]
+
+
+def test_tiff_files_of_wide_whole_numbers_share_one_range(tmp_path: Path):
+    for place, level in enumerate((100, 4000)):
+        (tmp_path / "scans" / str(place)).mkdir(parents=True)
+        for number in range(20):
+            array = np.full((2, 8, 8), level, np.int32)
+            array[:, 0, 0] += number
+            tifffile.imwrite(tmp_path / "scans" / str(place) / f"{number}.tif", array, planarconfig="separate")
+    found = images(f"images:{tmp_path}/scans", grey=False)
+    levels = sorted({float(x[0, 4, 4]) for x in found.x})
+    assert levels == pytest.approx([level / 32767.5 - 1 for level in (100, 4000)], abs=1e-6)
