@@ -8,12 +8,15 @@ from fedloom.clients.evaluation.metrics import Metrics, Sums
 from fedloom.clients.evaluation.metrics.bins import BINS, COLUMNS
 from fedloom.clients.evaluation.metrics.sums import CONFIDENCE_BINS, CONFIDENCE_ONE, PAIRS, STATISTICS
 from fedloom.clients.protocol.messages import to_states
-from fedloom.clients.protocol.reply_checks import MOST_IMAGES, MOST_LOSS, ReplyError
+from fedloom.clients.protocol.reply_checks import MOST_IMAGES, ReplyError
 
+MOST_SQUARE = 1e60  # of sums of squared numbers: standardise.LARGEST**2 for each of MOST_IMAGES is less
 NEAR = 1e-6  # relative rounding of sums of floating-point numbers
 
 
-def check_sums(content: RecordDict, name: str, metrics: Metrics, images: int, outputs: int) -> dict[str, Tensor]:
+def check_sums(
+    content: RecordDict, name: str, metrics: Metrics, images: int, outputs: int, steps: int = 1
+) -> dict[str, Tensor]:
     """Return the sums in a reply's record `name`; empty if the site sends none.
 
     Args:
@@ -22,6 +25,7 @@ def check_sums(content: RecordDict, name: str, metrics: Metrics, images: int, ou
         metrics: The metrics that the server asked for.
         images: The number of examples that the site reports.
         outputs: The number of the network's outputs for this site.
+        steps: The most targets of an example: the steps of a text, else 1.
 
     Raises:
         ReplyError: A sum is not one of `images` examples.
@@ -35,12 +39,14 @@ def check_sums(content: RecordDict, name: str, metrics: Metrics, images: int, ou
     asked = {each.name: each for each in metrics.statistics}
     sums = {key: tensor for key, tensor in state.items() if key in asked}
     for key, tensor in sums.items():
-        if fault := _fault(key, tensor, images, outputs):
+        if fault := _fault(key, tensor, images, outputs, steps):
             raise ReplyError(f"record '{name}': the sum '{key}' {fault}")
+    if {"right", "log_likelihood"} <= sums.keys() and int(sums["right"][1]) != int(sums["log_likelihood"][1]):
+        raise ReplyError(f"record '{name}': the sums 'right' and 'log_likelihood' are of different numbers of targets")
     return sums
 
 
-def _fault(key: str, tensor: Tensor, images: int, outputs: int) -> str:
+def _fault(key: str, tensor: Tensor, images: int, outputs: int, steps: int = 1) -> str:
     """Return why a sum is impossible; empty if it is possible."""
     if key not in STATISTICS:  # the states of a user's metric, from a simulated site
         return "" if bool(tensor.isfinite().all()) else "is not finite"
@@ -51,12 +57,16 @@ def _fault(key: str, tensor: Tensor, images: int, outputs: int) -> str:
         tensor, outputs, images
     ):
         return f"has the shape {list(tensor.shape)}"
-    limit = MOST_LOSS if not whole else MOST_IMAGES * (CONFIDENCE_ONE if key == "calibration" else 1)
+    limit = MOST_SQUARE if not whole else MOST_IMAGES * (CONFIDENCE_ONE if key == "calibration" else 1)
     counts = tensor[:, 1:] if STATISTICS[key].sparse else tensor
     if not bool((counts.abs() <= limit).all()) or (whole and bool((tensor < 0).any())):  # NaN is not <= limit
         return "has an impossible entry"
     if STATISTICS[key].sparse and not _keys_fit(key, tensor[:, 0], outputs):
         return "has impossible keys"
+    if STATISTICS[key].sparse and bool((counts.sum(1) < 1).any()):
+        return "has empty rows"
+    if key in ("right", "log_likelihood") and int(tensor[1]) > images * steps:
+        return f"is of more than {steps} targets for each of {images} examples"
     return "" if TOTALS[key](tensor, images) else f"is not one of {images} examples"
 
 

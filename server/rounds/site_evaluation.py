@@ -1,6 +1,5 @@
 """Federated evaluation: sites measure networks on their own images, so the server needs none."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from flwr.app import RecordDict
 
 from fedloom.clients.data import label, outputs
+from fedloom.clients.data.forms import schema_of
+from fedloom.clients.data.schema import NEXT
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
 from fedloom.clients.networks import Model, architecture_of
@@ -19,6 +20,8 @@ from fedloom.fusion.state import State
 from fedloom.server.rounds.client_metadata import capped
 from fedloom.server.rounds.task_messages import Asking
 from fedloom.server.rounds.transport import RoundTransport
+
+HIDDEN = "hidden sums"
 
 
 @dataclass
@@ -32,7 +35,7 @@ class SiteEvaluation:
     sites: Callable[[], list[Site]]
     round: Callable[[], int]
     beside: Callable[[], Mapping[str, State]] = dict
-    _reported: list[str] = field(default_factory=list)  # a site that hides sums, once
+    _reported: list[str] = field(default_factory=list)  # what was reported once
 
     def tables(self, models: Sequence[Model | None], split: str) -> list[Scores]:
         """Return each model's value of each metric by domain, and `union`: over all sites' images.
@@ -71,8 +74,10 @@ class SiteEvaluation:
                 name = RIGHT if models[index] is None else right_of(measured_record(index))
                 if reply.content is None:
                     continue
-                with contextlib.suppress(ReplyError):
+                try:
                     results[index][reply.site.name] = self._checked(reply.site, reply.content, name)
+                except ReplyError as error:
+                    self._report_left_out(reply.site.name, str(error))
 
     def _checked(self, site: Site, content: RecordDict, name: str) -> Score:
         """Return the score that a reply reports under `name`, with its sums. Raises ReplyError for an impossible one."""
@@ -83,7 +88,9 @@ class SiteEvaluation:
 
         head = outputs(self.transport.config, site.spec)
         record = SUMS + name.removeprefix(RIGHT)
-        sums = check_sums(content, record, self.metrics, score.images, head.stop - head.start)
+        schema = schema_of(self.transport.config, site.spec)
+        steps = schema.shape[0] if schema.task == NEXT else 1
+        sums = check_sums(content, record, self.metrics, score.images, head.stop - head.start, steps)
         if self.metrics.kind == CLASS and not agree(sums, score.right, score.images):
             raise ReplyError(f"record '{record}': its sums do not have the reply's right answers")
         return replace(score, sums=sums)
@@ -113,12 +120,18 @@ class SiteEvaluation:
     def _report_hidden(self, site: str, sums: Sums) -> None:
         """Report once that a site does not send all sums, so that some metrics cannot be measured."""
         missing = [each.facts.name for each in self.metrics.chosen if not set(each.formula.needs) <= sums.keys()]
-        if missing and not self._reported:
-            self._reported.append(site)
+        if missing and HIDDEN not in self._reported:
+            self._reported.append(HIDDEN)
             self.transport.message(
                 f"{site} does not disclose sums by class, so {', '.join(missing)} cannot be measured. "
                 "Its owner can allow them (site.yaml: disclose: classes); accuracy needs only totals."
             )
+
+    def _report_left_out(self, site: str, reason: str) -> None:
+        """Report once for each site that its scores do not count."""
+        if f"{site}: left out" not in self._reported:
+            self._reported.append(f"{site}: left out")
+            self.transport.message(f"{site}: its scores do not count in the metrics: {reason}")
 
     def _counted(self, scores: Mapping[str, Score]) -> Mapping[str, float]:
         """Return how many images of each site count. In a real federation, a site that reports many more images than the

@@ -11,14 +11,14 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassCohenKappa
 
 from fedloom.clients.evaluation.accuracy import Score
-from fedloom.clients.evaluation.metrics import metrics_of
+from fedloom.clients.evaluation.metrics import Metric, Metrics, metrics_of
 from fedloom.clients.evaluation.metrics.sums import calibration
 from fedloom.clients.protocol.messages import METRICS, to_arrays
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.clients.protocol.sum_checks import agree, check_sums
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import load
-from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS, named_metrics
+from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, TOKENS, named_metrics
 from fedloom.server.rounds.site_evaluation import SiteEvaluation
 from fedloom.sims.api import Result, run
 from fedloom.sims.comparison import compare
@@ -215,6 +215,7 @@ CHANGES = {
     "negative keys": ("scores", lambda t: t - torch.tensor([2**40, 0, 0])),
     "many rows": ("scores", lambda t: t.repeat(40, 1)),
     "no rows": ("scores", lambda t: t[:0]),
+    "an empty row": ("scores", lambda t: torch.cat([t[1:], torch.tensor([[3 * 2**24 - 1, 0, 0]])])),
     "more positives": ("scores", lambda t: torch.stack([t[:, 0], t[:, 2], t[:, 1]], 1)),
     "confidence above one": ("calibration", lambda t: t * torch.tensor([1, 1, 2**30])),
     "more right than examples": ("calibration", lambda t: t + torch.tensor([0, 50, 0])),
@@ -228,6 +229,26 @@ def test_impossible_sums_are_refused(measured, change):
     name, lie = CHANGES[change]
     with pytest.raises(ReplyError, match=f"the sum '{name}'"):
         check_sums(replied({**sums, name: lie(sums[name])}), "sums", metrics, images, 3)
+
+
+def test_a_site_of_few_texts_cannot_count_as_many_tokens():
+    metrics = Metrics("tokens", tuple(Metric(KNOWN[name], "tokens") for name in ("accuracy", "perplexity")))
+    sums = metrics.sums(torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5)))
+    assert check_sums(replied(sums), "sums", metrics, 3, 7, steps=5).keys() == {"right", "log_likelihood"}
+    for name, count in (("right", 16), ("log_likelihood", 2**31), ("log_likelihood", 14)):
+        lie = sums[name].clone()
+        lie[1] = count
+        with pytest.raises(ReplyError, match=r"more than 5 targets|different numbers of targets"):
+            check_sums(replied({**sums, name: lie}), "sums", metrics, 3, 7, steps=5)
+
+
+@pytest.mark.parametrize("number", [0.1, 3.3, 1e6 + 0.3])
+def test_equal_numbers_have_no_r2_and_large_ones_have_an_rmse(number):
+    metrics = Metrics("regression", tuple(Metric(KNOWN[name], "regression") for name in ("rmse", "r2")))
+    true = torch.full((77, 1), number)
+    assert metrics.values(metrics.sums(true + torch.randn(77, 1), true)).keys() == {"rmse"}
+    large = metrics.sums(torch.randn(9, 1) * 1e17, torch.randn(9, 1) * 1e17)
+    assert check_sums(replied(large), "sums", metrics, 9, 1).keys() == large.keys()
 
 
 def test_unknown_sums_are_ignored_and_hidden_ones_are_missing(measured):

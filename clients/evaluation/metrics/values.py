@@ -11,6 +11,8 @@ from fedloom.clients.evaluation.metrics.bins import auroc, average_precision, of
 from fedloom.clients.evaluation.metrics.sums import CONFIDENCE_ONE, Sums
 from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS
 
+ROUNDING = 1e-14  # of a variance from sums of squares, relative to these: equal numbers have none
+
 ByClass = Callable[[Sums], list[float]]
 
 
@@ -108,7 +110,7 @@ def _r2(sums: Sums) -> float:
     """Return the mean over the outputs of 1 - squared error / variance; NaN if an output's true numbers are all equal."""
     examples, _, square, true, true_square = _columns(sums)
     spread = true_square - true.square() / examples
-    return mean((1 - square / spread).masked_fill(spread <= 0, math.nan).tolist())
+    return mean((1 - square / spread).masked_fill(spread <= ROUNDING * true_square, math.nan).tolist())
 
 
 def _perplexity(sums: Sums) -> float:
