@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedloom.clients.data import Images, class_meanings, class_names, outputs, own_images, site_size
 from fedloom.clients.data.own import left_out
-from fedloom.clients.data.standardise import KEY, SITES, STANDARDISATION, STATISTICS
+from fedloom.clients.data.standardise import FEWEST, KEY, SITE, SITES, STANDARDISATION, STATISTICS
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
 from fedloom.clients.evaluation.metrics import Metrics, metrics_of
 from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
@@ -326,7 +326,13 @@ def _sums(job: Job) -> Answer:
     """Return sums over the site's training images, by which all sites standardise theirs (data.standardise=sites)."""
     if job.experiment.standardise != SITES:
         raise UserError(f"order.kind: '{STATISTICS}' needs a run with {KEY}={SITES}")
-    return Answer({STATISTICS: job.sums()}, {"samples": len(job.raw_images())})
+    images = job.raw_images()
+    if not job.simulated:
+        job.policy.limits.check_images(len(images), job.experiment, job.site)
+        if len(images) < FEWEST:
+            raise RefusedError(f"{KEY}={SITES}: needs sums over the site's examples, and sums of fewer than {FEWEST} "
+                               f"would disclose single ones; set {KEY}={SITE}")  # fmt: skip
+    return Answer({STATISTICS: job.sums()}, {"samples": len(images)})
 
 
 ANSWERERS = {STATISTICS: _sums, EVALUATE: _measured, MOMENTS: _statistics, CLASS_STATISTICS: _statistics}

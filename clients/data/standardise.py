@@ -29,6 +29,8 @@ STANDARDISATION = "standardisation"  # down: mean and deviation
 INPUTS, TARGETS = "inputs", "targets"
 COUNT, SUM, SQUARE, MEAN, DEVIATION = ".count", ".sum", ".square", ".mean", ".deviation"
 ROWS = 2**16  # examples that are converted at once
+MOST_EXAMPLES = 2**31  # of a site
+FEWEST = 8  # examples of a real site whose sums it discloses: of one, the sums are the example
 
 Pair = tuple[Tensor, Tensor]  # mean and deviation
 _SUMS: WeakKeyDictionary[Images, State] = WeakKeyDictionary()
@@ -98,18 +100,23 @@ def _rows(images: Images, schema: Schema, part: str) -> Tensor:
     return images.x.flatten(0, 1) if schema.kind == SEQUENCE else images.x.flatten(1)
 
 
-def check_sums(sums: Mapping[str, Tensor], examples: int = 0) -> None:
-    """Raise ValueError for sums that no examples have. `examples`: the most that count; 0: any number."""
-    for part in (name.removesuffix(COUNT) for name in sums if name.endswith(COUNT)):
-        count, parts = int(sums[part + COUNT]), (sums[part + SUM], sums[part + SQUARE])
-        if not 1 <= count < 2**40:
+def check_sums(sums: Mapping[str, Tensor], schema: Schema, examples: int = 0) -> None:
+    """Raise ValueError for sums that no examples have. `examples`: the most that the site can have; 0: MOST_EXAMPLES."""
+    steps = {INPUTS: schema.shape[0] if schema.kind == SEQUENCE else 1, TARGETS: 1}
+    counts = {part: int(sums[part + COUNT]) for part in parts_of(schema)}
+    if len({counts[part] / steps[part] for part in counts}) > 1:
+        raise ValueError("inputs and targets are of different numbers of examples")
+    for part, count in counts.items():
+        parts = sums[part + SUM], sums[part + SQUARE]
+        if count < 1 or count % steps[part]:
             raise ValueError(f"'{part + COUNT}' must be the number of examples")
-        if part == TARGETS and examples and count > examples:
-            raise ValueError(f"'{part + COUNT}' is more than the site's {examples} examples")
+        if count > (examples or MOST_EXAMPLES) * steps[part]:
+            raise ValueError(f"'{part + COUNT}' is more than the site's {examples or MOST_EXAMPLES} examples")
+        most = min(count << BITS, 2**63 - 1)
         for numbers in parts:
             if bool((numbers[:-1] < 0).any()) or bool((numbers[:-1] >= 2**BITS).any()):
                 raise ValueError(f"'{part}' has digits out of range")
-            if bool((numbers[-1].abs() > count << BITS).any()):
+            if bool((numbers[-1] > most).any()) or bool((numbers[-1] < -most).any()):
                 raise ValueError(f"'{part}' has a sum that its number of examples does not allow")
         mean_and_deviation(count, *parts)
 
@@ -126,7 +133,7 @@ class Standardisation:
 
     @classmethod
     def from_sums(cls, sums: Mapping[str, Tensor]) -> "Standardisation":
-        """Return mean and deviation of the examples that were summed. Raises ValueError if there are none."""
+        """Return mean and deviation of the examples that were summed. Raises ValueError without examples."""
         pairs = {part: mean_and_deviation(int(sums[part + COUNT]), sums[part + SUM], sums[part + SQUARE])
                  for part in (INPUTS, TARGETS) if part + COUNT in sums}  # fmt: skip
         return cls(pairs.get(INPUTS), pairs.get(TARGETS))

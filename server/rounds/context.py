@@ -148,6 +148,10 @@ class RoundContext(View):
         """Return how many of a site's training images count, from the configuration or its report; 0 if unknown."""
         return self._transport.images(site)
 
+    def most_samples(self, site: Site) -> int:
+        """Return the largest number of samples that a site may report; 0: any."""
+        return self._transport.bounds(site).most_samples
+
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """Return, by site, what its classes 0, 1, ... stand for, by the configuration or its report; empty if unknown."""
         return self._transport.class_names(sites)

@@ -106,19 +106,21 @@ class FeatureStatistics:
         new = [site for site in context.participants if not self.slots.has(STATISTICS, site.name)]
         if not new:
             return
-        for reply in context.ask(STATISTICS, {}, self._expected, new, metrics=["samples"], needed=False):
+        expected = {site.name: self._expected(site, context.most_samples(site)) for site in new}
+        for reply in context.ask(STATISTICS, {}, lambda site: expected[site.name], new, metrics=["samples"], needed=False):
             self.slots.arriving[reply.site.name] = reply[STATISTICS]
         silent = {site.name for site in new} - self.slots.arriving.keys()
         context.participants = [site for site in context.participants if site.name not in silent]
 
-    def _expected(self, site: Site) -> dict[str, RecordSpec]:
+    def _expected(self, site: Site, most: int) -> dict[str, RecordSpec]:
         outs, config = outputs(self.experiment.config, site.spec), self.experiment.config
+        schema = first_schema(config)
 
         def possible(sums: State) -> None:
             try:
-                check_sums(sums, config.federation.most_samples)
+                check_sums(sums, schema, most)
             except ValueError as error:
                 raise ReplyError(f"record '{STATISTICS}': {error}") from None
 
-        like = empty_sums(first_schema(config), outs.stop - outs.start)
+        like = empty_sums(schema, outs.stop - outs.start)
         return {STATISTICS: RecordSpec(like, bounded=False, integers=True, check=possible)}

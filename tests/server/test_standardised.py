@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Context, Message, RecordDict
 
 from fedloom.clients.data import site_images
 from fedloom.clients.data.form import FEATURES, SEQUENCE
@@ -20,12 +20,16 @@ from fedloom.clients.data.standardise import (
     standardised,
     sums_of,
 )
+from fedloom.clients.job import Job
 from fedloom.clients.networks import HeadView
 from fedloom.clients.objectives import resolve
+from fedloom.clients.privacy.limits import Limits
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.failures import RefusedError
-from fedloom.clients.protocol.messages import METRICS, TaskInstructions
+from fedloom.clients.protocol.messages import ASK, METRICS, TaskInstructions, read_order, to_arrays, to_states
 from fedloom.clients.storage.states import read_state
+from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.work import answer_question
 from fedloom.conf import Config, UserError
 from fedloom.conf.load import load_text
 from fedloom.fusion.state import digest
@@ -124,15 +128,52 @@ def test_steps_of_sequences_share_a_mean_and_targets_come_back():
 
 def test_sums_that_no_examples_have_are_refused():
     images = Images(torch.rand(9, 3) + 10, torch.zeros(9, dtype=torch.int64))
-    sums = sums_of(images, Schema(FEATURES, shape=(3,)))
-    check_sums(sums)
+    sums = sums_of(images, schema := Schema(FEATURES, shape=(3,)))
+    check_sums(sums, schema)
+    check_sums(sums, schema, 9)
     for name, tensor in {"inputs.count": torch.tensor([0]), "inputs.count ": torch.tensor([1]),
                          "inputs.square": torch.zeros(10, 3, dtype=torch.int64),
                          "inputs.sum": torch.full((5, 3), 2**60)}.items():  # fmt: skip
         with pytest.raises(ValueError, match=r"'inputs|sum of squares"):
-            check_sums({**sums, name.strip(): tensor})
+            check_sums({**sums, name.strip(): tensor}, schema)
+    for count in (10, 2**31, 2**39, 2**62):  # a site of 9 examples
+        with pytest.raises(ValueError, match=r"'inputs\.count' is more than the site's"):
+            check_sums({**sums, "inputs.count": torch.tensor([count])}, schema, 9)
     with pytest.raises(UserError, match=r"data\.standardise: number 0 of the inputs has values beyond"):
         sums_of(Images(torch.full((2, 1), 1e30), torch.zeros(2)), Schema(FEATURES, shape=(1,)))
+
+
+def test_sums_of_inputs_and_targets_are_of_the_same_examples():
+    schema = Schema(SEQUENCE, REGRESSION, (5, 2))
+    sums = sums_of(Images(torch.randn(6, 5, 2), torch.randn(6, 1)), schema)
+    check_sums(sums, schema, 6)
+    with pytest.raises(ValueError, match="different numbers of examples"):
+        check_sums({**sums, "inputs.count": sums["inputs.count"] + 5}, schema, 9)
+
+
+def test_a_site_that_claims_more_rows_than_it_has_is_dropped(tables: Path, tmp_path: Path):
+    config = configured(tmp_path, tables / "cancer.csv")
+    with method_of(config) as method:
+        grid = InlineGrid(SITES, store_folder(config), QuestionApp(claiming, place=1))
+        method.train(method.joined(grid), listener := Recorder(), 1)
+        assert any("'inputs.count' is more than the site's" in line for line in listener.messages)
+        assert [method.state.slots.has(STATISTICS, site.name) for site in config.roster] == [True, False, True]
+
+
+class QuestionApp(WatchedApp):
+    """The real ClientApp, but the answers of the site at `place` to questions go through `fault`."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = super().__call__(message, context)
+        mine = message.metadata.message_type == ASK and read_order(message.content).site == self.place
+        return self.fault(reply) if mine and self.fault else reply
+
+
+def claiming(reply: Message) -> Message:
+    if STATISTICS in reply.content.array_records:
+        state = to_states(RecordDict({STATISTICS: reply.content.array_records[STATISTICS]}))[STATISTICS]
+        reply.content[STATISTICS] = to_arrays({**state, "inputs.count": torch.tensor([2**39])})
+    return reply
 
 
 def test_three_sites_train_and_statistics_are_those_of_all_examples(tables: Path, tmp_path: Path):
@@ -249,6 +290,27 @@ def test_predictions_are_in_the_unit_of_the_targets(tables: Path, tmp_path: Path
         assert statistics(method).targets is not None
 
 
+@pytest.mark.parametrize("way", ["sites", "site"])
+def test_results_predict_evaluate_and_measure_in_the_unit_of_the_targets(tables: Path, tmp_path: Path, way: str):
+    config = configured(tmp_path, tables / "diabetes.csv", "training.rate=0.1", "rounds=4", "evaluation.where=sites",
+                        f"data.standardise={way}", query="?task=regression")  # fmt: skip
+    run(config)
+    result, site = Result(folder(config)), config.roster[1].name
+    examples = result.examples(site)
+    predicted = result.predict(examples.x, site=site)
+    assert abs(float(predicted.mean() - examples.y.mean())) < 50 < float(predicted.mean())
+    assert torch.equal(result.predict(examples.x.double(), site=site), predicted)
+    found = result.evaluate(examples, site=site)
+    assert found["rmse"] == pytest.approx(float((predicted - examples.y).square().mean().sqrt()), rel=1e-6)
+    assert found["rmse"] == pytest.approx(result.per_site["aggregate"]["sites"][site]["scores"]["rmse"], rel=1e-6)
+    if way == "sites":
+        measured = result.measure(result.network)
+        assert measured == pytest.approx(result.scores["rmse"]["fedavg"], rel=1e-6)
+    else:
+        with pytest.raises(UserError, match=r"site: data\.standardise is site, so name the site"):
+            result.predict(examples.x)
+
+
 def test_a_site_can_use_its_own_mean(tables: Path, tmp_path: Path):
     config = configured(tmp_path, tables / "cancer.csv", "data.standardise=site", "evaluation.where=sites",
                         "training.rate=0.1", "rounds=4")  # fmt: skip
@@ -288,6 +350,27 @@ def test_a_site_that_hides_what_it_sends_refuses_the_question(tables: Path, tmp_
     order = TaskInstructions("0" * 64, "run", 0, 1, 1, 0, SITES, kind=STATISTICS)
     with pytest.raises(RefusedError, match="asks for more than sums"):
         Policy(epsilon=1.0).check_question(order, config)
+
+
+def test_a_real_site_discloses_no_sums_of_few_rows(tmp_path: Path):
+    replies = {}
+    for rows in (5, 20):
+        table = np.random.default_rng(rows).normal(size=(rows + 3, 2))
+        lines = "".join(f"{a},{b},{row % 2}\n" for row, (a, b) in enumerate(table))
+        (tmp_path / f"{rows}.csv").write_text("a,b,target\n" + lines, encoding="utf-8")
+        words = ["data.form={kind: features, shape: [2]}", "data.classes=2", "evaluation.where=sites",
+                 "sites.0.partition={min_samples: 1}"]  # fmt: skip
+        config = configured(tmp_path, tmp_path / f"{rows}.csv", *words)
+        order = TaskInstructions("0" * 64, "run", 0, 1, 1, 0, SITES, kind=STATISTICS)
+        policy = Policy(domain=f"table:{tmp_path}/{rows}.csv", limits=Limits(100, 1.0, 1))
+        experiment = resolve(policy.apply(config, 0))
+        job = Job(order, experiment, SiteStore(tmp_path / "store", "run", "a"), RecordDict(), policy, simulated=False)
+        try:
+            replies[rows] = answer_question(job)
+        except RefusedError as error:
+            replies[rows] = str(error)
+    assert "fewer than 8 would disclose single ones" in replies[5]
+    assert STATISTICS in replies[20].array_records
 
 
 def test_ray_gives_the_same_bits(tables: Path, tmp_path: Path):
