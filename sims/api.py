@@ -212,7 +212,7 @@ class Result:
         return Ledger.open(self.folder, server=False)
 
     def measure(self, network: nn.Module) -> dict[str, float]:
-        """Return the first metric of any network by domain, on the test examples.
+        """Return the first metric of any network on test examples by domain, as in `scores`; of classes: the accuracy.
 
         The network takes inputs as the run's networks do: images [n, c, h, w], float32 in [-1, 1], with the run's channels
         and size; features are standardised as in the run (data.standardise=sites). It returns outputs [n, outputs].

@@ -75,7 +75,7 @@ def image_of(image: Any) -> Pixels:
 
 
 def images_of(images: Sequence[Any]) -> list[Pixels]:
-    """Convert images as `image_of` does. Whole numbers wider than 16 bits share one range, from 0 to 255 or 65535."""
+    """Convert images as `image_of` does. Images of wide whole numbers share one range: to 255 or 65535."""
     made = [image_of(image) for image in images]
     wide = [index for index, image in enumerate(images) if _is_wide(image)]
     if any(made[index].dtype == np.uint16 for index in wide):

@@ -190,6 +190,5 @@ def test_tiff_files_of_wide_whole_numbers_share_one_range(tmp_path: Path):
             array[:, 0, 0] += number
             tifffile.imwrite(tmp_path / "scans" / str(place) / f"{number}.tif", array, planarconfig="separate")
     found = images(f"images:{tmp_path}/scans", grey=False)
-    assert sorted({float(x[0, 4, 4]) for x in found.x}) == pytest.approx(
-        [level / 32767.5 - 1 for level in (100, 4000)], abs=1e-6
-    )
+    levels = sorted({float(x[0, 4, 4]) for x in found.x})
+    assert levels == pytest.approx([level / 32767.5 - 1 for level in (100, 4000)], abs=1e-6)

@@ -361,7 +361,8 @@ def test_a_real_site_discloses_no_sums_of_few_rows(tmp_path: Path):
         table = np.random.default_rng(rows).normal(size=(rows + 3, 2))
         lines = "".join(f"{a},{b},{row % 2}\n" for row, (a, b) in enumerate(table))
         (tmp_path / f"{rows}.csv").write_text("a,b,target\n" + lines, encoding="utf-8")
-        words = ["data.form={kind: features, task: class, shape: [2]}", "data.classes=2", "evaluation.where=sites"]
+        words = ["data.form={kind: features, shape: [2]}", "data.classes=2", "evaluation.where=sites",
+                 "sites.0.partition={min_samples: 1}"]  # fmt: skip
         config = configured(tmp_path, tmp_path / f"{rows}.csv", *words)
         order = TaskInstructions("0" * 64, "run", 0, 1, 1, 0, SITES, kind=STATISTICS)
         policy = Policy(domain=f"table:{tmp_path}/{rows}.csv", limits=Limits(100, 1.0, 1))
