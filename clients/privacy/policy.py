@@ -161,7 +161,7 @@ class Policy:
     def apply(self, config: Config, place: int) -> Config:
         """Return the server's configuration with this policy's data folder and device, for site `place` of the roster.
 
-        A domain with any name is allowed if no one looks it up: data.form, shared heads with data.classes outputs, own
+        A domain with any name is allowed if no one looks it up: shared heads with data.classes outputs, own
         data at this site. Raise RefusedError if the policy does not allow a name. This is checked before anything is
         imported or opened.
         """
@@ -191,12 +191,12 @@ class Policy:
             reason = f"'{site.spec.partition.name}' is not one of this project's ways to divide data"
             raise RefusedError(f"{key}.partition.name: {reason}; a site does not import what a server names")
         data, shipped = config.data, set(domain_names())
-        unread = bool(data.heads == "shared" and data.classes and data.form)
+        unread = bool(data.heads == "shared" and data.classes)
         for other in sites:
             if other.spec.domain not in shipped and not (unread and (self.domain or other is not site)):
                 reason = f"'{other.spec.domain}' is not one of this project's domains"
                 raise RefusedError(f"sites[{other.index}].domain: {reason}; a site does not open or import what a server "
-                                   "names. Set data.form, data.classes and data.heads=shared, so that sites with own data "
+                                   "names. Set data.classes and data.heads=shared, so that sites with own data "
                                    "do not look it up.")  # fmt: skip
         self.limits.check(config, site)
         if self.hides(config):
