@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from fedloom.clients.data import Images, class_meanings, class_names, outputs, own_images, site_size
+from fedloom.clients.data import Images, class_meanings, class_names, column_names, outputs, own_images, site_size
 from fedloom.clients.data.own import left_out
 from fedloom.clients.data.standardise import FEWEST, KEY, SITE, SITES, STANDARDISATION, STATISTICS
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
@@ -248,7 +248,8 @@ def answer_question(job: Job) -> RecordDict:
         result = Answer(metrics={"samples": site_size(job.config, source)})
         if line := left_out(source.spec.domain):
             LOG.warning(line)
-        classes = ConfigRecord({"names": list(class_names(source.spec)), "things": list(class_meanings(source.spec))})
+        names = {"names": class_names, "things": class_meanings, "columns": column_names}
+        classes = ConfigRecord({key: list(of(source.spec)) for key, of in names.items()})
     else:
         names = job.site.name, str(job.order.round), job.order.kind
         with drawing(torch_generator(job.config.seed, *names).initial_seed(), job.device):

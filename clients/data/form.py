@@ -90,7 +90,7 @@ class Form:
         return torch.rand(count, *self.shape, generator=generator)
 
     def takes(self, *kinds: str, what: str) -> None:
-        """Raise UserError if the kind of the inputs is none of `kinds`; `what` names the network or option."""
+        """Raise UserError unless the inputs are of one of these kinds. `what` names the network or option."""
         if self.kind not in kinds:
             raise UserError(f"{what}: takes {' or '.join(kinds)} as inputs, but the data are {self}")
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from fedloom.clients.data.domains import DOMAINS, Place, find, locate
 from fedloom.clients.data.form import IMAGE, KINDS, TOKENS, Form
 from fedloom.clients.data.schema import IMAGES, NEXT, TASKS, Schema
@@ -97,8 +99,6 @@ def input_form(config: Config, spec: SiteConfig, outputs: int) -> Form:
 @lru_cache(maxsize=64)
 def _image_shape(place: Place) -> tuple[int, int, int]:
     """Return height, width and channels of a domain's first image."""
-    import numpy as np
-
     part = place.source.parts[0]
     image = next(iter(place.images(part, np.zeros(1, np.int64))))
     return image.shape[0], image.shape[1], image.shape[2] if image.ndim == 3 else 1

@@ -86,6 +86,11 @@ def class_names(spec: SiteConfig) -> tuple[str, ...]:
     return _of_classes(spec, find(spec.domain).names)
 
 
+def column_names(spec: SiteConfig) -> tuple[str, ...]:
+    """Return the names of the features of a table; empty for other domains."""
+    return find(spec.domain).schema.columns
+
+
 def class_meanings(spec: SiteConfig) -> tuple[str, ...]:
     """Return what a site's class numbers stand for: the names of its classes, or the meanings known for a shipped data set.
 

@@ -164,7 +164,7 @@ def check_record(
 def read_names(content: RecordDict, key: str = "names") -> tuple[str, ...]:
     """Return the class names in a reply to ENROL, in the order of their numbers; empty without names.
 
-    `key`: `names`, or `things`, which also say what numbers stand for. Raises ReplyError.
+    `key`: `names`; `things`, which also say what numbers stand for; or `columns`, the names of features. Raises ReplyError.
     """
     names = content.config_records.get(CLASSES, ConfigRecord()).get(key, [])
     if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(isinstance(name, str) for name in names):

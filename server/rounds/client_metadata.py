@@ -1,4 +1,4 @@
-"""What sites with their own data report when they enrol: their number of training images, and their classes."""
+"""What sites with their own data report when they enrol: their number of training images, their classes and columns."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -22,6 +22,7 @@ class ClientMetadata:
     _sizes: dict[str, int] = field(default_factory=dict)
     _counted: dict[str, int] = field(default_factory=dict)  # how many of these images count
     _names: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # by the site's index
+    _columns: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # of tables, by the site's index
     _meanings: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what each site's classes mean
     _faults: dict[str, str] = field(default_factory=dict)  # why a site that was asked has not enrolled
 
@@ -32,12 +33,13 @@ class ClientMetadata:
     def take(self, reply: RawReply) -> None:
         """Enrol the site that sent this reply, or store why it cannot enrol."""
         try:
-            images, names, meanings = _read(reply)
+            images, names, meanings, columns = _read(reply)
         except ReplyError as error:
             self._faults[reply.site.name] = str(error)
             return
         self._meanings[reply.site.name], self._counted = meanings, {}
         self._sizes[reply.site.name], self._names[reply.site.index] = images, (reply.site.name, names)
+        self._columns[reply.site.index] = reply.site.name, columns
 
     def images(self, site: str) -> int:
         """Return how many training images a site has. Raises ReplyError if it has not enrolled."""
@@ -62,25 +64,34 @@ class ClientMetadata:
 
     def unlike(self) -> dict[str, str]:
         """Return, by site, how its class names differ from the most common ones (on a tie, the first site's), if they do."""
-        named = [(site, names) for _, (site, names) in sorted(self._names.items()) if names]
-        if not named:
-            return {}
-        [(usual, _)] = Counter(names for _, names in named).most_common(1)
-        first = next(site for site, names in named if names == usual)
-        reasons = {}
-        for site, names in named:
-            if (k := differing(usual, names)) is not None:
-                reasons[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
-        return reasons
+        return _unlike(self._names, "class")
+
+    def unlike_columns(self) -> dict[str, str]:
+        """Return, by site, how its table's columns differ in name or order from the most common ones, if they do."""
+        return _unlike(self._columns, "column")
 
 
-def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+def _unlike(names_of: Mapping[int, tuple[str, tuple[str, ...]]], what: str) -> dict[str, str]:
+    named = [(site, names) for _, (site, names) in sorted(names_of.items()) if names]
+    if not named:
+        return {}
+    [(usual, _)] = Counter(names for _, names in named).most_common(1)
+    first = next(site for site, names in named if names == usual)
+    reasons = {}
+    for site, names in named:
+        if (k := differing(usual, names)) is not None:
+            reasons[site] = f"its {what} {k} is '{plain(names[k])}', but {what} {k} of {first} is '{plain(usual[k])}'"
+    return reasons
+
+
+def _read(reply: RawReply) -> tuple[int, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     if reply.content is None:
         raise ReplyError(reply.reason)
     images = (reply.content.metric_records.get(METRICS) or {}).get("samples")
     if not isinstance(images, int) or not 1 <= images <= MOST_IMAGES:
         raise ReplyError(f"its number of images is missing, or not from 1 to {MOST_IMAGES}")
-    return images, read_names(reply.content), read_names(reply.content, "things")
+    names, meanings, columns = (read_names(reply.content, key) for key in ("names", "things", "columns"))
+    return images, names, meanings, columns
 
 
 def capped(sizes: Mapping[str, int]) -> dict[str, int]:

