@@ -190,8 +190,7 @@ class Policy:
         if not self.domain and site.spec.partition.name not in WAYS:
             reason = f"'{site.spec.partition.name}' is not one of this project's ways to divide data"
             raise RefusedError(f"{key}.partition.name: {reason}; a site does not import what a server names")
-        data, shipped = config.data, set(domain_names())
-        unread = bool(data.heads == "shared" and data.classes)
+        shipped, unread = set(domain_names()), bool(config.data.heads == "shared" and config.data.classes)
         for other in sites:
             if other.spec.domain not in shipped and not (unread and (self.domain or other is not site)):
                 reason = f"'{other.spec.domain}' is not one of this project's domains"
