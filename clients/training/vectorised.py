@@ -47,7 +47,7 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for index, job in enumerate(jobs):
         images = _attempt(job.images)
-        alone = isinstance(images, Exception)  # training it alone raises this error again
+        alone = isinstance(images, Exception) or job.experiment.loss.by_site  # trained alone, an error is raised again
         outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, job.experiment.architecture(job.site)
         common = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
