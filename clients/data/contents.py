@@ -7,6 +7,7 @@ import numpy as np
 
 from fedloom.clients.data import inputs, targets
 from fedloom.clients.data.arrays import Labelled
+from fedloom.clients.data.form import PADDING, TOKENS
 from fedloom.clients.data.found import Contents, Select, fitting
 from fedloom.clients.data.schema import Schema
 
@@ -23,7 +24,15 @@ def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, .
         held = read[part][0]
         return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
 
-    return Contents(labels, {part: reader(part) for part in read}, outputs, names, left_out=left_out, schema=schema)
+    notes = _padded([held for held, _ in read.values()]) if schema.kind == TOKENS else ()
+    selects = {part: reader(part) for part in read}
+    return Contents(labels, selects, outputs, names, left_out=left_out, schema=schema, notes=notes)
+
+
+def _padded(parts: list[np.ndarray]) -> tuple[str, ...]:
+    """Return a warning if token sequences begin with padding: networks read the last token that is not padding."""
+    odd = sum(int(((tokens[:, 0] == PADDING) & (tokens != PADDING).any(1)).sum()) for tokens in parts)
+    return (f"{odd} token sequences begin with padding ({PADDING}); put it behind the last token",) if odd else ()
 
 
 def _joined(schemas: list[Schema]) -> Schema:
