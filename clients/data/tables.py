@@ -49,14 +49,14 @@ def read_table(path: Path, domain: str) -> Contents:
                     schema=content.schema, groups={"all": groups}, notes=notes)  # fmt: skip
 
 
-def rows_of(domain: str, given: Any) -> np.ndarray:
+def rows_of(domain: str, rows: Any) -> np.ndarray:
     """Return rows as inputs [n, features] of a network that learned from table:PATH.
 
     They get the same columns, categories, and means in place of missing values.
 
     Args:
         domain: The table's name, with its query.
-        given: A pandas table, a mapping of columns, or the path of a table.
+        rows: A pandas table, a mapping of columns, or the path of a table.
 
     Raises:
         UserError: A column is missing or of another kind, or has missing values.
@@ -71,7 +71,7 @@ def rows_of(domain: str, given: Any) -> np.ndarray:
         learned = _complete(learned, [*features, *wanted], wanted, missing)
     values = _values(learned, features, categories)
     try:
-        table = _loaded(Path(given))[0] if isinstance(given, str | Path) else pandas.DataFrame(given)
+        table: Any = _loaded(Path(rows))[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
         _check(table, features, "inputs")
         if missing == "mean":
             table = table.fillna(learned[[name for name in features if name not in values]].mean())
@@ -79,7 +79,7 @@ def rows_of(domain: str, given: Any) -> np.ndarray:
             raise ValueError(f"has missing values in {', '.join(lacking[:5])}; fill them in, or leave these rows out")
         return np.stack([part for name in features for part in _parts(table[name], values.get(name))], axis=1)
     except ValueError as error:
-        where = str(given) if isinstance(given, str | Path) else f"the {type(given).__name__}"
+        where = str(rows) if isinstance(rows, str | Path) else f"the {type(rows).__name__}"
         raise UserError(f"inputs: {where} {error}") from None
 
 
