@@ -20,6 +20,7 @@ from fedloom.clients.training.min_batch_size import min_batch_size
 from fedloom.conf.errors import UserError
 from fedloom.fusion.graph.channels import WiringError, wire
 from fedloom.fusion.pipeline import fuse
+from fedloom.fusion.submodels import submodel
 
 SEQUENCES = Form(SEQUENCE, (12, 5), 3)
 TEXTS = Form(TOKENS, (12,), 4, vocabulary=20)
@@ -336,3 +337,13 @@ def test_an_lstm_cannot_be_fused():
 def test_every_kind_has_a_network():
     forms = {form.kind: form for form in (SEQUENCES, TEXTS, ROWS, ARRAYS, Form.images(1, 8, 2))}
     assert {*forms} == {*KINDS}
+
+
+def test_a_transformer_of_another_width_is_no_part_of_one_but_one_with_fewer_layers_is():
+    whole = wire(built({**SMALL, "layers": 2, "feed_forward": 16}, SEQUENCES), SEQUENCES.zeros(1))
+    submodel(whole, wire(built({**SMALL, "feed_forward": 8}, SEQUENCES), SEQUENCES.zeros(1)))
+    narrow = wire(built({**SMALL, "width": 4, "feed_forward": 16}, SEQUENCES), SEQUENCES.zeros(1))
+    with pytest.raises(
+        UserError, match=r"attention and grouped layers take equal widths, but .*; vary other options, such as"
+    ):
+        submodel(whole, narrow)
