@@ -178,6 +178,7 @@ def task_of(job: Job, network: Network | None = None) -> Task:
         load_local_state=load_local_state,
         generator=torch_generator(config.seed, site.name, *order.words, "objective"),
         held_out=job.held_out,
+        targets=lambda: job.raw_images().y,
     )
 
 

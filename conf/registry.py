@@ -65,6 +65,10 @@ class Registry(Generic[T]):
         """Return all names, sorted: those of this project and of installed packages."""
         return sorted({*self._shipped(), *offered(self.kind)})
 
+    def name_of(self, instance: T) -> str:
+        """Return the name under which an instance's class is registered, else the class's own name."""
+        return next((name for name, entry in self._classes.items() if entry is type(instance)), type(instance).__name__)
+
     def shipped(self, name: str) -> bool:
         """Return whether the name belongs to a class of this project. Import nothing."""
         return name in self._modules or (name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME)

@@ -87,7 +87,8 @@ class TrainingConfig:
     loss: Any = option(
         "",
         "empty: the targets' usual loss; cross_entropy, focal, binary_cross_entropy, mse, mae, huber, quantile, or "
-        "module:function of (outputs, targets); with options: {name: focal, gamma: 2, class_weights: [1, 5]}",
+        "module:function of (outputs, targets); with options: {name: focal, gamma: 2, class_weights: [1, 5]} or "
+        "{name: cross_entropy, class_weights: balanced}",
     )
     clip: float = option(0.0, "clip gradients to this norm; 0: no clipping", low=0.0)
     label_smoothing: float = option(

@@ -31,4 +31,4 @@ class Ensemble(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return class probabilities, [n, classes]."""
-        return torch.stack([network(images).softmax(dim=1) for network in self.networks]).mean(dim=0)
+        return torch.stack([network(images).softmax(dim=-1) for network in self.networks]).mean(dim=0)

@@ -40,10 +40,10 @@ def distillation_loss(
     It is the mean over the batch (Hinton et al. 2015, Sec. 2), with cross-entropy from the labels.
 
     Args:
-        logits: The student's, [k, classes].
-        answers: The teacher's logits, [k, classes].
+        logits: The student's, [k, classes] or [k, steps, classes].
+        answers: The teacher's logits, of the same shape.
         temperature: T.
-        labels: int64 [k]; needed for a weight below 1.
+        labels: int64 [k] or [k, steps] (-100: no label); needed for a weight below 1.
         weight: The weight of the teacher's answers; 0 is plain training on the labels.
 
     Raises:
@@ -51,7 +51,8 @@ def distillation_loss(
     """
     if not 0.0 <= weight <= 1.0 or (labels is None and weight < 1.0):
         raise UserError(f"distillation weight: got {weight}; use 0 to 1, and labels if it is below 1")
-    plain = F.cross_entropy(logits, labels) if labels is not None and weight < 1.0 else None
+    logits, answers = logits.flatten(0, -2), answers.flatten(0, -2)  # each step counts as an example
+    plain = F.cross_entropy(logits, labels.flatten()) if labels is not None and weight < 1.0 else None
     if weight == 0.0 and plain is not None:
         return plain
     goal, predicted = (answers / temperature).softmax(dim=1), (logits / temperature).log_softmax(dim=1)
@@ -63,10 +64,10 @@ def distil(
     student: nn.Module, inputs: Tensor, answers: Tensor, settings: Distillation, generator: torch.Generator,
     labels: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Train a network, in place, to return the teachers' `answers` (logits, [k, classes]) on `inputs` [k, ...].
+    """Train a network, in place, to return the teachers' `answers` on `inputs` [k, ...].
 
-    The network's training mode stays unchanged. `labels` are int64 [k]; a weight below 1 needs them. Raise UserError
-    if the numbers of inputs and answers differ, or are below 2.
+    The network's training mode stays unchanged. `answers`, `labels`: as in `distillation_loss`. Raise UserError if the
+    numbers of inputs and answers differ, or are below 2.
     """
     if len(inputs) != len(answers) or len(inputs) < 2:
         raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; use equal numbers, at least two")

@@ -210,6 +210,9 @@ def _index(large: Wiring, small: Wiring, theirs: str, ours: str, dim: int, turn:
         size = len(other.entries)
         short = size < len(one.entries) and (not free or one.blocks > 1)
         if one.repeat != other.repeat or size > len(one.entries) or short:
+            if any(axis.groups > 1 and one in axis.slots for axis in large.axes):
+                fault = f"attention and grouped layers take equal widths, but have {size} and {len(one.entries)} channels"
+                raise UserError(f"{fault}; vary other options, such as feed_forward or layers")
             raise UserError(f"'{ours}' has {size} channels, '{theirs}' {len(one.entries)}, along dimension {dim}")
         chosen = (torch.arange(size) - (turn if free and size < len(one.entries) else 0)) % len(one.entries)
         index[other.entries.flatten()] = one.entries[chosen].flatten()

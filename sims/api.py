@@ -223,12 +223,13 @@ class Result:
         with as_usual():
             return evaluator.headline("test", network=copied)  # pyright: ignore[reportArgumentType]
 
-    def predict(self, inputs: Tensor, *, network: str = "", site: str = "", scores: bool = False) -> Tensor:
+    def predict(self, inputs: Any, *, network: str = "", site: str = "", scores: bool = False) -> Tensor:
         """Return a network's predictions for inputs, such as `result.examples(site).x`.
 
         Args:
             inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]). Features, sequences and
-                arrays in the data's own units: they are standardised as in the run.
+                arrays in the data's own units: they are standardised as in the run. For a run on a table also a pandas
+                table, a dict of columns or a table's path, with the columns by name.
             network: A name in `networks`; empty: the aggregated network.
             site: The site whose head answers, if sites have heads of their own (data.heads), or whose mean and deviation
                 apply (data.standardise=site).
@@ -239,7 +240,7 @@ class Result:
                 targets' unit.
 
         Raises:
-            UserError: The run has no such network or site.
+            UserError: The run has no such network or site, or the inputs do not fit.
         """
         by = standardisation_of(self.config, self.folder, site)
         return predicted(self.config, self._named(network), inputs, site, scores, by)

@@ -7,8 +7,10 @@ import numpy as np
 
 from fedloom.clients.data import inputs, targets
 from fedloom.clients.data.arrays import Labelled
-from fedloom.clients.data.found import Contents, Select, fitting
-from fedloom.clients.data.schema import Schema
+from fedloom.clients.data.form import FEATURES, PADDING, TOKENS
+from fedloom.clients.data.found import Contents, Select, asking, fitting
+from fedloom.clients.data.schema import CLASS, Schema
+from fedloom.clients.data.sources import Labels
 
 
 def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
@@ -23,7 +25,24 @@ def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, .
         held = read[part][0]
         return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
 
-    return Contents(labels, {part: reader(part) for part in read}, outputs, names, left_out=left_out, schema=schema)
+    notes = _padded([held for held, _ in read.values()]) if schema.kind == TOKENS else ()
+    if schema.kind == FEATURES and schema.task == CLASS and not (names or first.task):
+        notes += _assumed(np.concatenate(list(labels.values())), domain)
+    selects = {part: reader(part) for part in read}
+    return Contents(labels, selects, outputs, names, left_out=left_out, schema=schema, notes=notes)
+
+
+def _assumed(classes: Labels, domain: str) -> tuple[str, ...]:
+    """Return a line that says that whole numbers are classes, if there are more than two."""
+    values = np.unique(classes)
+    numbers = f"the targets are whole numbers from {values[0]} to {values[-1]}, taken as {values[-1] + 1} classes"
+    return (f"{numbers}; write {asking(domain, 'task=regression')} to predict numbers",) if len(values) > 2 else ()
+
+
+def _padded(parts: list[np.ndarray]) -> tuple[str, ...]:
+    """Return a warning if token sequences begin with padding: networks read the last token that is not padding."""
+    odd = sum(int(((tokens[:, 0] == PADDING) & (tokens != PADDING).any(1)).sum()) for tokens in parts)
+    return (f"{odd} token sequences begin with padding ({PADDING}); put it behind the last token",) if odd else ()
 
 
 def _joined(schemas: list[Schema]) -> Schema:

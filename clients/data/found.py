@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 from fedloom.clients.data.form import KINDS as INPUTS
 from fedloom.clients.data.schema import IMAGES, TASKS, Schema
@@ -65,17 +65,30 @@ def path_of(domain: str) -> Path:
 
 
 def query_of(domain: str) -> dict[str, str]:
-    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for unknown keys."""
+    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for unknown keys.
+
+    The values are URL-quoted, as the user wrote them: see `unquoted`.
+    """
     kind, _, text = domain.partition(":")
     asked = "" if _exists(text) else text.partition("?")[2]
-    query = dict(parse_qsl(asked, keep_blank_values=True))
+    query = {key: value for key, _, value in (part.partition("=") for part in asked.split("&") if part)}
     if odd := [key for key in query if key not in KEYS[kind]]:
         takes = f"takes ?{'&'.join(f'{key}=' for key in KEYS[kind])}" if KEYS[kind] else "takes no keys"
-        raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; {takes}")
+        raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; {takes} (write & in a name as %26)")
     for key, known in (("inputs", INPUTS), ("task", TASKS)):
         if query.get(key, known[0]) not in known:
             raise UserError(f"domain '{domain}': {key}: got '{query[key]}', takes {', '.join(known)}")
     return query
+
+
+def unquoted(text: str) -> str:
+    """Return a name in a query without URL quoting (%2C is a comma) and spaces at its ends."""
+    return unquote(text).strip()
+
+
+def asking(domain: str, text: str) -> str:
+    """Return `text`, such as "task=regression", as it continues a domain's name."""
+    return f"{'&' if query_of(domain) else '?'}{text}"
 
 
 def _exists(text: str) -> bool:

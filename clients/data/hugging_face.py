@@ -10,7 +10,7 @@ import numpy as np
 from fedloom.clients.data.arrays import Labelled, image_of, numbered
 from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.form import IMAGE
-from fedloom.clients.data.found import Contents, Select, fitting, legible, query_of, wrong
+from fedloom.clients.data.found import Contents, Select, fitting, legible, query_of, unquoted, wrong
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Pixels
 from fedloom.conf.errors import plain
 from fedloom.conf.formatting import count
@@ -71,7 +71,8 @@ def _numeric(named: Labelled, rows: Any, column: str, domain: str) -> Labelled:
 def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
     """Return the column of images or labels: the one in the domain's query, else the only one that fits."""
     features = next(iter(parts.values())).features
-    if (asked := query_of(domain).get(use)) is not None:
+    if (given := query_of(domain).get(use)) is not None:
+        asked = unquoted(given)
         if missing := [part for part, rows in parts.items() if asked not in rows.features]:
             raise wrong(domain, f"has no column '{asked}' in {missing[0]}; has {', '.join(features)}")
         return asked

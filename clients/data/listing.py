@@ -94,6 +94,15 @@ def fresh(path: Path, counts: Counts = lambda name: True) -> str:
     return digest.hexdigest()
 
 
+def content(path: Path, counts: Counts = lambda name: True) -> str:
+    """Return a digest of a file's bytes, or of the names and sizes of all files below a folder. It has no times."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    sizes = {name: entry.stat().st_size for name, entry in _entries(path, "", frozenset()) if counts(entry.name)}
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()
+
+
 def _entries(path: Path, name: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Path | os.DirEntry[str]]]:
     """Yield a file, or all files below a folder, in the order of names. Follows links, except to a folder above."""
     try:

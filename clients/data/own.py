@@ -79,6 +79,11 @@ def state_of(domain: str) -> str:
     return listing.state(path_of(domain), _counts(domain)) if has_path(domain) else listing.run_now()
 
 
+def digests(domains: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the files of each domain with a path, by its path."""
+    return {origin(name): listing.content(path_of(name), _counts(name)) for name in domains if has_path(name)}
+
+
 def _counts(domain: str) -> listing.Counts:
     """Return which files of a folder the domain is read from, by their names."""
     if domain.startswith("images:"):

@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import starmap
+from urllib.parse import quote
 
 import numpy as np
 import torch
 
 from fedloom.clients.data.blank_images import check_not_blank
 from fedloom.clients.data.cache import ImageCache
-from fedloom.clients.data.domains import Place, locate
+from fedloom.clients.data.domains import Place, find, locate
 from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
+from fedloom.clients.data.found import short
 from fedloom.clients.data.images import Images
 from fedloom.clients.data.listing import held
 from fedloom.clients.data.own import check_files, left_out, notes
@@ -21,7 +24,7 @@ from fedloom.clients.data.sources import Labels, Positions
 from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split, strata
 from fedloom.clients.data.transforms import Change, render
 from fedloom.clients.data.variants import Variant, check_shared, label, variant
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import Config, DataConfig
 from fedloom.conf.sites import PartitionConfig, Site, SiteConfig
@@ -102,9 +105,18 @@ def site_sizes(config: Config) -> list[int]:
 
 @held()
 def remarks(config: Config) -> list[str]:
-    """Return warnings about the domains: files that are not read, images of a single colour, constant features."""
+    """Return warnings about the domains: files that are not read, images of a single colour, features of little use."""
     found = [(left_out(domain), check_not_blank(locate(domain, config.data)), *notes(domain)) for domain in config.domains]
-    return [line for lines in found for line in lines if line]
+    divided = {(site.spec.domain, site.spec.partition.column): None for site in config.roster if site.parts > 1}
+    return [*(line for lines in found for line in lines if line), *filter(None, starmap(_disclosed, divided))]
+
+
+def _disclosed(domain: str, column: str) -> str:
+    """Return a warning if the column that divides a table among sites is also a feature."""
+    if not column or not any(name == column or name.startswith(f"{column}=") for name in find(domain).schema.columns):
+        return ""
+    leak = f"the column '{plain(column)}' divides the sites, and is also a feature, which discloses the site"
+    return f"domain '{short(domain)}': {leak}; write without={quote(column)} behind the path to leave it out"
 
 
 @held()

@@ -2,21 +2,23 @@
 
 `table:PATH?target=COLUMN&features=A,B&categories=C,D:no|yes&missing=mean`. Without `features`, all columns are used but the
 target and those in `without`. Columns of text, and those in `categories`, become one column of 0 and 1 per value. If sites
-have separate files, list the values of all sites (`D:no|yes`), so that their columns agree.
+have separate files, list the values of all sites (`D:no|yes`), so that their columns agree. Names are URL-quoted: `%2C` is
+a comma.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from fedloom.clients.data.arrays import Labelled
 from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.form import FEATURES
-from fedloom.clients.data.found import Contents, fitting, query_of
-from fedloom.conf.errors import listed, nearest, plain
+from fedloom.clients.data.found import Contents, asking, fitting, path_of, query_of, unquoted
+from fedloom.conf.errors import UserError, listed, nearest, plain
 
 TARGETS = ("target", "label", "class", "y", "outcome")  # names of a target column, lower-case
 SUFFIXES = {".csv", ".csv.gz", ".tsv", ".parquet"}
@@ -29,27 +31,72 @@ def read_table(path: Path, domain: str) -> Contents:
     query = query_of(domain)
     with fitting(domain):
         table, unnamed = _loaded(path)
-        wanted = _listed(query.get("target", "")) or [_target(table)]
-        _check(table, wanted, "target")
-        given = _listed(query.get("features", ""))
-        left = _listed(query.get("without", ""))
-        _check(table, left, "without")
-        features = [name for name in given or table.columns if name not in (*wanted, *left)]
-        if not features:
-            raise ValueError("has no column but the target; name columns to learn from with ?features=A,B")
-        categories = _categories(query.get("categories", ""))
-        _check(table, features, "features")
-        _check(table, [name for name in categories if name not in features], "categories", only=features)
+        wanted, features, categories = _asked(table, query)
         table = _complete(table, [*features, *wanted], wanted, query.get("missing", MISSING[0]))
-        columns, names, notes = _numbers(table, features, categories)
+        columns, names, notes = _numbers(table, features, _values(table, features, categories))
         example = Labelled(columns, _targets(table, wanted), kind=FEATURES, task=query.get("task", ""), columns=names)
         if len(wanted) > 1:
             example = Labelled(columns, example.targets, tuple(wanted), FEATURES, example.task, names)
     content = of_arrays({"all": example}, domain)
     groups = {name: table[name].to_numpy() for name in table.columns}
+    notes = (*content.notes, *notes)
     notes += (f"{unnamed} columns without a name are not read",) if unnamed else ()
+    if not query.get("target"):
+        notes += (
+            f"the target is the column '{plain(wanted[0])}'; write {asking(domain, 'target=COLUMN')} to choose another",
+        )
     return Contents(content.labels, content.images, content.classes, content.names or _names(content, wanted),
                     schema=content.schema, groups={"all": groups}, notes=notes)  # fmt: skip
+
+
+def rows_of(domain: str, rows: Any) -> np.ndarray:
+    """Return rows as inputs [n, features] of a network that learned from table:PATH.
+
+    They get the same columns, categories, and means in place of missing values.
+
+    Args:
+        domain: The table's name, with its query.
+        rows: A pandas table, a mapping of columns, or the path of a table.
+
+    Raises:
+        UserError: A column is missing or of another kind, or has missing values.
+    """
+    import pandas
+
+    query = query_of(domain)
+    with fitting(domain):
+        learned = _loaded(path_of(domain))[0]
+        wanted, features, categories = _asked(learned, query)
+        missing = query.get("missing", MISSING[0])
+        learned = _complete(learned, [*features, *wanted], wanted, missing)
+    values = _values(learned, features, categories)
+    try:
+        table: Any = _loaded(Path(rows))[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
+        _check(table, features, "inputs")
+        if missing == "mean":
+            table = table.fillna(learned[[name for name in features if name not in values]].mean())
+        if lacking := [plain(name) for name in features if table[name].isna().any()]:
+            raise ValueError(f"has missing values in {', '.join(lacking[:5])}; fill them in, or leave these rows out")
+        return np.stack([part for name in features for part in _parts(table[name], values.get(name))], axis=1)
+    except ValueError as error:
+        where = str(rows) if isinstance(rows, str | Path) else f"the {type(rows).__name__}"
+        raise UserError(f"inputs: {where} {error}") from None
+
+
+def _asked(table: Any, query: Mapping[str, str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Return the columns of targets and of features, and the listed values of categories. Raises ValueError."""
+    wanted = _listed(query.get("target", "")) or [_target(table)]
+    _check(table, wanted, "target")
+    given = _listed(query.get("features", ""))
+    left = _listed(query.get("without", ""))
+    _check(table, left, "without")
+    features = [name for name in given or table.columns if name not in (*wanted, *left)]
+    if not features:
+        raise ValueError("has no column but the target; name columns to learn from with ?features=A,B")
+    categories = _categories(query.get("categories", ""))
+    _check(table, features, "features")
+    _check(table, [name for name in categories if name not in features], "categories", only=features)
+    return wanted, features, categories
 
 
 def _names(content: Contents, wanted: list[str]) -> tuple[str, ...]:
@@ -58,12 +105,12 @@ def _names(content: Contents, wanted: list[str]) -> tuple[str, ...]:
 
 def _categories(text: str) -> dict[str, list[str]]:
     """Return the values of each categorical column; an empty list: those in the table."""
-    pairs = [part.partition(":") for part in _listed(text)]
-    return {name.strip(): [value.strip() for value in values.split("|") if value.strip()] for name, _, values in pairs}
+    pairs = [part.partition(":") for part in text.split(",") if part.strip()]
+    return {unquoted(name): [unquoted(value) for value in values.split("|") if value.strip()] for name, _, values in pairs}
 
 
 def _listed(text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [unquoted(part) for part in text.split(",") if part.strip()]
     if double := next((part for index, part in enumerate(parts) if part in parts[:index]), ""):
         raise ValueError(f"lists '{plain(double)}' twice; remove one of the two")
     return parts
@@ -102,8 +149,14 @@ def _target(table: Any) -> str:
     named = [name for name in table.columns if name.lower() in TARGETS]
     if len(named) != 1:
         have = f"has the columns {', '.join(map(plain, table.columns))}"
-        raise ValueError(f"{have}. Name the one to predict with ?target=COLUMN.")
+        raise ValueError(f"{have}. Name the one to predict with ?target=COLUMN.{_quoting(table)}")
     return named[0]
+
+
+def _quoting(table: Any) -> str:
+    """Return how to write the table's columns in a query, if they have letters with a meaning there; else nothing."""
+    odd = any(letter in name for name in table.columns for letter in ",&:|%")
+    return " Write , & : | % in a name as %2C %26 %3A %7C %25." if odd else ""
 
 
 def _check(table: Any, columns: list[str], key: str, only: list[str] | None = None) -> None:
@@ -112,7 +165,8 @@ def _check(table: Any, columns: list[str], key: str, only: list[str] | None = No
         if name not in table.columns:
             near = nearest(name, table.columns)
             hint = f"; did you mean '{plain(near)}'?" if near else "."
-            raise ValueError(f"has no column '{plain(name)}' ({key}){hint} It has {plain(listed(name, table.columns))}.")
+            has = f"It has {plain(listed(name, table.columns))}.{_quoting(table)}"
+            raise ValueError(f"has no column '{plain(name)}' ({key}){hint} {has}")
         if only is not None:
             raise ValueError(f"'{plain(name)}' is in categories, but not in features; add it to features, or remove it")
 
@@ -140,31 +194,45 @@ def _complete(table: Any, columns: list[str], wanted: list[str], missing: str) -
     raise ValueError(f"{why}. Write ?missing=drop to drop these rows, or ?missing=mean to fill in the column's mean.")
 
 
-def _numbers(
-    table: Any, features: list[str], categories: dict[str, list[str]]
-) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Return the features as numbers [n, columns], the names of these columns, and warnings."""
+def _values(table: Any, features: list[str], categories: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the values of each categorical column. Raises ValueError for texts that nearly every row has for itself."""
     import pandas
 
-    parts, names, constant, merged = [], [], [], []
+    found = {}
     for name in features:
-        column = table[name]
-        number = pandas.api.types.is_numeric_dtype(column) and name not in categories
-        if not number:
-            texts = column.astype(str)
-            values = list(dict.fromkeys(categories.get(name) or sorted(texts.unique())))
-            if odd := set(texts) - set(values):
-                raise ValueError(f"'{plain(name)}' has the value '{plain(sorted(odd)[0])}', which categories does not list")
+        if name in categories or not pandas.api.types.is_numeric_dtype(table[name]):
+            values = found[name] = list(dict.fromkeys(categories.get(name) or sorted(table[name].astype(str).unique())))
             if len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
                 raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out "
-                                 f"with ?without={plain(name)}.")  # fmt: skip
-            parts += [(texts == value).to_numpy(np.float32) for value in values]
-            names += [f"{name}={value}" for value in values]
-        else:
-            numbers = column.to_numpy(np.float32)
-            merged += [name] if len(np.unique(numbers)) < column.nunique() / 2 else []
-            parts.append(numbers)
-            names.append(name)
+                                 f"with ?without={quote(name)}.")  # fmt: skip
+    return found
+
+
+def _parts(column: Any, values: list[str] | None) -> list[np.ndarray]:
+    """Return the columns of numbers for a feature: one for each value of a category, else one. Raises ValueError."""
+    import pandas
+
+    name = plain(str(column.name))
+    if values is None:
+        if not pandas.api.types.is_numeric_dtype(column):
+            raise ValueError(f"has texts in '{name}'; it takes numbers")
+        return [column.to_numpy(np.float32)]
+    texts = column.astype(str)
+    if odd := set(texts) - set(values):
+        raise ValueError(f"'{name}' has the value '{plain(sorted(odd)[0])}', which categories does not list")
+    return [(texts == value).to_numpy(np.float32) for value in values]
+
+
+def _numbers(
+    table: Any, features: list[str], values: dict[str, list[str]]
+) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    """Return the features as numbers [n, columns], the names of these columns, and warnings."""
+    parts, names, constant, merged = [], [], [], []
+    for name in features:
+        column, made = table[name], _parts(table[name], values.get(name))
+        parts += made
+        names += [f"{name}={value}" for value in values[name]] if name in values else [name]
+        merged += [name] if name not in values and len(np.unique(made[0])) < column.nunique() / 2 else []
         constant += [name] if column.nunique() < 2 else []
     if len(constant) == len(features):
         raise ValueError("has the same value in every row of all features, so nothing can be learned from it")

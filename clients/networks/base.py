@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data.form import Form
+from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, TOKENS, Form
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import error_summary
@@ -15,6 +15,13 @@ from fedloom.conf.registry import Registry
 EXTRACTOR, HEAD = "extractor.", "head."  # prefixes of the names of a state's tensors
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm2d)
 PARTS = {"extractor": EXTRACTOR, "head": HEAD}
+FITTING = {  # by kind of inputs: networks that take it
+    IMAGE: "mlp, lenet, convnet, conv6, vgg11 to vgg19, resnet10 to resnet56, wide_resnet",
+    FEATURES: "mlp",
+    SEQUENCE: "lstm, transformer, cnn1d, mlp",
+    TOKENS: "lstm, transformer, cnn1d",
+    ARRAY: "mlp",
+}
 
 
 class Network(nn.Module):
@@ -92,6 +99,13 @@ NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec, "fedloom.clie
     "residual": "resnet10 resnet14 resnet18 resnet20 resnet22 resnet26 resnet34 resnet56 wide_resnet",
     "sequences": "cnn1d lstm", "split": "rest split", "transformer": "transformer",
 }, adapter="own")  # fmt: skip
+
+
+def check_inputs(form: Form, name: str, *kinds: str) -> None:
+    """Raise UserError, with the networks that fit, unless the inputs are of one of the kinds that a network takes."""
+    if form.kind not in kinds:
+        fault = f"network '{name}': takes inputs of the kind {' or '.join(kinds)}, but these are {form} (kind {form.kind})"
+        raise UserError(f"{fault}; choose one of: {FITTING[form.kind]}, or module:Name")
 
 
 def initialise(network: nn.Module, generator: torch.Generator) -> None:

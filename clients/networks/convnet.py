@@ -30,7 +30,7 @@ class Convnet(NetworkSpec):
 
     def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for strides or pools that do not fit the widths."""
-        check_image(form)
+        check_image(form, self)
         strides = self.strides or [1] * len(self.widths)
         if not self.widths or len(strides) != len(self.widths):
             raise UserError(

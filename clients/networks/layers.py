@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from fedloom.clients.data.form import IMAGE, Form
+from fedloom.clients.networks.base import NETWORKS, NetworkSpec, check_inputs
 from fedloom.conf.errors import UserError
 
 
@@ -41,9 +42,9 @@ NORM_HELP = (
 )
 
 
-def check_image(form: Form, least: int = 1) -> None:
+def check_image(form: Form, spec: NetworkSpec, least: int = 1) -> None:
     """Raise UserError unless the inputs are images of at least `least` pixels in height and width."""
-    form.takes(IMAGE, what="network")
+    check_inputs(form, NETWORKS.name_of(spec), IMAGE)
     if min(form.height, form.width) < least:
         got = form.height if form.height == form.width else f"{form.height} x {form.width}"
         raise UserError(f"data.size: got {got}, takes at least {least} for this network")

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor, nn
 
 from fedloom.clients.data.form import DIMENSIONS, IMAGE, KINDS, Form
-from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.networks.base import NETWORKS, check_inputs
 from fedloom.clients.storage.states import read_metadata, read_state, write_state
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.plugins import is_reference
@@ -121,7 +121,7 @@ def _foreign(name: NetworkName) -> nn.Module:
         raise unknown("network", name.name, known)
     if name.options:
         raise UserError(f"network '{name.name}': takes no options, got {', '.join(map(str, name.options))}")
-    name.form.takes(IMAGE, what=f"network '{name.name}'")
+    check_inputs(name.form, name.name, IMAGE)
     if name.form.channels != 3:
         got = f"got {name.form.channels}; set data.grey=false for 3"
         raise UserError(f"network '{name.name}': takes images of 3 channels, {got}")

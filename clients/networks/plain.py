@@ -43,7 +43,7 @@ class PlainSpec(NetworkSpec):
 
     def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for widths that `groups` does not divide."""
-        check_image(form, least=1 << self.layout.count(POOL))
+        check_image(form, self, least=1 << self.layout.count(POOL))
         convolution = StandardisedConv2d if self.standardise else nn.Conv2d
         channels, layers = form.channels, list[nn.Module]()
         for step in self.layout:

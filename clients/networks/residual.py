@@ -130,7 +130,7 @@ class ResnetSpec(ResidualSpec):
 
     def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for widths that `groups` does not divide."""
-        check_image(form)
+        check_image(form, self)
         widths = [scaled(step, self.width) for step in self.widths]
         extractor = OrderedDict[str, nn.Module](
             stem=nn.Sequential(self.convolution(form.channels, widths[0]), *self.norms(widths[0]), nn.ReLU()),
@@ -217,7 +217,7 @@ class WideResnet(ResidualSpec):
 
     def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for an invalid width or depth."""
-        check_image(form)
+        check_image(form, self)
         if self.depth % 6 != 4:
             raise UserError(f"network.depth: got {self.depth}, takes 6 n + 4 (10, 16, 22, 28, ...)")
         stem = scaled(16, self.width)

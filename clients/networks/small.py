@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, Form
-from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, check_inputs
 from fedloom.clients.networks.layers import HEAD_HELP, WIDTH_HELP, check_image, scaled
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
@@ -31,7 +31,7 @@ class Mlp(NetworkSpec):
 
     def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for tokens."""
-        form.takes(IMAGE, FEATURES, SEQUENCE, ARRAY, what="network 'mlp'")
+        check_inputs(form, "mlp", IMAGE, FEATURES, SEQUENCE, ARRAY)
         if form.each_step:
             raise UserError("network 'mlp': returns outputs once for an example, not for each step; use lstm or transformer")
         inputs = form.numbers
@@ -50,7 +50,7 @@ class Lenet(NetworkSpec):
 
     def build(self, form: Form) -> Network:
         """Build the network. Raises UserError for images smaller than 16 x 16 pixels."""
-        check_image(form, least=16)
+        check_image(form, self, least=16)
         first, second, third, fourth = (scaled(step, self.width) for step in (6, 16, 120, 84))
         height, width = (((side - 4) // 2 - 4) // 2 for side in (form.height, form.width))
         extractor = nn.Sequential(

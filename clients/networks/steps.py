@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data.form import PADDING, SEQUENCE, TOKENS, Form
+from fedloom.clients.networks.base import check_inputs
 from fedloom.conf.errors import UserError
 
 FEWEST = 2  # different tokens, with PADDING
@@ -14,7 +15,7 @@ FEWEST = 2  # different tokens, with PADDING
 
 def check_steps(form: Form, name: str) -> None:
     """Raise UserError unless the inputs are sequences or tokens."""
-    form.takes(SEQUENCE, TOKENS, what=f"network '{name}'")
+    check_inputs(form, name, SEQUENCE, TOKENS)
     if form.kind == TOKENS and form.vocabulary < FEWEST:
         raise UserError(f"network '{name}': the vocabulary has {form.vocabulary} tokens, takes at least {FEWEST}")
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images, label, task_of
+from fedloom.clients.data import Images, label, outputs, task_of
 from fedloom.clients.data.schema import TASKS
 from fedloom.clients.data.standardise import way_of
 from fedloom.clients.networks import Architecture, Network, architecture_of
@@ -30,6 +30,11 @@ def nothing_held_out(split: str) -> Images:
     raise UserError(f"{split}: this site has no {split} images")
 
 
+def no_targets() -> Tensor:
+    """Return no targets, as Task.targets of a site without training images."""
+    return torch.zeros(0, dtype=torch.int64)
+
+
 @dataclass
 class Task:
     """Everything an objective needs at one site in one round.
@@ -44,6 +49,7 @@ class Task:
         load_local_state: Reads the site's own state after the previous round; use `own`.
         generator: Source of the objective's random choices.
         held_out: Returns the site's "validation" or "test" images.
+        targets: Returns the targets of the site's training images.
     """
 
     experiment: "Experiment"
@@ -55,6 +61,7 @@ class Task:
     load_local_state: Callable[[], State | None]
     generator: torch.Generator
     held_out: Callable[[str], Images] = nothing_held_out
+    targets: Callable[[], Tensor] = no_targets
 
     @property
     def config(self) -> Config:
@@ -71,6 +78,12 @@ class Task:
         """The site's own state after its previous round; None if it has not trained. Raises LostStateError if lost."""
         return self.load_local_state()
 
+    @functools.cached_property
+    def loss_of_site(self) -> Loss:
+        """The configured loss, with what it takes from the site's training targets."""
+        loss, block = self.experiment.loss, outputs(self.config, self.site.spec)
+        return loss.of_site(self.targets(), block.stop - block.start) if loss.by_site else loss
+
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of a batch, a scalar.
 
@@ -78,7 +91,7 @@ class Task:
             scores: The outputs, [n, outputs]; for next tokens, [n, steps, outputs].
             labels: The targets, as data.schema.Schema says.
         """
-        return self.experiment.loss.value(scores, labels, self.config.training.label_smoothing)
+        return self.loss_of_site.value(scores, labels, self.config.training.label_smoothing)
 
     @property
     def device(self) -> torch.device:

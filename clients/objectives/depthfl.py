@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
 from fedloom.clients.objectives.local import LocalSession
@@ -21,6 +22,7 @@ from fedloom.fusion.state import State
 class DepthFL(Heterogeneous):
     """sum_i CE(z_i, y) + weight / (d - 1) sum_{j != i} KL(softmax z_j || softmax z_i), z_j constant, for d logits z_i."""
 
+    targets = (CLASS, NEXT)
     weight: float = option(1.0, "of what the classifiers learn from each other (lambda of the paper)", low=0.0)
 
     def fused_session(self, task: Task) -> Session:

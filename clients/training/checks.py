@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import site_sizes
+from fedloom.clients.data import domain_specs, outputs, site_sizes
 from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.networks import Architecture, form_of
@@ -64,9 +64,13 @@ def _step(optimizer: Optimizer, moving: Sequence[Tensor], training: TrainingConf
 
 
 def _check_loss(experiment: Experiment, form: Form) -> None:
-    """Raise UserError if a user's loss fails on a batch of four examples, or has no gradient."""
-    loss, task = experiment.loss, experiment.task
-    if not isinstance(loss, OwnLoss) or experiment.config.data.heads != "shared":
+    """Raise UserError for wrong weights, and if a user's loss fails on four examples or has no gradient."""
+    loss, task, config = experiment.loss, experiment.task, experiment.config
+    for block in [outputs(config, spec) for spec in domain_specs(config).values()]:
+        loss.check(block.stop - block.start)
+    if loss.by_site and config.engine.compile:
+        raise UserError(f"{LOSS}.class_weights: differ by site, so each would be compiled; set engine.compile=false")
+    if not isinstance(loss, OwnLoss) or config.data.heads != "shared":
         return
     steps = (form.length,) if form.each_step else ()
     scores = torch.full((4, *steps, form.outputs), 0.5, requires_grad=True)

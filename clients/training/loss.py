@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.clients.data.schema import CLASS, IGNORED, MULTILABEL, NEXT, REGRESSION, TASKS
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.metrics import AS_NUMBERS, TARGETS
 from fedloom.conf.registry import Registry, section_of
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.typed import option
 
 WHERE = "training.loss"
+BALANCED = "balanced"  # class_weights by the site's targets
 USUAL = {CLASS: "cross_entropy", NEXT: "cross_entropy", MULTILABEL: "binary_cross_entropy", REGRESSION: "mse"}  # by task
 
 
@@ -38,6 +39,18 @@ class Loss(ABC):
     """Base class of losses. `tasks`: the tasks whose targets it takes."""
 
     tasks: ClassVar[tuple[str, ...]] = TASKS
+
+    @property
+    def by_site(self) -> bool:
+        """Whether `of_site` returns another loss for each site."""
+        return False
+
+    def of_site(self, targets: Tensor, outputs: int) -> "Loss":
+        """Return the loss for a site with these training targets, and this number of outputs."""
+        return self
+
+    def check(self, outputs: int) -> None:  # noqa: B027  # most losses take any number
+        """Raise UserError if an option does not fit the number of outputs."""
 
     @abstractmethod
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -79,13 +92,42 @@ def own_loss(name: str, made: Any, options: Mapping[str, Any], where: str) -> Lo
     return OwnLoss(made, name, tuple(sorted(options.items())))
 
 
-@LOSSES.register("cross_entropy")
 @dataclass(frozen=True, eq=False)
-class CrossEntropy(Loss):
-    """Cross-entropy of classes or next tokens, with training.label_smoothing."""
+class _OfClasses(Loss):
+    """Base class of losses with a weight for each class or token."""
 
     tasks = (CLASS, NEXT)
-    class_weights: list[float] = option([], "weight of each class; empty: 1 for all", low=0.0)
+    class_weights: Any = option(
+        [], "weight of each class; balanced: n / (k * count), by the k classes among the site's n targets; empty: 1 for all"
+    )
+
+    def __post_init__(self) -> None:
+        weights = self.class_weights
+        numbers = isinstance(weights, list) and all(type(one) in (int, float) and one >= 0 for one in weights)
+        if not numbers and weights != BALANCED:
+            takes = f"takes a list of numbers from 0 on, or {BALANCED}"
+            raise UserError(f"{WHERE}.class_weights: got {plain(str(weights))}, {takes}")
+
+    @property
+    def by_site(self) -> bool:
+        return self.class_weights == BALANCED
+
+    def of_site(self, targets: Tensor, outputs: int) -> Loss:
+        if not self.by_site:
+            return self
+        counts = targets[targets != IGNORED].bincount(minlength=outputs).double()
+        weights = counts.sum() / (counts.count_nonzero() * counts)
+        return replace(self, class_weights=weights.masked_fill(counts == 0, 0.0).tolist())
+
+    def check(self, outputs: int) -> None:
+        if not self.by_site:
+            _check_weights(self.class_weights, outputs, "class_weights")
+
+
+@LOSSES.register("cross_entropy")
+@dataclass(frozen=True, eq=False)
+class CrossEntropy(_OfClasses):
+    """Cross-entropy of classes or next tokens, with training.label_smoothing."""
 
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         if not self.class_weights and targets.ndim == 1:
@@ -95,12 +137,10 @@ class CrossEntropy(Loss):
 
 @LOSSES.register("focal")
 @dataclass(frozen=True, eq=False)
-class Focal(Loss):
+class Focal(_OfClasses):
     """Focal loss: cross-entropy times (1 - p) ** gamma, for the label's probability p (Lin et al. 2017, Eq. 4 and 5)."""
 
-    tasks = (CLASS, NEXT)
     gamma: float = option(2.0, "larger values count well classified examples less", low=0.0)
-    class_weights: list[float] = option([], "weight of each class; empty: 1 for all", low=0.0)
 
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         return _weighted(scores, targets, smoothing, self.class_weights, self.gamma)
@@ -114,9 +154,12 @@ class BinaryCrossEntropy(Loss):
     tasks = (MULTILABEL,)
     positive_weights: list[float] = option([], "weight of each label where it is 1; empty: as where it is 0", low=0.0)
 
+    def check(self, outputs: int) -> None:
+        _check_weights(self.positive_weights, outputs, "positive_weights")
+
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         scores = full(scores)
-        weights = _weights(self.positive_weights, scores, "positive_weights")
+        weights = _weights(self.positive_weights, scores)
         targets = targets * (1.0 - smoothing) + smoothing / 2
         return F.binary_cross_entropy_with_logits(scores, targets, pos_weight=weights)
 
@@ -175,17 +218,21 @@ def _weighted(scores: Tensor, targets: Tensor, smoothing: float, weights: list[f
     each = F.cross_entropy(scores, chosen, reduction="none", label_smoothing=smoothing)
     if gamma:
         each = (1.0 - scores.softmax(1).gather(1, chosen[:, None])[:, 0]) ** gamma * each
-    by_class = _weights(weights, scores, "class_weights")
+    by_class = _weights(weights, scores)
     counts = counts if by_class is None else counts * by_class[chosen]
     return (each * counts).sum() / counts.sum().clamp(min=1e-12)
 
 
-def _weights(weights: list[float], scores: Tensor, key: str) -> Tensor | None:
-    if not weights:
-        return None
-    if len(weights) != scores.shape[-1]:
-        raise UserError(f"{WHERE}.{key}: got {len(weights)} weights, takes one for each of {scores.shape[-1]} outputs")
-    return torch.tensor(weights, dtype=scores.dtype, device=scores.device)
+def _weights(weights: list[float], scores: Tensor) -> Tensor | None:
+    return torch.tensor(weights, dtype=scores.dtype, device=scores.device) if weights else None
+
+
+def _check_weights(weights: list[float], outputs: int, key: str) -> None:
+    """Raise UserError for weights that are all 0, or not one for each output. An empty list is valid."""
+    if weights and len(weights) != outputs:
+        raise UserError(f"{WHERE}.{key}: got {len(weights)} weights, takes one for each of {outputs} outputs")
+    if weights and not any(weights):
+        raise UserError(f"{WHERE}.{key}: all weights are 0, so nothing would be learned; set at least one above 0")
 
 
 def loss_section(training: TrainingConfig, task: str = CLASS) -> Mapping[str, Any]:

@@ -47,11 +47,12 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for index, job in enumerate(jobs):
         images = _attempt(job.images)
-        alone = isinstance(images, Exception)  # training it alone raises this error again
-        outs = () if alone else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
+        failed = isinstance(images, Exception)  # training it alone raises this error again
+        alone = failed or job.experiment.loss.by_site or bool(job.config.privacy.noise)
+        outs = () if failed else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, job.experiment.architecture(job.site)
         common = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
-        shape = index if alone or job.config.privacy.noise else (*common, len(images), outs)
+        shape = index if failed or alone else (*common, len(images), outs)
         groups.setdefault(shape, []).append(index)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
 

@@ -171,6 +171,9 @@ def wire(network: nn.Module, example: Tensor) -> Wiring:
     operation mixes channels in an unsupported way, a parameter is on no axis, or it does not
     have one input and one output. The message has the node, module and source line, as far as known.
     """
+    if any(isinstance(module, nn.RNNBase) for module in network.modules()):
+        raise WiringError("recurrent networks such as lstm cannot be fused, since several gates at every step share a "
+                          "channel; use transformer, cnn1d or mlp, or a strategy without fusion such as fedavg")  # fmt: skip
     walk = Walk(network, example, RULES)
     walk.run()
     _check_covered(network, walk)

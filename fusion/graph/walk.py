@@ -102,9 +102,6 @@ class Walk:
 
     def _several(self, node: Node) -> None:
         """Note a list of tensors (chunk, split, unbind); its parts are labelled where they are selected."""
-        if node.op == "call_module" and isinstance(self.module(node), nn.RNNBase):
-            raise Refusal(f"{self.what(node)} ties several gates to each channel at every step, which cannot be wired; use "
-                          "networks such as cnn1d or transformer, or a method without fusion")  # fmt: skip
         if operation(node) not in LISTS:
             raise Refusal(f"the result of {self.what(node)} is not one tensor; use chunk, split or unbind, or "
                           "try to return one tensor")  # fmt: skip

@@ -57,8 +57,9 @@ def sensitivities(
     with evaluating(graph), torch.enable_grad():
         for batch in probe[:SAMPLES].split(BATCH):
             run = _Backward(graph, dims)
-            answers = run.run(batch.clone()).flatten(1)
-            answers = answers.log_softmax(dim=1) if classes else answers
+            answers = run.run(batch.clone())
+            axis = 1 if answers.ndim > 3 else -1  # [k, classes, height, width], else [k, ..., classes]
+            answers = (answers.log_softmax(dim=axis) if classes else answers).flatten(1)
             noise = torch.randn(answers.shape, generator=generator, dtype=torch.float64).to(answers)
             noise = noise * answers.detach().mul(0.5).exp() if classes else noise
             total = (answers * noise).sum()

@@ -28,7 +28,7 @@ def spread_of_metrics(
     total = metrics.added(
         moved_sums(score.sums, *blocks[name]) if name in blocks else score.sums for name, score in scores.items()
     )
-    together = {"scores": metrics.values(total), "by_class": _by_class(metrics, total), **_drawn(total)}
+    together = {"scores": metrics.values(total), "by_class": _by_class(metrics, total), **_drawn(total), **_never(total)}
     return {**_spread(first, metrics), "classes": _classes(scores), "union": together, "sites": rows}
 
 
@@ -61,6 +61,18 @@ def _by_class(metrics: Metrics, sums: Sums) -> dict[str, dict[str, float]]:
     """Return the values by metric and class, without those that the examples do not define."""
     return {name: {str(number): value for number, value in enumerate(values) if value == value}
             for name, values in metrics.by_class(sums).items()}  # fmt: skip
+
+
+def _never(sums: Sums) -> dict[str, list[int]]:
+    """Return the classes or labels that test examples have, but that the network never predicts."""
+    if "confusion" in sums:
+        true, predicted = sums["confusion"].sum(1), sums["confusion"].sum(0)
+    elif "labels" in sums:
+        hits, false, _, missed = sums["labels"].T
+        true, predicted = hits + missed, hits + false
+    else:
+        return {}
+    return {"never_predicted": ((true > 0) & (predicted == 0)).nonzero().flatten().tolist()}
 
 
 def _drawn(sums: Sums) -> dict[str, Any]:

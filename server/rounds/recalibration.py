@@ -29,6 +29,7 @@ from fedloom.clients.evaluation.statistics import (
 from fedloom.clients.networks import Architecture, Model
 from fedloom.clients.protocol.messages import MODEL
 from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.metrics import CLASS, TARGETS
 from fedloom.conf.sites import Site
 from fedloom.fusion.discriminant import NEVER, discriminant
 from fedloom.fusion.exact import ExactSum, ExactSumError
@@ -103,15 +104,17 @@ def check(view: View, models: Models) -> None:
             limit = f"'{name}' is only for {', '.join(model.domains)}"
             raise UserError(f"recalibration: needs networks for all domains, and {limit}; leave --recalibrate out")
         try:
-            check_head(name, model.architecture)
+            check_head(name, model.architecture, view.experiment.task)
         except UserError as error:
             raise UserError(f"recalibration: {error}; leave --recalibrate out") from None
     if not any(holders(view, view.sites, models[name].architecture) for name in names):
         raise UserError(f"recalibration: no remaining site has the network of {names[0]}; leave --recalibrate out")
 
 
-def check_head(name: str, architecture: Architecture) -> None:
-    """Raise UserError, naming the network, unless its head is one linear layer with a bias."""
+def check_head(name: str, architecture: Architecture, task: str) -> None:
+    """Raise UserError unless the targets are classes and the network's head is one linear layer with a bias."""
+    if task != CLASS:
+        raise UserError(f"heads are computed for classes only, but the targets here are {TARGETS[task]}")
     if linear_head(architecture.build()) is None:
         raise UserError(f"the head of '{name}' is not one linear layer with a bias")
 

@@ -18,7 +18,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
-from fedloom.server.run_folder.layout import CONFIG, METRICS, STANDARDISATION, STATES, SUMMARY, is_left
+from fedloom.server.run_folder.layout import CONFIG, DATA, METRICS, STANDARDISATION, STATES, SUMMARY, is_left
 from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_summary, refuse_existing
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
@@ -122,6 +122,14 @@ class RunFolder:
         """
         write = write_state if name == AGGREGATE else write_private_state
         write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
+
+    def note_data(self, digests: Mapping[str, str]) -> list[str]:
+        """Save digests of the data, and return the paths of those that differ from the saved ones."""
+        path = self.path / DATA
+        before: dict[str, str] = json.loads(path.read_bytes()) if path.is_file() else {}
+        if digests and digests != before:
+            write_bytes(path, json.dumps(digests, indent=2).encode())
+        return [name for name, digest in digests.items() if before.get(name, digest) != digest]
 
     def write_standardisation(self, records: Mapping[str, State]) -> None:
         """Write the mean and deviation by which the networks' inputs are standardised, if there are any.

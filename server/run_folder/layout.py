@@ -7,6 +7,7 @@ from typing import Any
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 STANDARDISATION = "standardisation.safetensors"  # data.standardise=sites: mean and deviation of each feature
+DATA = "data.json"  # digests of the users' files
 LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run's server holds the lock
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
@@ -20,6 +21,7 @@ WRITTEN = frozenset(
         METRICS,
         SUMMARY,
         STANDARDISATION,
+        DATA,
         LEDGER,
         SEAL,
         LOCK,

@@ -101,7 +101,7 @@ class ClaOt(InParts):
         if self.start == OWN:
             if self.probe.samples:
                 self.probe.check(experiment, PROBE)
-            settings = settings_for(bool(self.probe.samples))
+            settings = settings_for(bool(self.probe.samples), experiment.task)
             check_fusing(reference_of(experiment, self.reference), groups_of(experiment), settings, "strategy.start=own")
             self._check_heads(experiment)
 
@@ -142,7 +142,8 @@ class ClaOt(InParts):
         if common := [site.name for site in view.sites if view.last_put(site.name) > 1]:
             return mean_over_holders(self.held(view.subset(common), self.lacking), self.before(view))
         reference = reference_of(view.experiment, self.reference).architecture
-        return fused_apart(reference, networks_of_sites(view), self.before(view), self._probe(view))
+        settings = settings_for(bool(self.probe.samples), view.experiment.task)
+        return fused_apart(reference, networks_of_sites(view), self.before(view), self._probe(view), settings)
 
     def taken(self, view: View, whole: State) -> Mapping[str, State]:
         """Return each architecture's part of the fused network, mixed with its own mean and trained further."""
@@ -151,8 +152,8 @@ class ClaOt(InParts):
     def _parts(self, view: View, whole: State) -> Mapping[str, State]:
         if self._first(view):
             parts, probe = self.parts(view.experiment), self._probe(view)
-            reference = reference_of(view.experiment, self.reference).architecture
-            return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe)
+            reference, task = reference_of(view.experiment, self.reference).architecture, view.experiment.task
+            return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe, task)
                     for group in groups_of(view.experiment)}  # fmt: skip
         states, mix = super().taken(view, whole), self.mix(view)
         if mix == 1.0:
@@ -163,7 +164,7 @@ class ClaOt(InParts):
     def _check_heads(self, experiment: Experiment) -> None:
         for group in groups_of(experiment) if self.recalibrate else ():
             try:
-                check_head(group.name, group.architecture)
+                check_head(group.name, group.architecture, experiment.task)
             except UserError as error:
                 raise UserError(f"strategy.recalibrate: {error}; set it to false") from None
 

@@ -25,8 +25,12 @@ class FedDF(ByArchitecture):
 
     def check(self, experiment: Experiment) -> None:
         super().check(experiment)
-        self.public.check(experiment, "strategy.public")
+        self._training.check(experiment, "strategy.public")
 
     def combined(self, view: View) -> Mapping[str, State]:
         means = {mean.group.name: mean.state for mean in averaged(view)}
-        return ServerTraining(self.steps, self.rate, self.batch, images=self.public).trained(view, means, "strategy.public")
+        return self._training.trained(view, means, "strategy.public")
+
+    @property
+    def _training(self) -> ServerTraining:
+        return ServerTraining(self.steps, self.rate, self.batch, images=self.public)

@@ -20,7 +20,7 @@ from fedloom.server.rounds.recalibration import HEAD
 from fedloom.server.rounds.view import View
 from fedloom.server.strategies.architectures import group_by_site, groups_of, reference_of
 from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, cast, counted, has, network_key
-from fedloom.server.strategies.own_start import Apart, check_fusing, fused_apart
+from fedloom.server.strategies.own_start import Apart, answering, check_fusing, fused_apart
 from fedloom.server.strategies.public import PublicImages
 from fedloom.server.strategies.server_training import ServerTraining
 
@@ -77,16 +77,15 @@ class FusedAnew(ByArchitecture):
         self.options.server.check(experiment, SERVER)
         for group in groups_of(experiment):
             try:
-                check_fusing(group, groups_of(experiment), self.settings, f"strategy.fusion={fusion}")
+                check_fusing(group, groups_of(experiment), self.settings(experiment.task), f"strategy.fusion={fusion}")
             except UserError as error:
                 raise UserError(
                     f"{error}; or set strategy.fusion={PARTS} if each network is a part of the deepest one"
                 ) from None
 
-    @property
-    def settings(self) -> FusionSettings:
-        """The settings that `strategy.fusion` selects."""
-        settings = SETTINGS[self.options.fusion]
+    def settings(self, task: str) -> FusionSettings:
+        """Return the settings that `strategy.fusion` selects, for targets of this task."""
+        settings = answering(task, SETTINGS[self.options.fusion])
         return replace(settings, basis=self.options.basis) if self.options.fusion == CLA_OT else settings
 
     def round(self, context: RoundContext) -> None:
@@ -115,7 +114,7 @@ class FusedAnew(ByArchitecture):
         probe, states = self.options.probe.read(view, PROBE), {}
         for group in groups_of(view.experiment):
             before = means.get(group.name) or view.initial(site=group.site)  # only its shapes count
-            state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings)
+            state = fused_apart(group.architecture, self._networks(view), before, probe, self.settings(view.experiment.task))
             if self.options.fusion == REFIT and HEAD[0] in state:
                 state |= with_norm(state, float(view.initial(site=group.site)[HEAD[0]].norm()))
             own = means.get(group.name)

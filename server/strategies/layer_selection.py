@@ -22,7 +22,9 @@ from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, M
 from fedloom.clients.protocol.messages import MEAN, RIGHT, SITE, TOTAL, TRAIN
 from fedloom.clients.protocol.reply_checks import ReplyError, can_be
 from fedloom.clients.training.learner import step_count
+from fedloom.clients.training.loss import loss_section
 from fedloom.conf.errors import UserError
+from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
 from fedloom.fusion.state import State
@@ -78,6 +80,8 @@ class LayerSelectionStrategy(Strategy):
 
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, "layer_selection")
+        if (section := loss_section(experiment.config.training)) != loss_section(TrainingConfig()):
+            raise UserError(f"training.loss: got {dict(section)}, but layer selection trains by cross-entropy; leave it out")
         if self.arrival == TOGETHER and experiment.federation.scale_bits < MIN_SCALE_BITS:
             problem = f"got {experiment.federation.scale_bits}, but masses down to 2^-16 take at least {MIN_SCALE_BITS}"
             raise UserError(f"federation.scale_bits: {problem}")

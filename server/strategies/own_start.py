@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data.form import TOKENS, Form
+from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.networks import Architecture, initialise
 from fedloom.conf.errors import UserError
 from fedloom.fusion.pipeline import fuse
@@ -36,9 +37,14 @@ class Apart:
     weight: float
 
 
-def settings_for(probe: bool) -> FusionSettings:
+def settings_for(probe: bool, task: str) -> FusionSettings:
     """Return the settings to fuse networks trained apart, with `probe` images or by weights alone."""
-    return FusionSettings() if probe else BLIND
+    return answering(task, FusionSettings()) if probe else BLIND
+
+
+def answering(task: str, settings: FusionSettings) -> FusionSettings:
+    """Return settings for networks that answer with classes or tokens, or with other numbers."""
+    return settings if task in (CLASS, NEXT) else replace(settings, answers="values")
 
 
 def fused_apart(
@@ -46,7 +52,7 @@ def fused_apart(
     apart: Iterable[Apart],
     before: State,
     probe: Tensor | None,
-    settings: FusionSettings | None = None,
+    settings: FusionSettings,
 ) -> State:
     """Return a network of the reference's architecture that combines the networks trained apart.
 
@@ -55,13 +61,12 @@ def fused_apart(
         apart: The networks. They are read one after the other.
         before: A state of the reference. It sets the shapes, if no network in `apart` has this architecture.
         probe: Images, float32 [k, c, h, w], or None: plans from weights, without refit.
-        settings: By default those of `settings_for`.
+        settings: Those of `settings_for`, or others.
 
     Raises:
         UserError: The networks cannot be fused.
     """
     rest, into = iter(apart), Apart(reference, before, 0.0)
-    settings = settings or settings_for(probe is not None)
     while chunk := list(islice(rest, TOGETHER)):
         if into.weight == 0.0 and (index := _first_of(chunk, reference)) is not None:
             into = chunk.pop(index)
@@ -71,7 +76,13 @@ def fused_apart(
 
 
 def part_of(
-    group: Group, part: Submodel, reference: Architecture, whole: State, apart: Iterable[Apart], probe: Tensor | None
+    group: Group,
+    part: Submodel,
+    reference: Architecture,
+    whole: State,
+    apart: Iterable[Apart],
+    probe: Tensor | None,
+    task: str,
 ) -> State:
     """Return a network of the group's architecture whose channels correspond to the reference `whole`.
 
@@ -84,9 +95,10 @@ def part_of(
         return state
     goal = _network(reference, whole)
     if all(entries is None for _, index in part.places.values() for entries in index):
-        network = _network(own, fused_apart(own, apart, state, probe))
+        network = _network(own, fused_apart(own, apart, state, probe, settings_for(True, task)))
         return _state(fuse([network, goal], into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network, own)
-    return _state(fuse([_network(own, state), goal], into=0, probe=probe, weights=(0.0, 1.0), settings=PART).network, own)
+    pair, settings = [_network(own, state), goal], answering(task, PART)
+    return _state(fuse(pair, into=0, probe=probe, weights=(0.0, 1.0), settings=settings).network, own)
 
 
 def check_fusing(reference: Group, groups: Iterable[Group], settings: FusionSettings, key: str) -> None:

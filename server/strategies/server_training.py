@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from fedloom.clients.data import class_count, class_meanings, differing, domain_specs, label
+from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
+from fedloom.conf.metrics import TARGETS
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.sites import SiteConfig
 from fedloom.conf.typed import option
@@ -39,9 +41,12 @@ class ServerTraining:
     images: PublicImages = option(PublicImages, "the images to train on")
 
     def check(self, experiment: Experiment, key: str) -> None:
-        """Raise UserError if the server lacks images, or their labels do not fit the networks."""
+        """Raise UserError if the targets do not fit, the server lacks images, or their labels do not fit the networks."""
         if not self.steps:
             return
+        if experiment.task not in (CLASS, NEXT):
+            raise UserError(f"{key}: training at the server is for classes and tokens, but the targets here are "
+                            f"{TARGETS[experiment.task]}; set the steps to 0, or choose another strategy")  # fmt: skip
         self.images.check(experiment, key)
         if self.weight < 1.0:
             self._check_labels(experiment, key)
@@ -89,7 +94,7 @@ def _other_classes(experiment: Experiment, public: SiteConfig) -> str:
 
 @torch.no_grad()
 def mean_answers(view: View, images: Tensor) -> Tensor:
-    """Return the mean logits [k, classes] of the sites' networks for k images."""
+    """Return the mean logits [k, classes] or [k, steps, classes] of the sites' networks for k images."""
     total, sites = torch.zeros((), device=images.device), [site for site in view.sites if has(view, site)]
     for site in sites:
         group = group_by_site(view.experiment)[site.name]

@@ -6,14 +6,17 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedloom.clients.data.sites import value_of
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
+from fedloom.conf.schema import Config
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import digest
+from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import LedgerError, file_digest
 from fedloom.server.ledger.sums import added_up
@@ -58,6 +61,7 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
         "request": request.id,
         "run": ledger.run().run,
         "sites": list(request.sites),
+        **({"parts": parts} if (parts := _parts_of(aggregation.config, request.sites)) else {}),
         "reason": request.reason,
         "options": request.options,
         "times": {kind: each.time for kind in TIMES for each in ledger.events(kind) if each.body["id"] == request.id},
@@ -80,6 +84,20 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
         "at_sites": at_sites(ledger, request.id, request.sites),
         "ledger": {"event": event.id, "digest": event.digest},
     }
+
+
+def _parts_of(config: Config, sites: Sequence[str]) -> dict[str, str]:
+    """Return "COLUMN=VALUE" of sites that have the rows of a table with this value, if this machine has the table."""
+    named = [site for site in config.roster if site.name in sites] if has_data(config) else []
+    with contextlib.suppress(UserError):
+        return {site.name: part for site in named if (part := value_of(config, site))}
+    return {}
+
+
+def names_of(content: Mapping[str, Any]) -> str:
+    """Return the names of a certificate's sites, with their parts of a table."""
+    parts = content.get("parts", {})
+    return ", ".join(f"{name} ({parts[name]})" if name in parts else name for name in content["sites"])
 
 
 def check_sums(ledger: Ledger) -> dict[str, ExactSum]:
@@ -193,14 +211,16 @@ def _check_parts(content: Any, parts: dict[str, type]) -> None:
 
 
 def _check_inside(content: dict[str, Any]) -> None:
-    """Raise ValueError for names that are not texts, and for a malformed 'at_sites'."""
-    exact, answers = content["exact"], content.get("at_sites", {})
+    """Raise ValueError for names that are not texts, and for a malformed 'at_sites' or 'parts'."""
+    exact, answers, parts = content["exact"], content.get("at_sites", {}), content.get("parts", {})
     names = [*content["sites"], *content["times"].values(), *exact["tensors"], *exact["remaining"].values()]
     digests = [*exact["digest_before"].values(), *exact["digest_after"].values()]
     if not all(isinstance(text, str) for text in [*names, *digests]):
         raise ValueError("a name, a time or a digest in it is not a text")
     if not isinstance(answers, dict) or not all(text is None or isinstance(text, dict) for text in answers.values()):
         raise ValueError("'at_sites' has another type")
+    if not isinstance(parts, dict) or not all(isinstance(text, str) for text in parts.values()):
+        raise ValueError("'parts' has another type")
 
 
 def text_of(content: dict[str, Any]) -> str:

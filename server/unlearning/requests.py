@@ -19,7 +19,7 @@ from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, LedgerError, Request
 from fedloom.server.rounds.masks import rounds_together
 from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.run_folder.layout import BASELINES, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
+from fedloom.server.run_folder.layout import BASELINES, DATA, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
 
@@ -329,6 +329,6 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     sites = [name for name in request.sites if name in forgotten]
     paths = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
     paths += [folder / STAGING / name for name in sites]
-    paths += [folder / STATES, folder / BASELINES, folder / STANDARDISATION]
+    paths += [folder / STATES, folder / BASELINES, folder / STANDARDISATION, folder / DATA]
     paths += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
     return [path for path in paths if path.exists()]

@@ -18,6 +18,7 @@ from fedloom.server.unlearning.certificate import (
     as_written,
     erased,
     forgotten_event,
+    names_of,
     one_digest,
     read,
     rest_digest,
@@ -58,9 +59,7 @@ def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Find
     findings = [
         _found(f"request '{plain(content['request'])}'", content["request"] == wanted, f"{where}: '{plain(wanted)}'"),
         Finding(f"run {plain(content['run'])}", SAYS),
-        _found(
-            f"sites {plain(', '.join(map(str, content['sites'])))}", not lacking, f"asked for: {plain(', '.join(lacking))}"
-        ),
+        _found(f"sites {plain(names_of(content))}", not lacking, f"asked for: {plain(', '.join(lacking))}"),
         Finding(f"dates: {plain(times) or 'none'}", SAYS),
     ]
     return [*findings, *([Finding(f"reason: {plain(content['reason'])}", SAYS)] if content["reason"] else [])]

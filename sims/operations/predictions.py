@@ -1,5 +1,6 @@
 """Use a run's networks on any data: predictions, metrics, and the examples of a site."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, outputs, own_images, site_images, to_float
+from fedloom.clients.data import Images, domain_specs, outputs, own_images, site_images, to_float
 from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
 from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.standardise import KEY, SITE, Standardisation, first_schema, sums_of
+from fedloom.clients.data.tables import rows_of
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import HeadView, form_of
@@ -92,7 +94,7 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Stan
     head = outputs(config, _site(config, site).spec) if site else slice(None)
     device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
     view = HeadView(network.to(device), head, config.evaluation.statistics, by).eval()
-    values = _checked(config, inputs)
+    values = _checked(config, inputs, site)
     batches = values.tensor_split(pieces(len(values), config.evaluation.batch))
     with torch.inference_mode():
         taken = (batch.to(device) for batch in batches)
@@ -104,13 +106,20 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Stan
     return torch.cat(found).clone()
 
 
-def _checked(config: Config, inputs: Any) -> Tensor:
+def _checked(config: Config, inputs: Any, site: str) -> Tensor:
     """Return inputs as a tensor; measurements are float32. Raises UserError for other things, and for other features."""
+    if isinstance(inputs, str | Path | Mapping) or hasattr(inputs, "columns"):
+        spec = _site(config, site).spec if site else next(iter(domain_specs(config).values()))
+        if not spec.domain.startswith("table:"):
+            raise UserError(f"inputs: got a {type(inputs).__name__}, but the run has no table; "
+                            "takes a tensor or an array of numbers, such as table[COLUMNS].to_numpy()")  # fmt: skip
+        inputs = rows_of(spec.domain, inputs)
     try:
         values = torch.as_tensor(inputs)
     except (TypeError, ValueError, RuntimeError):
-        fault = f"inputs: got a {type(inputs).__name__}, takes a tensor or an array of numbers"
-        raise UserError(f"{fault}; of a pandas table: table[COLUMNS].to_numpy()") from None
+        raise UserError(f"inputs: got a {type(inputs).__name__}, takes a tensor or an array of numbers") from None
+    if values.ndim > 1 and (odd := int((~values.isfinite()).flatten(1).any(1).sum())):
+        raise UserError(f"inputs: {odd} examples have missing or infinite values; fill them in, or leave them out")
     form = form_of(config)
     if form.kind in (FEATURES, ARRAY) and values.shape[1:] != form.shape:
         columns = ", ".join(first_schema(config).columns)

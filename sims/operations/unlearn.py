@@ -20,7 +20,7 @@ from fedloom.server.run.experiment import BY_METHOD, check_sums, head
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.results_schema import sound_summary
-from fedloom.server.unlearning.certificate import CERTIFICATES, read
+from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
 from fedloom.server.unlearning.client_erasure import Erasure, outstanding
 from fedloom.server.unlearning.requests import receive, wants_training
 from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
@@ -93,8 +93,9 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
     if request.state == "refused":
         return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
-    text = f"Request '{id}' is verified: {', '.join(request.sites)} forgotten. Certificate: {file.with_suffix('.html')}"
-    return Unlearned(text, read(file))
+    content = read(file)
+    text = f"Request '{id}' is verified: {names_of(content)} forgotten. Certificate: {file.with_suffix('.html')}"
+    return Unlearned(text, content)
 
 
 def _refuse(config: Config, order: UnlearningRequest) -> None:

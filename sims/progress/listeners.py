@@ -21,7 +21,7 @@ from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.sims.progress.output import lenient
-from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.results import closing_lines, result_tables
 from fedloom.sims.report.tables import clean
 
 REFRESHES_PER_SECOND = 4
@@ -100,7 +100,8 @@ class PlainListener(QuietListener):
     def finished(self, summary: dict[str, Any]) -> None:
         if self.name:
             return
-        self._say(_ending(summary))
+        for line in (_ending(summary), *closing_lines(summary)):
+            self._say(line)
         for table in result_tables(summary):
             self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
         self.console.print()
@@ -174,7 +175,8 @@ class RichListener(QuietListener):
 
     def finished(self, summary: dict[str, Any]) -> None:
         self.close()
-        self._say(_ending(summary))
+        for line in (_ending(summary), *closing_lines(summary)):
+            self._say(line)
         for table in result_tables(summary):
             self.console.print(table.rich())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
-from fedloom.server.unlearning.certificate import CERTIFICATES, one_digest, read
+from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, one_digest, read
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
 
@@ -54,7 +54,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
     rest = "the sum of the remaining contributions" if exact["tensors"] else "the remaining contributions"
     sums = {"before": exact["digest_before"], "after": exact["digest_after"]} if exact["tensors"] else {}
     rows = [
-        ["sites", ", ".join(certificate["sites"])],
+        ["sites", names_of(certificate)],
         ["run", certificate["run"]],
         ["reason", certificate["reason"] or "-"],
         ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedloom.conf.metrics import Facts
 from fedloom.server.run_folder.scores import metric_of
-from fedloom.sims.report.tables import ARROW, Holders, Table, before_forgetting, cut, only_domain
+from fedloom.sims.report.tables import ARROW, Holders, Table, before_forgetting, cut, only_domain, titled
 
 FALLS = "{metric} on its own domain should {fall}, {metric} on the others should stay"
 STAYS = "other sites also hold its domain, so {metric} should stay about the same on all domains"
@@ -25,13 +25,15 @@ def caption(summary: Mapping[str, Any]) -> str:
 def forgetting_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the first metric before and after subtracting each site: on its domain, the others and the union."""
     holders, before, several = Holders(summary), before_forgetting(summary), not only_domain(summary)
-    metric, rows = metric_of(summary), []
+    metric, titles, rows = metric_of(summary), titled(summary), []
     for site, after in (summary.get("forgotten") or {}).items():
         domain, others = holders.home.get(site, ""), holders.others(site)
         retained = [holders.retained_mean(scores, site) for scores in (before, after)]
         rest = [_change(metric, *retained), _change(metric, before.get("union"), after.get("union"))] if several else []
         held = others[0] if len(others) == 1 else f"{len(others)} other sites" if others else None
-        rows.append([site, domain or None, _change(metric, before.get(domain), after.get(domain)), *rest, held])
+        rows.append(
+            [titles.get(site, site), domain or None, _change(metric, before.get(domain), after.get(domain)), *rest, held]
+        )
     kept, note = cut(rows, "forgotten sites")
     shared = "A domain that another site also holds counts as retained." if any(row[-1] for row in kept) else ""
     rest = ["mean of retained", "union"] if several else []

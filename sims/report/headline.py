@@ -20,6 +20,7 @@ from fedloom.sims.report.tables import (
     percent,
 )
 
+MOST_NAMED, ENOUGH = 5, 5  # classes in a warning; test examples of a class that may be in it
 FAR, GOOD = 0.5, 0.5  # a class is named if its share of right answers is at most FAR of the others', which is at least GOOD
 
 
@@ -64,6 +65,22 @@ def worst_class(summary: Mapping[str, Any]) -> str:
         return ""
     title = clean(str((summary.get("class_names") or {}).get(name, name)))
     return f", but class `{title}` {right} of {images}"
+
+
+def never_predicted(summary: Mapping[str, Any]) -> str:
+    """Return a warning about classes or labels that no test example is predicted to have; empty without any."""
+    by_role = summary.get("per_site") or {}
+    result = by_role.get("aggregate") or by_role.get("own") or {}
+    union, known = result.get("union") or {}, summary.get("class_names") or {}
+    unseen = [name for name, (right, images) in (result.get("classes") or {}).items() if images >= ENOUGH and not right]
+    numbers = [str(number) for number in union.get("never_predicted", unseen)]
+    if not numbers:
+        return ""
+    names = ", ".join(f"`{clean(str(known.get(number, number)))}`" for number in numbers[:MOST_NAMED])
+    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+    if "never_predicted" not in union:  # only right answers were counted
+        return f"Warning: no test example of {names}{more} is recognised."
+    return f"Warning: {names}{more} {'is' if len(numbers) == 1 else 'are'} never predicted on the test examples."
 
 
 def _exchange_sentence(summary: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from fedloom.sims.report import plots
 from fedloom.sims.report.errors import by_class_table, confusion_table, metrics_table
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
-from fedloom.sims.report.headline import all_domains, headline
+from fedloom.sims.report.headline import all_domains, headline, never_predicted
 from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
 from fedloom.sims.report.privacy import privacy_parts
@@ -137,7 +137,7 @@ def _sections(
     selection: list[Part] = [methods_table(chosen), sites_table(chosen[0])] if (chosen := selections(summary)) else []
     details = Details("Configuration", config)
     sections: list[tuple[str, list[Part]]] = [
-        ("", [headline(summary, metrics), *_failed_checks(summary), *([forgotten_table(gone)] if gone else [])]),
+        ("", [headline(summary, metrics), *_warnings(summary), *([forgotten_table(gone)] if gone else [])]),
         ("The run", [_run_table(summary), _sites_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         (f"Test {metric_of(summary).title}", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
@@ -205,9 +205,10 @@ def _guarantee(summary: Mapping[str, Any]) -> list[Part]:
     return [GUARANTEE, limits] if exact else [LIMITS]
 
 
-def _failed_checks(summary: Mapping[str, Any]) -> list[Part]:
+def _warnings(summary: Mapping[str, Any]) -> list[Part]:
     failed = [name.replace("_", " ") for name, ok in (summary.get("checks") or {}).items() if not ok]
-    return [f"Warning: a check FAILED: {', '.join(failed)}. Do not rely on this run's exactness."] if failed else []
+    warning = f"Warning: a check FAILED: {', '.join(failed)}. Do not rely on this run's exactness." if failed else ""
+    return [line for line in (warning, never_predicted(summary)) if line]
 
 
 def _digest(summary: Mapping[str, Any]) -> list[Part]:

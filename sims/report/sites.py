@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.run_folder.scores import metric_of, spot
 from fedloom.sims.report.canvas import INK, PALETTE, new_figure, new_panels, percent_axis, plain, short, value_axis
-from fedloom.sims.report.tables import Table, aggregate, cut, percent, shortened
+from fedloom.sims.report.tables import Table, aggregate, cut, percent, shortened, titled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,11 +31,11 @@ def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the first metric over the sites by network: mean, standard deviation, worst, deciles, best."""
-    rows, metric = [], metric_of(summary)
+    rows, metric, titles = [], metric_of(summary), titled(summary)
     for name, result in at_home(summary).items():
         low, middle, high = (result["deciles"][index] for index in (0, 4, 8))
         ends = (result[end] or {} for end in ("worst", "best"))
-        worst, best = ((metric.text(spot(end)), end.get("site", "-")) for end in ends)
+        worst, best = ((metric.text(spot(end)), titles.get(end.get("site", "-"), end.get("site", "-"))) for end in ends)
         rows.append([name, len(result["sites"]), metric.text(result["mean"]), metric.text(result["deviation"]), *worst,
                      *map(metric.text, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
@@ -45,14 +45,15 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the first metric by site and network, sorted by the first network's value, worst first."""
-    networks, metric = at_home(summary), metric_of(summary)
+    networks, metric, titles = at_home(summary), metric_of(summary), titled(summary)
     first = next(iter(networks.values()))["sites"]
     values = {name: spot(site) for name, site in first.items()}
     worth = {name: metric.worth(value) for name, value in values.items() if value is not None}
     names = sorted({name: None for result in networks.values() for name in result["sites"]},
                    key=lambda name: worth.get(name, math.inf))  # fmt: skip
     images = {name: each["images"] for result in networks.values() for name, each in result["sites"].items()}
-    rows = [[name, images[name], *(metric.text(spot(result["sites"].get(name, {}))) for result in networks.values())]
+    rows = [[titles.get(name, name), images[name],
+             *(metric.text(spot(result["sites"].get(name, {}))) for result in networks.values())]
             for name in names]  # fmt: skip
     kept, note = cut(rows, "sites")
     return Table("Site by site, the worst first", ["site", "test images", *networks], kept, note)

@@ -170,6 +170,12 @@ def homes(summary: Mapping[str, Any]) -> dict[str, str]:
     return {site["name"]: site["domain"] for site in summary.get("sites") or []}
 
 
+def titled(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return each site's name with the value of the column that divides a table among sites, if there is one."""
+    parts = {site["name"]: site.get("part") for site in summary.get("sites") or []}
+    return {name: f"{name} ({part})" if part else name for name, part in parts.items()}
+
+
 def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the test accuracies by domain of the aggregated network, which contains all sites."""
     return accuracies(summary).get(aggregate(summary), {})
@@ -220,11 +226,11 @@ class Holders:
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the first metric of aggregate, baselines and sites' own networks on every domain."""
     sites, columns, several = homes(summary), domains(summary), not only_domain(summary)
-    shown, metric = columns[:MAX_DOMAINS], metric_of(summary)
+    shown, metric, titles = columns[:MAX_DOMAINS], metric_of(summary), titled(summary)
     rows = []
     for name, scores in accuracies(summary).items():
         cells = [_marked(metric.text(scores.get(domain)), domain == sites.get(name)) for domain in shown]
-        rows.append([name, *cells, *([metric.text(scores.get("union"))] if several else [])])
+        rows.append([titles.get(name, name), *cells, *([metric.text(scores.get("union"))] if several else [])])
     kept, note = cut(rows, "networks")
     starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
     mark = "; ".join(filter(None, [starred, "union: test images of all domains together" if several else ""]))

@@ -223,3 +223,11 @@ def test_clipping_is_that_of_each_network_on_its_own():
         torch.testing.assert_close(alone, expected[k], equal_nan=True, rtol=0, atol=0)
     together = [torch.stack(gradients) for gradients in zip(*expected, strict=True)]
     torch.testing.assert_close(clip_each(stacked, 0.7), together, equal_nan=True)
+
+
+def test_a_loss_with_weights_of_each_site_is_never_stacked(tmp_path: Path):
+    plain = Run(tmp_path / "plain")
+    balanced = Run(tmp_path / "balanced", "training.loss={name: cross_entropy, class_weights: balanced}")
+    assert [len(same_shape(run.jobs(1), 3)) for run in (plain, balanced)] == [1, 3]
+    first, second = (run.alone(1, 0).metric_records[METRICS]["loss"] for run in (plain, balanced))
+    assert first != second

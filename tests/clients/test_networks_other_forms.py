@@ -1,6 +1,7 @@
 """Networks for other data than square images: features, sequences, tokens, arrays, images of any shape."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from torch.func import functional_call, vmap
 
 from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, KINDS, SEQUENCE, TOKENS, Form
 from fedloom.clients.networks import NETWORKS, Architecture, NetworkName, initialise, load_network, parse_name, save_network
-from fedloom.clients.networks.base import EXTRACTOR, HEAD
+from fedloom.clients.networks.base import EXTRACTOR, FITTING, HEAD
 from fedloom.clients.storage.states import write_state
 from fedloom.clients.training.min_batch_size import min_batch_size
 from fedloom.conf.errors import UserError
 from fedloom.fusion.graph.channels import WiringError, wire
 from fedloom.fusion.pipeline import fuse
+from fedloom.fusion.submodels import submodel
 
 SEQUENCES = Form(SEQUENCE, (12, 5), 3)
 TEXTS = Form(TOKENS, (12,), 4, vocabulary=20)
@@ -193,9 +195,15 @@ def test_images_of_any_shape_and_number_of_channels(name: str):
 def test_networks_for_images_refuse_others_in_one_line(name: str):
     for form in (ROWS, SEQUENCES, TEXTS, ARRAYS):
         with pytest.raises(
-            UserError, match=r"network: takes image as inputs, but the data are \d|network: takes image .* a"
+            UserError, match=rf"network '{name}': takes inputs of the kind image, but .* \(kind {form.kind}\)"
         ):
             built(name, form)
+
+
+@pytest.mark.parametrize("form", [SEQUENCES, TEXTS, ROWS, ARRAYS, Form.images(1, 32, 2)], ids=str)
+def test_the_networks_that_errors_name_fit(form: Form):
+    for name in re.findall(r"\w+", FITTING[form.kind].replace(" to ", ", ")):
+        assert built({"name": name, **({"width": 0.1, "groups": 1} if "vgg" in name else {})}, form)
 
 
 def test_images_that_are_too_small_on_one_side_are_refused():
@@ -320,10 +328,22 @@ def test_networks_of_two_depths_are_fused(form: Form, shallow: dict[str, Any], d
 
 
 def test_an_lstm_cannot_be_fused():
-    with pytest.raises(WiringError, match="LSTM ties several gates to each channel at every step, which cannot be wired"):
+    with pytest.raises(
+        WiringError, match=r"^recurrent networks such as lstm cannot be fused, .*; use transformer, cnn1d or mlp"
+    ):
         wire(built("lstm", SEQUENCES), SEQUENCES.zeros(1))
 
 
 def test_every_kind_has_a_network():
     forms = {form.kind: form for form in (SEQUENCES, TEXTS, ROWS, ARRAYS, Form.images(1, 8, 2))}
     assert {*forms} == {*KINDS}
+
+
+def test_a_transformer_of_another_width_is_no_part_of_one_but_one_with_fewer_layers_is():
+    whole = wire(built({**SMALL, "layers": 2, "feed_forward": 16}, SEQUENCES), SEQUENCES.zeros(1))
+    submodel(whole, wire(built({**SMALL, "feed_forward": 8}, SEQUENCES), SEQUENCES.zeros(1)))
+    narrow = wire(built({**SMALL, "width": 4, "feed_forward": 16}, SEQUENCES), SEQUENCES.zeros(1))
+    with pytest.raises(
+        UserError, match=r"attention and grouped layers take equal widths, but .*; vary other options, such as"
+    ):
+        submodel(whole, narrow)

@@ -192,3 +192,10 @@ def test_tiff_files_of_wide_whole_numbers_share_one_range(tmp_path: Path):
     found = images(f"images:{tmp_path}/scans", grey=False)
     levels = sorted({float(x[0, 4, 4]) for x in found.x})
     assert levels == pytest.approx([level / 32767.5 - 1 for level in (100, 4000)], abs=1e-6)
+
+
+def test_padding_before_the_tokens_is_a_warning(tmp_path: Path):
+    tokens = np.array([[1, 2, 0], [0, 1, 2], [0, 0, 0]] * 10)
+    np.savez(tmp_path / "left.npz", x=tokens, y=np.arange(30) % 2)
+    warned = data.remarks(config({"domain": f"npz:{tmp_path}/left.npz?inputs=tokens"}))
+    assert warned == ["domain 'left': 10 token sequences begin with padding (0); put it behind the last token"]

@@ -151,3 +151,32 @@ def test_an_empty_entry_in_the_column_that_divides_sites_is_refused(tmp_path: Pa
     settings = config({"domain": domain, "count": 2, "partition": {"name": "column", "column": "clinic"}})
     with pytest.raises(UserError, match=r"partition\.column: 'clinic' has 20 empty entries; fill them in"):
         data.site_images(settings, settings.roster[0])
+
+
+def test_names_of_columns_can_be_url_quoted(tmp_path: Path):
+    odd = {"age, years": AGES, "a&b": ["x|y", "z:"] * 30, "c+d": AGES, "x%": AGES}
+    domain = written(tmp_path, **odd)
+    query = "?target=sick&features=age%2C years,a%26b,c+d,x%25&categories=a%26b:x%7Cy|z%3A"
+    assert find(domain + query).schema.columns == ("age, years", "a&b=x|y", "a&b=z:", "c+d", "x%")
+    with pytest.raises(UserError, match=r"has no column 'ages' .* Write , & : \| % in a name as %2C %26 %3A %7C %25\."):
+        find(f"{domain}?target=ages")
+    with pytest.raises(UserError, match=r"unknown key 'b'; .* \(write & in a name as %26\)"):
+        find(f"{domain}?target=a&b")
+
+
+def test_what_is_assumed_of_the_target_is_reported(tmp_path: Path):
+    domain = written(tmp_path, outcome=[3, 4, 8] * 20)
+    assert notes(domain) == [
+        "domain 'patients': the targets are whole numbers from 3 to 8, taken as 9 classes; write ?task=regression to "
+        "predict numbers",
+        "domain 'patients': the target is the column 'outcome'; write ?target=COLUMN to choose another",
+    ]
+    assert not notes(f"{domain}?target=outcome&task=class") and not notes(f"{domain}?target=sick")
+
+
+def test_a_column_that_divides_sites_and_is_a_feature_is_a_warning(tmp_path: Path):
+    domain = written(tmp_path) + "?target=sick"
+    entry = {"count": 2, "partition": {"name": "column", "column": "clinic", "min_samples": 1}}
+    (line,) = data.remarks(config({"domain": domain, **entry}))
+    assert "the column 'clinic' divides the sites, and is also a feature" in line and "write without=clinic behind" in line
+    assert not data.remarks(config({"domain": f"{domain}&without=clinic", **entry}))

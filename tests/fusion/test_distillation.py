@@ -82,3 +82,10 @@ def test_the_loss_goes_from_plain_training_to_the_teacher():
     for weight, given in ((1.5, labels), (0.5, None)):
         with pytest.raises(UserError, match=f"distillation weight: got {weight}"):
             distillation_loss(logits, answers, 1.0, given, weight)
+
+
+def test_each_step_of_a_sequence_counts_as_an_example():
+    logits, answers = torch.randn(2, 5, 7, 4, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(35).view(5, 7) % 4
+    flat = distillation_loss(logits.view(35, 4), answers.view(35, 4), 2.0, labels.view(35), 0.5)
+    assert torch.equal(distillation_loss(logits, answers, 2.0, labels, 0.5), flat)

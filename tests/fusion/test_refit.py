@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.refit.head import fitted_head, mixed
 from fedloom.fusion.refit.least_squares import LayerStatistics, change_of_rows
 from fedloom.fusion.refit.patches import matrix, patches, picked, weight_of
+from fedloom.fusion.refit.sensitivity import sensitivities
 from fedloom.fusion.settings import FusionSettings
 from tests.fusion.parts import apart, hidden, images, network, outputs
 
@@ -200,3 +201,9 @@ def test_networks_that_give_values_are_fitted_to_their_mean(refit, outputs_):
     mean = torch.stack([outputs(one, x[300:]) for one in networks]).mean(dim=0)
     apart_ = {name: float((outputs(one, x[300:]) - mean).square().mean()) for name, one in made.items()}
     assert apart_[refit] < 0.6 * apart_["none"] and apart_[refit] < 0.2 * float(mean.var())
+
+
+def test_sensitivities_of_answers_at_each_step_are_those_of_the_steps_as_examples():
+    graph, probe = fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))), torch.randn(4, 2, 3)
+    steps, flat = sensitivities(graph, probe, {"_0": (2,)}), sensitivities(graph, probe.view(8, 3), {"_0": (1,)})
+    torch.testing.assert_close(steps, flat)

@@ -118,6 +118,7 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     ([OTHER % ("[4, 6, 6]", "none")], "'extractor.block3.0.weight' is 6 x 6 x 3 x 3 at site-0001 and none at site-0000"),
     ([OTHER % ("[4, 6]", "batch"), "evaluation.statistics=running"], "evaluation.statistics: got 'running'"),
     (["federation.partial_sums=true"], "federation.partial_sums: workers can add up only one sum"),
+    (["training.loss={name: focal}"], "{'name': 'focal'}, but layer selection trains by cross-entropy"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)) as caught:

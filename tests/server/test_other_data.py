@@ -88,3 +88,24 @@ def test_a_site_is_forgotten_with_a_certificate(tmp_path: Path, data: str, blank
     table, matches = verify_certificate(tmp_path / "runs/small/certificates/r1.json", tmp_path / "runs/small")
     assert matches, table
     assert certificate["sites"] == ["site-0001"]
+
+
+@pytest.mark.parametrize("data", ["numbers", "labels"])
+@pytest.mark.parametrize("method", ["feddf", "depthfl"])
+def test_distillation_is_only_for_classes_and_tokens(tmp_path: Path, data: str, method: str) -> None:
+    METHODS[method] = [f"strategy={method}"]
+    with pytest.raises(UserError, match="but the targets here are") as caught:
+        trained(tmp_path, data, method)
+    assert "\n" not in str(caught.value)
+
+
+def test_distillation_of_next_tokens_lowers_their_perplexity(tmp_path: Path) -> None:
+    METHODS["feddf"] = ["strategy={name: feddf, steps: 60, rate: 0.01}", "training.epochs=8", "training.rate=0.1"]
+    before, after = (next(iter(_tables(row)[0].values())) for row in trained(tmp_path, "next", "feddf").metrics)
+    assert after < before < 13, "13 tokens"
+
+
+def test_heads_of_numbers_are_not_computed_from_class_statistics(tmp_path: Path) -> None:
+    result = trained(tmp_path, "numbers", "sum_aggregation")
+    with pytest.raises(UserError, match="recalibration: heads are computed for classes only, but the targets here are num"):
+        result.unlearn("site-0001", recalibrate=True)

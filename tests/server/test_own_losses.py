@@ -1,12 +1,14 @@
 """A user's function for training.loss is tried before the run; a shipped loss for other targets is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.clients.training.loss import CrossEntropy
 from fedloom.conf import UserError
 from fedloom.server.run.experiment import check
 from fedloom.sims.api import config_of
@@ -34,7 +36,7 @@ def odd(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == targets).float().mean()
 
 
-def checked(domain: str, loss: str, network: str = "mlp") -> None:
+def checked(domain: str, loss: str | dict[str, Any], network: str = "mlp") -> None:
     sites = [{"domain": domain, "count": 2}]
     check(config_of({**FEW, "network": network, "sites": sites, "training": {"loss": loss}}, []))
 
@@ -57,3 +59,21 @@ def test_a_loss_that_fails_is_refused_before_the_run(tmp_path: Path, loss: str, 
 def test_a_loss_of_numbers_for_classes_says_how_to_predict_numbers(tmp_path: Path):
     with pytest.raises(UserError, match=r"'huber' is not for classes, .* cross_entropy, focal, .* \?task=regression"):
         checked(cancer(tmp_path), "huber")
+
+
+@pytest.mark.parametrize("name, key, weights, message", [
+    ("focal", "class_weights", [0, 0], "all weights are 0, so nothing would be learned"),
+    ("cross_entropy", "class_weights", [1, 2, 3], "got 3 weights, takes one for each of 2 outputs"),
+    ("cross_entropy", "class_weights", [1, -1], r"got \[1, -1\], takes a list of numbers from 0 on, or balanced"),
+    ("binary_cross_entropy", "positive_weights", [1.0], "got 1 weights, takes one for each of 3 outputs"),
+])  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_before_the_run(tmp_path: Path, name: str, key: str, weights, message: str):
+    with pytest.raises(UserError, match=rf"training\.loss\.{key}: " + message):
+        checked((labels if name.startswith("binary") else cancer)(tmp_path), {"name": name, key: weights})
+
+
+def test_balanced_weights_are_those_of_the_site_s_targets(tmp_path: Path):
+    checked(cancer(tmp_path), {"name": "cross_entropy", "class_weights": "balanced"})
+    found = CrossEntropy("balanced").of_site(torch.tensor([0] * 6 + [2] * 2 + [-100]), 4)
+    assert isinstance(found, CrossEntropy)
+    assert found.class_weights == [pytest.approx(8 / 12), 0.0, 2.0, 0.0]

@@ -13,6 +13,7 @@ from fedloom.clients.networks import Model
 from fedloom.clients.objectives import resolve
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
+from fedloom.conf.metrics import CLASS
 from fedloom.fusion.cla_ot.transport import same_plan
 from fedloom.fusion.discriminant import discriminant, scaled
 from fedloom.fusion.pipeline import fuse
@@ -24,7 +25,7 @@ from fedloom.server.strategies.base import strategy_of as any_strategy_of
 from fedloom.server.strategies.by_architecture import network_key
 from fedloom.server.strategies.cla_ot import ClaOt
 from fedloom.server.strategies.in_parts import REFERENCE
-from fedloom.server.strategies.own_start import PART, Apart, fused_apart, part_of
+from fedloom.server.strategies.own_start import PART, Apart, fused_apart, part_of, settings_for
 from fedloom.sims.benchmarks.soak_replies import RAISES
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -142,7 +143,9 @@ def test_one_network_fused_alone_is_itself(done):
         model, before = method.state.models()["site-0003"], method.state.view().server_state(REFERENCE)
         reference = reference_of(resolve(done[0])).architecture
         assert model.architecture == reference
-        alone = fused_apart(reference, iter([Apart(reference, model.state, 3.0)]), before, torch.rand(9, 1, 8, 8))
+        alone = fused_apart(
+            reference, iter([Apart(reference, model.state, 3.0)]), before, torch.rand(9, 1, 8, 8), settings_for(True, CLASS)
+        )
         assert same(alone, model.state)
 
 
@@ -153,12 +156,12 @@ def test_parts_of_the_same_widths_keep_their_function_in_the_basis_of_the_refere
         whole, part = view.server_state(REFERENCE), strategy_of(config).parts(resolve(config))[SHALLOW]
         group = next(group for group in groups_of(resolve(config)) if group.name == SHALLOW)
         apart = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)]
-        state = part_of(group, part, reference, whole, apart, probe)
+        state = part_of(group, part, reference, whole, apart, probe, CLASS)
         answers = [
             method.evaluator.loaded(Model(group.architecture, one))(probe).detach() for one in (state, apart[0].state)
         ]
         assert torch.allclose(*answers, atol=1e-4) and not same(state, apart[0].state)
-        assert same(part_of(group, part, reference, whole, apart, None), part.taken(whole))
+        assert same(part_of(group, part, reference, whole, apart, None, CLASS), part.taken(whole))
 
 
 def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path):
@@ -171,7 +174,7 @@ def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path
         part = strategy_of(config).parts(resolve(config))[group.name]
         loaded, goal = method.evaluator.loaded, method.evaluator.loaded(Model(reference, whole))(probe).detach()
         errors = [(loaded(Model(group.architecture, state))(probe) - goal).square().mean().item()
-                  for state in (part.taken(whole), part_of(group, part, reference, whole, [], probe))]  # fmt: skip
+                  for state in (part.taken(whole), part_of(group, part, reference, whole, [], probe, CLASS))]  # fmt: skip
         assert errors[1] < 0.5 * errors[0]
 
 

@@ -11,8 +11,9 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.run_folder.folder import METRICS, SUMMARY
 from tests.server.parts import Recorder, folder
-from tests.server.resumes import Stopped, configured, metrics, no_metrics, orphans, results, resumed, run, stopped
+from tests.server.resumes import Stopped, Stopper, configured, metrics, no_metrics, orphans, results, resumed, run, stopped
 from tests.server.runs import copied
+from tests.sims.other_data import frame
 
 MODES = ["exact", "regularised", "independent", "fedavg"]
 
@@ -188,3 +189,20 @@ def test_all_contributions_are_kept_on_demand_and_change_no_result(tmp_path: Pat
         assert all(row.states for row in ledger.rounds())
     assert {name: kept[-1:] for name, kept in ours["latest"].items()} == theirs["latest"]
     assert check(folder(config)) == []
+
+
+def test_a_table_that_changed_since_the_run_began_is_a_warning(tmp_path: Path):
+    domain = frame(tmp_path, x=range(90), sick=[0, 1, 1] * 30) + "?target=sick"
+    config = stopped(
+        configured(tmp_path, f"sites=[{{domain: '{domain}', count: 3}}]", "network={name: mlp, widths: [4]}"), 1
+    )
+
+    def warned(after: int) -> int:
+        listener = Stopper(after)
+        with pytest.raises(Stopped):
+            resumed(config, listener)
+        return sum("table.csv?target=sick has changed since the run began" in line for line in listener.messages)
+
+    assert warned(2) == 0
+    frame(tmp_path, x=range(1, 91), sick=[0, 1, 1] * 30)
+    assert (warned(3), warned(4)) == (1, 0)

@@ -38,9 +38,15 @@ def test_predictions_are_in_the_unit_of_the_targets(prices: Result):
 
 
 def test_features_that_do_not_fit_are_refused_in_one_line(prices: Result):
-    table = pd.DataFrame({"size": ["large"], "age": [1.0]})
-    with pytest.raises(UserError, match=r"inputs: got a DataFrame, takes a tensor .* table\[COLUMNS\]\.to_numpy\(\)"):
-        prices.predict(table)  # pyright: ignore[reportArgumentType]
+    bad = {
+        r"inputs: the dict has texts in 'size'; it takes numbers": {"size": ["large"], "age": [1.0]},
+        r"inputs: the dict has no column 'age' \(inputs\)": {"size": [1.0]},
+        r"inputs: the dict has missing values in age; fill them in": {"size": [1.0], "age": [None]},
+        r"inputs: 1 examples have missing or infinite values": [[0.0, float("nan")], [1.0, 0.0]],
+    }
+    for line, inputs in bad.items():
+        with pytest.raises(UserError, match=line):
+            prices.predict(inputs)
     for shape in ((2, 3), (2,)):
         with pytest.raises(UserError, match=r"inputs: got the shape \[.*\], takes \[n, 2\]: size, age"):
             prices.predict(torch.zeros(shape))
@@ -53,3 +59,21 @@ def test_tokens_that_the_network_does_not_know_are_refused_in_one_line(tmp_path:
     for odd in (torch.full((2, 8), 99), torch.ones(2, 8), torch.ones(2, 9, dtype=torch.int64)):
         with pytest.raises(UserError, match=r"inputs: the network fails on \[2, \d\] .*; it takes 8 tokens"):
             result.predict(odd)
+
+
+def test_a_table_gets_the_columns_categories_and_means_of_the_run(tmp_path: Path):
+    random = np.random.default_rng(0)
+    columns = {"age": random.normal(size=120), "kind": ["a", "b", "c"] * 40, "sick": [0, 1] * 60, "name": "x"}
+    columns["age"][:5] = np.nan
+    domain = f"{frame(tmp_path, **columns)}?target=sick&without=name&missing=mean"
+    settings = {**SETTINGS, "rounds": 1, "sites": [{"domain": domain, "count": 2}]}
+    result = run({**settings, "run": {"root": str(tmp_path), "name": "kinds"}})
+    mean = np.nanmean(columns["age"])
+    arrays = torch.tensor([[mean, 0, 0, 1], [2.0, 1, 0, 0]], dtype=torch.float32)
+    rows = {"kind": ["c", "a"], "age": [np.nan, 2.0]}
+    wanted = result.predict(arrays, scores=True)
+    pd.DataFrame(rows).to_csv(tmp_path / "new.csv", index=False)
+    for inputs in (rows, pd.DataFrame(rows), tmp_path / "new.csv", f"{tmp_path}/new.csv"):
+        torch.testing.assert_close(result.predict(inputs, scores=True), wanted)
+    with pytest.raises(UserError, match="inputs: the dict 'kind' has the value 'd', which categories does not list"):
+        result.predict({"kind": ["d"], "age": [1.0]})

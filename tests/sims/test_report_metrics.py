@@ -5,7 +5,7 @@ import torch
 
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics
-from fedloom.conf.metrics import KNOWN, REGRESSION, facts_of
+from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, facts_of
 from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.run_folder.scores import first_metric, headline, metric_of
 from fedloom.sims.report.curves import accuracy_figure
@@ -13,6 +13,7 @@ from fedloom.sims.report.errors import against_figure, confusion_figure, confusi
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.headline import headline as sentence
 from fedloom.sims.report.plots import draw_all
+from fedloom.sims.report.results import closing_lines
 from fedloom.sims.report.sites import sites_table, spread_table
 from fedloom.sims.report.tables import accuracy_table
 from fedloom.sims.tracking.numbers import round_numbers
@@ -79,3 +80,22 @@ def test_records_have_the_first_metric_and_trackers_all():
     }  # fmt: skip
     figure = accuracy_figure(RECORDS)
     assert figure is not None and figure.axes[0].get_ylabel() == "validation RMSE"
+
+
+def test_the_last_lines_have_all_metrics_and_warn_of_classes_that_are_never_predicted(summary):
+    values = {name: table["sum"]["union"] for name, table in summary["scores"].items()}
+    assert closing_lines(summary) == [
+        f"sum, test on houses: RMSE {values['rmse']:.4g}, MAE {values['mae']:.4g}, R2 {values['r2']:.4g}"
+    ]
+    for kind, names, targets in (
+        (CLASS, ["f1"], torch.arange(40) % 3),
+        (MULTILABEL, ["f1", "auroc"], torch.ones(40, 3)),
+    ):
+        metrics = Metrics(kind, tuple(Metric(KNOWN[name], kind) for name in names))
+        sums = metrics.sums(torch.tensor([1.0, 2.0, -9.0]).expand(40, 3), targets)
+        found = spread_of_metrics({"a": Score(0, 40, sums=sums)}, metrics, {})
+        (line,) = closing_lines({"per_site": {"aggregate": found}, "class_names": {"2": "rare"}})
+        never = "`0`, `rare` are" if kind == CLASS else "`rare` is"
+        assert line == f"Warning: {never} never predicted on the test examples."
+    classes = {"0": [9, 9], "1": [0, 7], "2": [0, 1]}
+    assert closing_lines({"per_site": {"own": {"classes": classes}}}) == ["Warning: no test example of `1` is recognised."]

@@ -17,7 +17,13 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.requests import receive
+from fedloom.sims.api import run as api_run
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.operations.verify import verify_certificate
+from fedloom.sims.report.forgetting import forgetting_table
+from fedloom.sims.report.sites import sites_table
 from tests.sims.commands import FEDLOOM, ONE, SMALL, TWO, Command, events, last_line, refused
+from tests.sims.other_data import cancer
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -332,3 +338,17 @@ def test_the_certificate_holds_when_nothing_is_left_of_what_was_given(fedloom: C
     assert said.code == 0 and "two.json: match" in said.out
     done = json.loads((run / "certificates/two.json").read_text())
     assert done["evidence"]["after"]["accuracy"]["digits"] < 0.3  # as at the start
+
+
+def test_a_site_that_has_the_rows_of_a_value_is_named_with_it(tmp_path: Path):
+    sites = [{"domain": cancer(tmp_path), "count": 3, "partition": {"name": "column", "column": "hospital"}}]
+    few = {"rounds": 1, "network": {"name": "mlp", "widths": [4]}, "objective": "fedavg", "strategy": "fedavg"}
+    place = {"run": {"root": str(tmp_path), "name": "hospitals"}, "engine": {"name": "inline"}}
+    result = api_run({**few, **place, "sites": sites})
+    assert [row[0] for row in forgetting_table(result.summary).rows][1] == "site-0001 (hospital=B)"
+    assert "site-0001 (hospital=B)" in [row[0] for row in sites_table(result.summary).rows]
+    text, certificate = unlearn(tmp_path / "hospitals", UnlearningRequest(["site-0001"], "r1"))
+    assert certificate["parts"] == {"site-0001": "hospital=B"} and "site-0001 (hospital=B) forgotten" in text
+    assert "site-0001 (hospital=B)" in (tmp_path / "hospitals/certificates/r1.html").read_text(encoding="utf-8")
+    table, matches = verify_certificate(tmp_path / "hospitals/certificates/r1.json", tmp_path / "hospitals")
+    assert matches and "sites site-0001 (hospital=B)" in table.plain()
