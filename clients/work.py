@@ -333,6 +333,10 @@ def _sums(job: Job) -> Answer:
         if len(images) < FEWEST:
             raise RefusedError(f"{KEY}={SITES}: needs sums over the site's examples, and sums of fewer than {FEWEST} "
                                f"would disclose single ones; set {KEY}={SITE}")  # fmt: skip
+    if job.order.secure:
+        from fedloom.clients.privacy.secure_aggregation.contribution import masked_sums
+
+        return Answer(masked_sums(job), {"samples": len(images)})
     return Answer({STATISTICS: job.sums()}, {"samples": len(images)})
 
 

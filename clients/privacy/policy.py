@@ -12,6 +12,7 @@ from fedloom.clients.data import domain_names
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.partition import WAYS
+from fedloom.clients.data.standardise import STATISTICS
 from fedloom.clients.data.variants import class_count, outputs
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.networks.base import PARTS
@@ -128,7 +129,7 @@ class Policy:
 
         Exact scores reveal images, and so do statistics.
         """
-        if order.kind in (TRAIN, *HARMLESS) or not self.hides(config):
+        if order.kind in (TRAIN, *HARMLESS) or (order.kind == STATISTICS and order.secure) or not self.hides(config):
             return
         if order.kind != EVALUATE:
             raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site hides what it trains, or "
@@ -139,7 +140,7 @@ class Policy:
 
     def check_secure_aggregation(self, order: TaskInstructions) -> None:
         """Raise RefusedError, under `masks`, for an order whose answer would reveal more than masked sums."""
-        if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and order.secure):
+        if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind in (TRAIN, STATISTICS) and order.secure):
             return
         reason = "participates only under masks (site.yaml: masks); set federation.secure_aggregation=true for the run"
         raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site {reason}")
