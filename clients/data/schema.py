@@ -1,5 +1,6 @@
 """What a domain's examples are: the kind of their inputs and of their targets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.clients.data.form import IMAGE
@@ -36,9 +37,7 @@ class Schema:
         """Return what two schemas do not share, as "NAME: ONE and OTHER"; empty if one network can take both."""
         named = self.columns and other.columns
         if named and (odd := sorted(set(self.columns) ^ set(other.columns))):
-            name, value, _ = odd[0].partition("=")
-            hint = f" (list the values of all sites: ?categories={name}:A|B)" if value else ""
-            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}{hint}"
+            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}"
         if named and self.columns != other.columns:
             return "the same columns in another order; list them in one order with ?features=A,B"
         for name in ("kind", "task", "shape"):
@@ -46,6 +45,24 @@ class Schema:
             if mine != theirs and not (name == "shape" and self.kind == other.kind == IMAGE):
                 return f"{name}: {_text(mine)} and {_text(theirs)}"
         return ""
+
+
+def categories_of(tables: Sequence[Sequence[str]]) -> str:
+    """Return the option `?categories=` with which these tables have the same columns; empty if no category differs.
+
+    Args:
+        tables: The names of each table's columns: "COLUMN=VALUE" for a category.
+    """
+    values = [{(name, value) for name, is_value, value in (column.partition("=") for column in table) if is_value}
+              for table in tables]  # fmt: skip
+    union = sorted(set().union(*values))
+    differing = {name for name, value in union if any((name, value) not in table for table in values)}
+    parts = []
+    for name in sorted(differing):
+        named = [value for other, value in union if other == name]
+        plain_values = all(value and not set(value) & set(",|&+%#;") and value == value.strip() for value in named)
+        parts.append(f"{name}:{'|'.join(named)}" if plain_values else f"{name}:#16")
+    return f"?categories={','.join(parts)}" if parts else ""
 
 
 IMAGES = Schema()  # of labelled images of 8 bits
