@@ -1,5 +1,6 @@
 """What a domain's examples are: the kind of their inputs and of their targets."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS
 NEXT = TOKENS
 TASKS = (CLASS, MULTILABEL, REGRESSION, NEXT)
 IGNORED = -100  # the target of a step that does not count, such as padding
+HIDDEN = "hidden "  # begins the names of categories' values that a site does not disclose
+MOST_LISTED = 100  # values of a category in a message
 BYTE, WORD, UNIT = 255, 65_535, 1  # the brightest level of images: 8 bits, 16 bits, floats from 0 to 1
 
 
@@ -60,9 +63,20 @@ def categories_of(tables: Sequence[Sequence[str]]) -> str:
     parts = []
     for name in sorted(differing):
         named = [value for other, value in union if other == name]
-        plain_values = all(value and not set(value) & set(",|&+%#;") and value == value.strip() for value in named)
-        parts.append(f"{name}:{'|'.join(named)}" if plain_values else f"{name}:#16")
+        can_list = len(named) <= MOST_LISTED and all(
+            value and not set(value) & set(",|&+%#;") and not value.startswith(HIDDEN) and value == value.strip()
+            for value in named
+        )
+        parts.append(f"{name}:{'|'.join(named)}" if can_list else f"{name}:#16")
     return f"?categories={','.join(parts)}" if parts else ""
+
+
+def hidden_categories(columns: Sequence[str]) -> list[str]:
+    """Return names of columns in which a digest of all values of a category stands for each value."""
+    named = [column.partition("=") for column in columns]
+    joined = {name: "|".join(value for other, _, value in named if other == name) for name, _, _ in named}
+    digests = {name: hashlib.sha256(values.encode()).hexdigest()[:8] for name, values in joined.items()}
+    return [f"{name}={HIDDEN}{digests[name]}" if is_value else name for name, is_value, _ in named]
 
 
 IMAGES = Schema()  # of labelled images of 8 bits
