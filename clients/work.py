@@ -335,7 +335,7 @@ def _sums(job: Job) -> Answer:
         job.policy.limits.check_images(len(images), job.experiment, job.site)
         if len(images) < FEWEST:
             raise RefusedError(f"{KEY}={SITES}: needs sums over the site's examples, and sums of fewer than {FEWEST} "
-                               f"would disclose single ones; set {KEY}={SITE}")  # fmt: skip
+                               f"would disclose single ones; set {KEY}={SITE} with evaluation.where=sites")  # fmt: skip
     if job.order.secure:
         from fedloom.clients.privacy.secure_aggregation.contribution import masked_sums
 
