@@ -137,9 +137,9 @@ class Job:
             return None
         if way == SITE:
             return Standardisation.from_sums(self.sums())
-        if not self.simulated and self.policy.hides(self.config):
+        if not (self.simulated or self.config.federation.secure_aggregation) and self.policy.hides(self.config):
             raise RefusedError(f"{KEY}={SITES}: needs sums over single sites, but this site hides what it sends, or the run "
-                               f"does (masks or noise); set {KEY}={SITE}")  # fmt: skip
+                               f"does (masks or noise); set {KEY}={SITE} with evaluation.where=sites")  # fmt: skip
         if STANDARDISATION not in self.content.array_records:
             raise UserError(f"order: has no record '{STANDARDISATION}', which {KEY}={SITES} needs")
         return Standardisation.parsed(to_states(RecordDict({MEAN: self.content.array_records[STANDARDISATION]}))[MEAN])

@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedloom.clients.data import Images, class_meanings, class_names, column_names, outputs, own_images, site_size
 from fedloom.clients.data.own import left_out
+from fedloom.clients.data.schema import hidden_categories
 from fedloom.clients.data.standardise import FEWEST, KEY, SITE, SITES, STANDARDISATION, STATISTICS
 from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
 from fedloom.clients.evaluation.metrics import Metrics, metrics_of
@@ -240,7 +241,7 @@ def scratch_model(job: Job) -> Network:
 
 def answer_question(job: Job) -> RecordDict:
     """Return the content of the reply to a question."""
-    source, classes = job.policy.source(job.config, job.site), None
+    source, classes = job.policy.source(job.config, job.site, enrols=job.order.kind == ENROL), None
     if job.order.kind in SECURE_KINDS:
         from fedloom.clients.privacy.secure_aggregation.answers import ANSWERS
 
@@ -249,8 +250,10 @@ def answer_question(job: Job) -> RecordDict:
         result = Answer(metrics={"samples": site_size(job.config, source)})
         if line := left_out(source.spec.domain):
             LOG.warning(line)
-        names = {"names": class_names, "things": class_meanings, "columns": column_names}
-        classes = ConfigRecord({key: list(of(source.spec)) for key, of in names.items()})
+        columns = column_names(source.spec)
+        columns = hidden_categories(columns) if job.policy.hides(job.config) else columns
+        names = {"names": class_names(source.spec), "things": class_meanings(source.spec), "columns": columns}
+        classes = ConfigRecord({key: list(each) for key, each in names.items()})
     else:
         names = job.site.name, str(job.order.round), job.order.kind
         with drawing(torch_generator(job.config.seed, *names).initial_seed(), job.device):
@@ -333,7 +336,11 @@ def _sums(job: Job) -> Answer:
         job.policy.limits.check_images(len(images), job.experiment, job.site)
         if len(images) < FEWEST:
             raise RefusedError(f"{KEY}={SITES}: needs sums over the site's examples, and sums of fewer than {FEWEST} "
-                               f"would disclose single ones; set {KEY}={SITE}")  # fmt: skip
+                               f"would disclose single ones; set {KEY}={SITE} with evaluation.where=sites")  # fmt: skip
+    if job.order.secure:
+        from fedloom.clients.privacy.secure_aggregation.contribution import masked_sums
+
+        return Answer(masked_sums(job), {"samples": len(images)})
     return Answer({STATISTICS: job.sums()}, {"samples": len(images)})
 
 

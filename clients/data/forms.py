@@ -7,7 +7,7 @@ import numpy as np
 
 from fedloom.clients.data.domains import DOMAINS, Place, find, locate
 from fedloom.clients.data.form import IMAGE, KINDS, TOKENS, Form
-from fedloom.clients.data.schema import IMAGES, NEXT, TASKS, Schema
+from fedloom.clients.data.schema import IMAGES, NEXT, TASKS, Schema, categories_of
 from fedloom.clients.data.variants import domain_specs
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config, DataConfig
@@ -111,8 +111,10 @@ def check_forms(config: Config) -> None:
     schema = schema_of(config, spec)
     for name, other in others:
         if difference := schema.difference(schema_of(config, other)):
+            listed = categories_of([schema_of(config, each).columns for each in specs.values()])
+            hint = f" Write {listed} in the domain of each site." if listed else ""
             raise UserError(f"sites: {first} and {name} have different examples, {difference}. All sites of a run take the "
-                            "same inputs and targets.")  # fmt: skip
+                            f"same inputs and targets.{hint}")  # fmt: skip
     if schema.kind != IMAGE:
         for name, site in specs.items():
             if odd := [key for key in ("rotation", "invert", "flip") if getattr(site, key)]:

@@ -1,5 +1,7 @@
 """What a domain's examples are: the kind of their inputs and of their targets."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedloom.clients.data.form import IMAGE
@@ -8,6 +10,8 @@ from fedloom.conf.metrics import CLASS, MULTILABEL, REGRESSION, TOKENS
 NEXT = TOKENS
 TASKS = (CLASS, MULTILABEL, REGRESSION, NEXT)
 IGNORED = -100  # the target of a step that does not count, such as padding
+HIDDEN = "hidden "  # begins the names of categories' values that a site does not disclose
+MOST_LISTED = 100  # values of a category in a message
 BYTE, WORD, UNIT = 255, 65_535, 1  # the brightest level of images: 8 bits, 16 bits, floats from 0 to 1
 
 
@@ -36,9 +40,7 @@ class Schema:
         """Return what two schemas do not share, as "NAME: ONE and OTHER"; empty if one network can take both."""
         named = self.columns and other.columns
         if named and (odd := sorted(set(self.columns) ^ set(other.columns))):
-            name, value, _ = odd[0].partition("=")
-            hint = f" (list the values of all sites: ?categories={name}:A|B)" if value else ""
-            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}{hint}"
+            return f"column '{odd[0]}' is only in the {'first' if odd[0] in self.columns else 'second'}"
         if named and self.columns != other.columns:
             return "the same columns in another order; list them in one order with ?features=A,B"
         for name in ("kind", "task", "shape"):
@@ -46,6 +48,35 @@ class Schema:
             if mine != theirs and not (name == "shape" and self.kind == other.kind == IMAGE):
                 return f"{name}: {_text(mine)} and {_text(theirs)}"
         return ""
+
+
+def categories_of(tables: Sequence[Sequence[str]]) -> str:
+    """Return the option `?categories=` with which these tables have the same columns; empty if no category differs.
+
+    Args:
+        tables: The names of each table's columns: "COLUMN=VALUE" for a category.
+    """
+    values = [{(name, value) for name, is_value, value in (column.partition("=") for column in table) if is_value}
+              for table in tables]  # fmt: skip
+    union = sorted(set().union(*values))
+    differing = {name for name, value in union if any((name, value) not in table for table in values)}
+    parts = []
+    for name in sorted(differing):
+        named = [value for other, value in union if other == name]
+        can_list = len(named) <= MOST_LISTED and all(
+            value and not set(value) & set(",|&+%#;") and not value.startswith(HIDDEN) and value == value.strip()
+            for value in named
+        )
+        parts.append(f"{name}:{'|'.join(named)}" if can_list else f"{name}:#16")
+    return f"?categories={','.join(parts)}" if parts else ""
+
+
+def hidden_categories(columns: Sequence[str]) -> list[str]:
+    """Return names of columns in which a digest of all values of a category stands for each value."""
+    named = [column.partition("=") for column in columns]
+    joined = {name: "|".join(value for other, _, value in named if other == name) for name, _, _ in named}
+    digests = {name: hashlib.sha256(values.encode()).hexdigest()[:8] for name, values in joined.items()}
+    return [f"{name}={HIDDEN}{digests[name]}" if is_value else name for name, is_value, _ in named]
 
 
 IMAGES = Schema()  # of labelled images of 8 bits

@@ -2,10 +2,12 @@
 
 `table:PATH?target=COLUMN&features=A,B&categories=C,D:no|yes&missing=mean`. Without `features`, all columns are used but the
 target and those in `without`. Columns of text, and those in `categories`, become one column of 0 and 1 per value. If sites
-have separate files, list the values of all sites (`D:no|yes`), so that their columns agree. Names are URL-quoted: `%2C` is
-a comma.
+have separate files, list the values of all sites (`D:no|yes`), so that their columns agree, or hash them into 16 (`D:#16`).
+Names are URL-quoted: `%2C` is a comma.
 """
 
+import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ TARGETS = ("target", "label", "class", "y", "outcome")  # names of a target colu
 SUFFIXES = {".csv", ".csv.gz", ".tsv", ".parquet"}
 MISSING = ("refuse", "drop", "mean")
 MOST_VALUES = 100  # of a column of text
+MOST_BUCKETS = 1024  # of hashed values
 
 
 def read_table(path: Path, domain: str) -> Contents:
@@ -104,9 +107,31 @@ def _names(content: Contents, wanted: list[str]) -> tuple[str, ...]:
 
 
 def _categories(text: str) -> dict[str, list[str]]:
-    """Return the values of each categorical column; an empty list: those in the table."""
+    """Return the values of each categorical column: none for those in the table, and the names of N buckets for `#N`."""
     pairs = [part.partition(":") for part in text.split(",") if part.strip()]
-    return {unquoted(name): [unquoted(value) for value in values.split("|") if value.strip()] for name, _, values in pairs}
+    listed = {unquoted(name): [unquoted(value) for value in values.split("|") if value.strip()] for name, _, values in pairs}
+    for name, values in listed.items():
+        if len(values) == 1 and (hashed := re.fullmatch(r"#(\d{1,9})", values[0])):
+            if not 2 <= (buckets := int(hashed[1])) <= MOST_BUCKETS:
+                raise ValueError(f"'{plain(name)}' is hashed into {buckets} columns; write {quote(name)}:#2 to "
+                                 f"{quote(name)}:#{MOST_BUCKETS}")  # fmt: skip
+            listed[name] = _buckets(buckets)
+    return listed
+
+
+def _buckets(number: int) -> list[str]:
+    return [f"#{bucket}" for bucket in range(number)]
+
+
+def _texts(column: Any, values: list[str]) -> Any:
+    """Return a categorical column as texts, or as the names of the buckets in `values` (sha256, equal on all machines)."""
+    if column.dtype.kind == "f" and bool((column % 1 == 0).all()):
+        column = column.astype("int64")  # in a table with missing values, whole numbers are floats
+    texts = column.astype(str)
+    if not values or values != _buckets(len(values)):
+        return texts
+    digests = {text: int.from_bytes(hashlib.sha256(text.encode()).digest()) for text in texts.unique()}
+    return texts.map({text: f"#{number % len(values)}" for text, number in digests.items()})
 
 
 def _listed(text: str) -> list[str]:
@@ -201,10 +226,11 @@ def _values(table: Any, features: list[str], categories: dict[str, list[str]]) -
     found = {}
     for name in features:
         if name in categories or not pandas.api.types.is_numeric_dtype(table[name]):
-            values = found[name] = list(dict.fromkeys(categories.get(name) or sorted(table[name].astype(str).unique())))
-            if len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
+            given = categories.get(name, [])
+            values = found[name] = list(dict.fromkeys(given or sorted(_texts(table[name], given).unique())))
+            if not given and len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
                 raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out "
-                                 f"with ?without={quote(name)}.")  # fmt: skip
+                                 f"with ?without={quote(name)}, or hash it with ?categories={quote(name)}:#16.")  # fmt: skip
     return found
 
 
@@ -217,7 +243,7 @@ def _parts(column: Any, values: list[str] | None) -> list[np.ndarray]:
         if not pandas.api.types.is_numeric_dtype(column):
             raise ValueError(f"has texts in '{name}'; it takes numbers")
         return [column.to_numpy(np.float32)]
-    texts = column.astype(str)
+    texts = _texts(column, values)
     if odd := set(texts) - set(values):
         raise ValueError(f"'{name}' has the value '{plain(sorted(odd)[0])}', which categories does not list")
     return [(texts == value).to_numpy(np.float32) for value in values]

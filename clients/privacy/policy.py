@@ -12,6 +12,7 @@ from fedloom.clients.data import domain_names
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.partition import WAYS
+from fedloom.clients.data.standardise import STATISTICS
 from fedloom.clients.data.variants import class_count, outputs
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.networks.base import PARTS
@@ -128,7 +129,7 @@ class Policy:
 
         Exact scores reveal images, and so do statistics.
         """
-        if order.kind in (TRAIN, *HARMLESS) or not self.hides(config):
+        if order.kind in (TRAIN, *HARMLESS) or (order.kind == STATISTICS and order.secure) or not self.hides(config):
             return
         if order.kind != EVALUATE:
             raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site hides what it trains, or "
@@ -139,7 +140,7 @@ class Policy:
 
     def check_secure_aggregation(self, order: TaskInstructions) -> None:
         """Raise RefusedError, under `masks`, for an order whose answer would reveal more than masked sums."""
-        if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind == TRAIN and order.secure):
+        if not self.masks or order.kind in (*HARMLESS, EVALUATE) or (order.kind in (TRAIN, STATISTICS) and order.secure):
             return
         reason = "participates only under masks (site.yaml: masks); set federation.secure_aggregation=true for the run"
         raise RefusedError(f"order.kind: '{order.kind}' asks for more than sums, but this site {reason}")
@@ -204,10 +205,11 @@ class Policy:
         engine = replace(config.engine, device=self.device or config.engine.device, threads=threads)
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)
 
-    def source(self, config: Config, site: Site) -> Site:
+    def source(self, config: Config, site: Site, enrols: bool = False) -> Site:
         """Return the site with the domain to read: the server's, or the whole of the policy's own domain if there is one.
 
-        Raise UserError if the domain has more classes than the server's configuration has for the site.
+        Raise UserError if its examples do not fit the server's configuration. `enrols`: a table may have another number
+        of columns, because the server compares them.
         """
         if not self.domain:
             return site
@@ -215,7 +217,10 @@ class Policy:
         if self.hides(config):  # with chosen classes, the number of images would reveal how many the site has
             spec = replace(spec, classes=[], samples=0, relabel=False)
         own = replace(site, spec=spec, part=0, parts=1)
-        if difference := schema_of(config, site.spec).difference(find(self.domain).schema):
+        schema, own_schema = schema_of(config, site.spec), find(self.domain).schema
+        if enrols and own_schema.columns:
+            own_schema = replace(own_schema, shape=schema.shape)
+        if difference := schema.difference(own_schema):
             raise UserError(f"the federation's configuration and the policy's domain have different examples, {difference}; "
                             "the server states those of the sites in data.form")  # fmt: skip
         has, head = class_count(own.spec), outputs(config, site.spec)

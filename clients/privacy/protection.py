@@ -73,7 +73,8 @@ class Protection:
             protected = changed.whole()
         if job.order.secure:
             key = b"" if job.charged else self.sketch_key
-            sent = masked(job, self.ready, key, protected, changed, steps)
+            states = masked(job, self.ready, key, protected, changed, steps)
+            sent = {record: to_arrays(state) for record, state in states.items()}
         else:
             floats = {record: dequantise(state, bits) for record, state in protected.items()}
             sent = {record: to_arrays(state, job.config.federation.packed) for record, state in floats.items()}

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedloom.clients.data import differing
+from fedloom.clients.data.schema import categories_of
 from fedloom.clients.protocol.messages import METRICS
 from fedloom.clients.protocol.reply_checks import ReplyError, read_names
 from fedloom.conf.errors import plain
 from fedloom.server.rounds.channel import RawReply
 
 MOST_IMAGES = 2**31 - 1
+MOST_NAMED = 5  # columns in a message
 MOST_TIMES = 10  # times the median of the other sites: a site's number is a weight, and cannot be checked
 
 
@@ -64,23 +66,46 @@ class ClientMetadata:
 
     def unlike(self) -> dict[str, str]:
         """Return, by site, how its class names differ from the most common ones (on a tie, the first site's), if they do."""
-        return _unlike(self._names, "class")
+        return _unlike_classes(self._names)
 
-    def unlike_columns(self) -> dict[str, str]:
-        """Return, by site, how its table's columns differ in name or order from the most common ones, if they do."""
-        return _unlike(self._columns, "column")
+    def unlike_columns(self, number: int = 0) -> dict[str, str]:
+        """Return, by site, how its table's columns differ from the most common ones, or from their `number` (0: any)."""
+        tables = {site: names for _, (site, names) in sorted(self._columns.items()) if names}
+        usual, first = _usual(tables)
+        option = plain(categories_of([*tables.values()]))
+        hint = f"; write {option} in the domain of each site, and the number of columns in data.form.shape" if option else ""
+        return {site: reason + hint for site, names in tables.items()
+                if (reason := _odd_columns(names, usual, first) or _odd_number(names, number))}  # fmt: skip
 
 
-def _unlike(names_of: Mapping[int, tuple[str, tuple[str, ...]]], what: str) -> dict[str, str]:
-    named = [(site, names) for _, (site, names) in sorted(names_of.items()) if names]
-    if not named:
-        return {}
-    [(usual, _)] = Counter(names for _, names in named).most_common(1)
-    first = next(site for site, names in named if names == usual)
+def _usual(named: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], str]:
+    """Return the most common names (on a tie, the first site's), and the first site with them."""
+    usual = Counter(named.values()).most_common(1)[0][0] if named else ()
+    return usual, next((site for site, names in named.items() if names == usual), "")
+
+
+def _odd_columns(names: Sequence[str], usual: Sequence[str], first: str) -> str:
+    """Return how a table's columns differ from the usual ones, which the site `first` has; empty if they do not."""
+    odd = {"lacks": [name for name in usual if name not in names], "has": [name for name in names if name not in usual]}
+    if parts := [f"{verb} {plain(', '.join([*dict.fromkeys(each)][:MOST_NAMED]))}" for verb, each in odd.items() if each]:
+        return f"its table {' and '.join(parts)}, unlike {first}"
+    if (k := differing(usual, names)) is not None:
+        return f"its column {k} is '{plain(names[k])}', but column {k} of {first} is '{plain(usual[k])}'"
+    return ""
+
+
+def _odd_number(names: Sequence[str], number: int) -> str:
+    same = number in (0, len(names))
+    return "" if same else f"its table has {len(names)} columns, but data.form.shape is [{number}]"
+
+
+def _unlike_classes(names_of: Mapping[int, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
+    named = {site: names for _, (site, names) in sorted(names_of.items()) if names}
+    usual, first = _usual(named)
     reasons = {}
-    for site, names in named:
+    for site, names in named.items():
         if (k := differing(usual, names)) is not None:
-            reasons[site] = f"its {what} {k} is '{plain(names[k])}', but {what} {k} of {first} is '{plain(usual[k])}'"
+            reasons[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
     return reasons
 
 

@@ -38,6 +38,10 @@ class Gathering(Protocol):
         """Send the sites the question `kind` with `content`; return the means over the replies, by record name."""
         ...
 
+    def total(self, kind: str, asked: Sequence[Site], every: bool) -> tuple[State, list[str]]:
+        """Send the sites the question `kind`; return the sum of the answers' one record, and the sites of the sum."""
+        ...
+
 
 class Adding(Protocol):
     """Adds up the partial sums that workers send instead of single replies (server.rounds.partial_sums)."""
@@ -259,6 +263,19 @@ class RoundContext(View):
                 self._accepted(kind, reply)
         self._transport.enough(kind, self, replies)
         return {record: total.mean() for record, total in means.items() if total.addends}
+
+    def masked_sum(
+        self, kind: str, expected: Mapping[str, RecordSpec], sites: Sequence[Site], every: bool = False
+    ) -> tuple[State, list[str]]:
+        """Ask sites a question under masks. Return the int64 sum of the answers' one record, and the sites of the sum.
+
+        `every`: no sum is read without one of the sites. Raises FailedError if too few sites answer.
+        """
+        return self._transport.masked(self, expected).total(kind, sites, every)
+
+    def message(self, text: str) -> None:
+        """Show the user a message."""
+        self._transport.message(text)
 
     def put(self, slot: str, site: Site, state: State, samples: int = 0) -> None:
         """Put the site's contribution, trained on `samples` images, into a slot, in place of its previous one.

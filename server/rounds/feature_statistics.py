@@ -3,12 +3,18 @@
 Each site answers one question in the round in which it first trains: exact sums over its examples (fusion.wide). They are
 in a slot of their own, so the ledger holds them, and forgetting a site subtracts them. Mean and deviation follow from the
 sum, so they equal those of a run without the site, bit for bit.
+
+Under secure aggregation, the new sites of a round answer with one masked sum, which the server saves. A single new site uses
+the others' mean and deviation. To forget a site, the other sites answer again. Both sums differ by that site's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from fedloom.clients.data import outputs
 from fedloom.clients.data.standardise import (
+    COUNT,
     KEY,
     NONE,
     SITE,
@@ -21,25 +27,28 @@ from fedloom.clients.data.standardise import (
     first_schema,
 )
 from fedloom.clients.objectives import Experiment
+from fedloom.clients.protocol.partial_sums import ONCE
 from fedloom.clients.protocol.reply_checks import ReplyError
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State, digest
+from fedloom.fusion.wide import carry
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.ledger.slots import Slots
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
+from fedloom.server.rounds.schedules import MIN_MASKED_SITES
 
+PLACES = "places"  # in the saved sum under masks: the indices of its sites
 OTHERS = f"set {KEY}={NONE}, or {KEY}={SITE} with evaluation.where=sites"
 
 
 def check(experiment: Experiment) -> None:
     """Raise UserError for a way to standardise that the run's other options exclude."""
     way, federation = experiment.standardise, experiment.federation
-    hidden = {"federation.secure_aggregation": federation.secure_aggregation, "privacy.noise": experiment.privacy.noise}
-    if way == SITES and (key := next((key for key, item in hidden.items() if item), "")):
-        raise UserError(f"{KEY}: '{SITES}' reads sums over each site's features, which {key} hides; {OTHERS}")
+    if way == SITES and experiment.privacy.noise:
+        raise UserError(f"{KEY}: '{SITES}' reads sums of features to which privacy.noise adds no noise; {OTHERS}")
     if way == SITES and federation.partial_sums:
         raise UserError(f"{KEY}: '{SITES}' needs a slot of its own, and federation.partial_sums takes only one; {OTHERS}")
     if way == SITE and experiment.evaluation.where == "server":
@@ -51,6 +60,8 @@ def with_statistics(experiment: Experiment, slots: Mapping[str, Slot]) -> Mappin
     if experiment.standardise != SITES:
         return slots
     check(experiment)
+    if experiment.federation.secure_aggregation:
+        return slots
     name = experiment.config.strategy.get("name")
     if not slots:
         raise UserError(f"{KEY}: '{SITES}' needs a strategy with slots, and '{name}' has none; {OTHERS}")
@@ -80,6 +91,9 @@ class FeatureStatistics:
             raise UserError(f"{KEY}={SITE}: only a site knows its mean and deviation, so the server cannot use its examples")
         if self.way == NONE:
             return None
+        if self.masked:
+            totals, names = self._saved()
+            return Standardisation.from_sums(totals) if names else None
         total: ExactSum = self.slots.total(STATISTICS)
         if new := [sums for name, sums in self.slots.arriving.items() if self.slots.arrives(name)]:
             total = total.copy()
@@ -103,6 +117,9 @@ class FeatureStatistics:
         """
         if self.way != SITES:
             return
+        if self.masked:
+            self._ask_masked(context)
+            return
         new = [site for site in context.participants if not self.slots.has(STATISTICS, site.name)]
         if not new:
             return
@@ -111,6 +128,58 @@ class FeatureStatistics:
             self.slots.arriving[reply.site.name] = reply[STATISTICS]
         silent = {site.name for site in new} - self.slots.arriving.keys()
         context.participants = [site for site in context.participants if site.name not in silent]
+
+    @property
+    def masked(self) -> bool:
+        """Whether the server reads sums over several sites only (federation.secure_aggregation)."""
+        return self.way == SITES and self.experiment.federation.secure_aggregation
+
+    def has_summed(self, names: Sequence[str]) -> bool:
+        """Return whether one of these sites is in a masked sum, so that without it the others answer again."""
+        return self.masked and not set(names).isdisjoint(self._saved()[1])
+
+    def _saved(self) -> tuple[State, list[str]]:
+        """Return the saved sum under masks, and the names of its sites; both are empty before the first one."""
+        sums = dict(self.slots.keeps().get(STATISTICS, {}))
+        roster = self.experiment.config.roster
+        return sums, [roster[place].name for place in sums.pop(PLACES, torch.empty(0)).tolist()]
+
+    def _ask_masked(self, context: RoundContext) -> None:
+        """Ask new sites for one masked sum, or all that were summed before if one of them leaves.
+
+        Raises FailedError if no sum was read and none was saved before.
+        """
+        saved, summed = self._saved()
+        again = self.has_summed(context.leaving)
+        asked = [site for site in context.participants if (site.name in summed) == again]
+        if not asked or (summed and not again and len(asked) < MIN_MASKED_SITES):
+            return
+        try:
+            sums, names = context.masked_sum(STATISTICS, self._expected(asked[0], 0), asked, every=again)
+            self._check_total(context, sums, names)
+        except FailedError as error:
+            if again or not summed:
+                raise
+            context.message(f"{error}: new sites use the mean and deviation of the others ({KEY})")
+            return
+        silent = {site.name for site in asked} - set(names)
+        context.participants = [site for site in context.participants if site.name not in silent]
+        if summed and not again:
+            sums, names = {name: tensor + saved[name] for name, tensor in sums.items()}, [*summed, *names]
+        places = [site.index for site in self.experiment.config.roster if site.name in names]
+        self.slots.keep(STATISTICS, {**sums, PLACES: torch.tensor(places)})
+
+    def _check_total(self, context: RoundContext, sums: State, names: Sequence[str]) -> None:
+        """Raise FailedError for a sum that no examples have. Brings its digits into range."""
+        for name, tensor in sums.items():
+            if not name.endswith(COUNT):
+                carry(tensor)
+        most = [context.most_samples(site) for site in self.experiment.config.roster if site.name in names]
+        try:
+            check_sums(sums, first_schema(self.experiment.config), sum(most) if all(most) else 0)
+        except ValueError as error:
+            raise FailedError(f"round {context.number}: record '{STATISTICS}': {error}. The masks hide which site is at "
+                              "fault") from None  # fmt: skip
 
     def _expected(self, site: Site, most: int) -> dict[str, RecordSpec]:
         outs, config = outputs(self.experiment.config, site.spec), self.experiment.config
@@ -123,4 +192,4 @@ class FeatureStatistics:
                 raise ReplyError(f"record '{STATISTICS}': {error}") from None
 
         like = empty_sums(schema, outs.stop - outs.start)
-        return {STATISTICS: RecordSpec(like, bounded=False, integers=True, check=possible)}
+        return {STATISTICS: RecordSpec(like, mean=ONCE, bounded=False, integers=True, check=possible)}

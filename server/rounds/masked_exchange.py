@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedloom.clients.data.standardise import KEY as STANDARDISE
+from fedloom.clients.data.standardise import NONE, STATISTICS
 from fedloom.clients.privacy.secure_aggregation.primitives import (
     KEY,
     PUBLIC,
@@ -277,10 +279,15 @@ class MaskedExchange:
         trained = {name: to_tensor(own.words) for name, own in self.heard.trained.items()}
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
         if len(self.heard.signed) < self.threshold and self.heard.refusing:
+            ways = (
+                f"with {STANDARDISE}={NONE}"
+                if STATISTICS in self.expected
+                else "with a smaller training.batch, or with privacy.noise"
+            )
             raise SummedElsewhereError(
                 f"round {self.context.number}: the contribution of {self.heard.refusing[0]} is nearly the same as in a sum "
                 "over other sites. The difference of both sums would reveal single contributions. Resume when the same "
-                "sites are connected, or start a new run with a smaller training.batch, or with privacy.noise"
+                f"sites are connected, or start a new run {ways}"
             )
         self._enough(SECURE_CONFIRM, asked, self.heard.signed)
 

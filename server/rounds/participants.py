@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedloom.clients.data import class_meanings, site_sizes
+from fedloom.clients.data.forms import schema_of
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
@@ -101,7 +102,8 @@ class Participants:
     def _unlike(self) -> dict[str, str]:
         classes = self._enrolled.unlike() if self.config.data.heads == "shared" else {}
         reasons = {site: f"{reason}, and data.heads=shared" for site, reason in classes.items()}
-        return {**reasons, **self._enrolled.unlike_columns()}
+        stated = schema_of(self.config, self.config.roster[0].spec).shape if self.config.data.form else ()
+        return {**reasons, **self._enrolled.unlike_columns(stated[0] if len(stated) == 1 else 0)}
 
     def _hear(self, sites: Sequence[Site]) -> None:
         new = [site for site in sites if not (self.server_has_data or self._enrolled.has(site.name))]

@@ -18,6 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedloom.clients.data.standardise import KEY as STANDARDISE
+from fedloom.clients.data.standardise import SITES
 from fedloom.clients.privacy.secure_aggregation.primitives import (
     agreed,
     commitment,
@@ -27,7 +29,7 @@ from fedloom.clients.privacy.secure_aggregation.primitives import (
     sign,
     threshold_of,
 )
-from fedloom.clients.protocol.messages import IDLE, LIFT
+from fedloom.clients.protocol.messages import IDLE, LIFT, TRAIN
 from fedloom.clients.protocol.partial_sums import SAMPLES
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.sites import Site
@@ -62,6 +64,7 @@ class SecureAggregation:
             raise UserError(f"federation.secure_aggregation: record '{weighted}' counts by samples, but masked sums count "
                             "each site once; set strategy.weighting=equal")  # fmt: skip
         self._rebuilt: dict[str, bytes] = {}
+        self.needed: list[str] = []  # sites without which the sum is not read
         self.together = rounds_together(self.context.ledger) if self.context.leaving else {}
         self.heard = Heard("")
 
@@ -72,27 +75,46 @@ class SecureAggregation:
         refuse to have the same training summed over other sites. If sites leave, the last resort is a round without
         training. Raises FailedError if too few sites answer.
         """
+        self._exchange(kind, content, asked)
+        means = {record: total.mean() for record, total in self._totals().items()}
+        self._put()
+        self._sound(means)
+        self._count(asked)
+        return means
+
+    def total(self, kind: str, asked: Sequence[Site], every: bool) -> tuple[State, list[str]]:
+        """Ask the sites; return the sum of their answers, which have one record, and the sites of the sum.
+
+        The round begins again as in `gather`. `every`: no sum is read without one of the sites. Raises FailedError if too
+        few sites answer, or refuse the sum.
+        """
+        self.needed = [site.name for site in asked if every]
+        self._exchange(kind, {}, asked)
+        [total] = self._totals().values()
+        return total.totals, sorted(self.heard.vectors)
+
+    def _exchange(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
+        """Ask until the masks of all sites that count can be removed, and remove those that do not cancel."""
         draws, needed = 0, threshold_of(self.context.config.federation.secure_threshold, len(asked))
         while True:
             try:
                 self._attempt(kind, content, asked)
                 for name, vectors in self.heard.vectors.items():
                     self._bare(name, vectors)
-                break
+                return
             except WithoutError as error:
                 asked = [site for site in asked if site.name not in error.sites]
                 if len(asked) < needed or not error.sites:  # otherwise liars could exclude one honest site after another
                     raise
                 self.transport.message(f"{error}: the round begins again without {', '.join(error.sites)}")
             except SummedElsewhereError:
-                if self.context.again == IDLE or ((draws := draws + 1) >= MOST_DRAWS and not self.context.leaving):
+                if (
+                    kind != TRAIN
+                    or self.context.again == IDLE
+                    or ((draws := draws + 1) >= MOST_DRAWS and not self.context.leaving)
+                ):
                     raise
                 self.context.again = draws if draws < MOST_DRAWS else IDLE
-        means = self._means()
-        self._put()
-        self._sound(means)
-        self._count(asked)
-        return means
 
     def _attempt(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         self.heard, self._rebuilt = Heard(uuid.uuid4().hex), {}
@@ -110,6 +132,9 @@ class SecureAggregation:
             number = self.context.number
             raise FailedError(f"round {number}: {missing[0]} did not answer, and only it can remove its masks with "
                               f"{', '.join(self.context.leaving)}; resume when it is connected, or forget it")  # fmt: skip
+        if missing := [name for name in self.needed if name not in self.heard.vectors]:
+            raise FailedError(f"round {self.context.number}: {missing[0]} did not answer, but {STANDARDISE}={SITES} needs a "
+                              "sum over all remaining sites; resume when it is connected, or forget it, too")  # fmt: skip
 
     # The sums
 
@@ -142,15 +167,15 @@ class SecureAggregation:
             raise WithoutError(f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name])
         return self._rebuilt.setdefault(name, secret)
 
-    def _means(self) -> dict[str, State]:
-        means = {}
+    def _totals(self) -> dict[str, ExactSum]:
+        totals = {}
         for record, spec in self.expected.items():
             if spec.mean:
                 total = ExactSum(self.context.bits, modular=True)
                 for name, vectors in self.heard.vectors.items():
                     total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=1)
-                means[record] = total.mean()
-        return means
+                totals[record] = total
+        return totals
 
     def _put(self) -> None:
         slots, summed = self.context.slots, [(record, spec.slot) for record, spec in self.expected.items() if spec.slot]
@@ -192,7 +217,7 @@ class SecureAggregation:
     def _lifts(self, site: Site) -> dict[str, State]:
         """Return the rounds whose masks this site shares with leaving sites."""
         rounds = {leaving: self.together.get(frozenset((leaving, site.name)), []) for leaving in self.context.leaving}
-        shared = {leaving: torch.tensor(numbers) for leaving, numbers in rounds.items() if numbers}
+        shared = {leaving: torch.tensor(numbers, dtype=torch.int64) for leaving, numbers in rounds.items()}
         return {LIFT: shared} if shared else {}
 
 

@@ -145,7 +145,8 @@ class Unlearning:
 
     def _leaves(self, request: Request, message: Callable[[str], None], mine: str) -> bool:
         """Return whether the request must wait for a round in which other sites remove shared masks."""
-        if request.options.get("rollback") or not any(pair & set(request.sites) for pair in rounds_together(self.ledger)):
+        masked = any(pair & set(request.sites) for pair in rounds_together(self.ledger))
+        if request.options.get("rollback") or not (masked or self.state.features.has_summed(request.sites)):
             return False
         if self.state.leaving:
             try:

@@ -90,6 +90,7 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({}, "target=sick&missing=zero", r"missing: got 'zero', takes refuse, drop, mean"),
     ({}, "target=sick,smoker", r"the target 'smoker' is text; several targets are numbers"),
     ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', which categories"),
+    ({}, "target=sick&features=smoker&categories=smoker:#1", r"'smoker' is hashed into 1 columns; write smoker:#2 to"),
     ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write \?missing=drop"),
     ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick&missing=mean", r"missing=mean fills in numbers of features only"),
     ({"name": [f"p{k}" for k in range(ROWS)]}, "target=sick", r"'name' has 60 different texts in 60 rows\. Leave it out"),
@@ -112,8 +113,33 @@ def test_a_constant_column_is_a_warning_and_other_columns_at_another_site_are_re
     second = written(tmp_path / "b") + "?target=sick"
     with pytest.raises(UserError, match=r"different examples, column 'clinic=south' is only in the second"):
         data.site_sizes(config({"domain": first}, {"domain": second, "label": "b"}))
-    with pytest.raises(UserError, match=r"\(list the values of all sites: \?categories=clinic:A\|B\)"):
-        data.site_sizes(config({"domain": first}, {"domain": second, "label": "b"}))
+
+
+def test_the_option_that_makes_the_categories_of_all_sites_agree_is_printed_and_works(tmp_path: Path):
+    clinics = {"a": ["north", "south"] * 30, "b": ["north", "far west"] * 30, "c": "east"}
+    for name, values in clinics.items():
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, clinic=values)
+    domains = [f"table:{tmp_path / name}/patients.csv?target=sick" for name in clinics]
+    entries = [{"domain": domain, "label": name} for name, domain in zip(clinics, domains, strict=True)]
+    with pytest.raises(UserError, match=r"same inputs and targets\. Write \?categories=clinic:") as caught:
+        data.site_sizes(config(*entries))
+    option = str(caught.value).partition("Write ?")[2].partition(" in the domain of each site.")[0]
+    assert option == "categories=clinic:east|far west|north|south"
+    assert data.site_sizes(config(*({**entry, "domain": f"{entry['domain']}&{option}"} for entry in entries)))
+
+
+def test_hashed_categories_have_the_same_columns_at_all_sites_and_tell_no_value(tmp_path: Path):
+    first = find(written(tmp_path) + "?target=sick&features=smoker&categories=smoker:#16")
+    assert first.schema.columns == tuple(f"smoker=#{bucket}" for bucket in range(16))
+    inputs = np.asarray(first.sources[0].images(tmp_path, "all", np.arange(ROWS)))
+    assert inputs.sum() == ROWS and inputs.argmax(1).tolist() == [13, 9, 10] * 20  # sha256 of yes, no, former
+    (tmp_path / "b").mkdir()
+    codes = written(tmp_path / "b", smoker=[1.0, 2.0, None] * 20) + "?target=sick&features=smoker&missing=drop"
+    whole = written(tmp_path, smoker=[1, 2, 1] * 20) + "?target=sick&features=smoker&categories=smoker:#5"
+    rows = [np.asarray(find(each).sources[0].images(tmp_path, "all", np.arange(2)))
+            for each in (codes + "&categories=smoker:#5", whole)]  # fmt: skip
+    assert rows[0].tolist() == rows[1].tolist()
 
 
 def test_sites_with_columns_in_another_order_are_refused_with_what_to_write(tmp_path: Path):

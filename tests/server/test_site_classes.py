@@ -10,6 +10,7 @@ from PIL import Image
 from fedloom.clients.data import num_classes, site_sizes
 from fedloom.clients.protocol.messages import WHO
 from fedloom.conf import Config, UserError, load
+from fedloom.conf.errors import FailedError
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
@@ -75,6 +76,44 @@ def test_a_site_whose_table_has_its_columns_in_another_order_is_not_asked(tmp_pa
         summary = run_experiment(grid, config, LogListener())
     assert "site-0001 is not asked: its column 0 is 'dose', but column 0 of site-0000 is 'age'" in caplog.text
     assert summary["status"] == "finished"
+
+
+def clinics(tmp_path: Path, *words: str, query: str = "", columns: int = 4) -> tuple[OwnGrid, Config]:
+    """A federation whose second site has another clinic."""
+    tmp_path.mkdir(exist_ok=True)
+    form = [f"data.form={{kind: features, task: class, shape: [{columns}]}}", "data.classes=2", "data.standardise=none"]
+    config = federated(tmp_path, *form, "network={name: mlp, widths: [4]}", *words)
+    grid = OwnGrid(3, store_folder(config))
+    for place, clinic in enumerate(("south", "west", "south")):
+        rows = "\n".join(f"{row},{('north', clinic, 'east')[row % 3]},{row % 2}" for row in range(40))
+        (tmp_path / f"{place}.csv").write_text(f"age,clinic,sick\n{rows}\n")
+    grid.domains = tuple(f"table:{tmp_path}/{place}.csv?target=sick{query}" for place in range(3))
+    return grid, config
+
+
+def test_the_option_with_all_sites_categories_is_printed_and_works(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO"):
+        run_experiment(*clinics(tmp_path / "a"), LogListener())
+    line = next(line for line in caplog.messages if "site-0001 is not asked" in line)
+    assert "its table lacks clinic=south and has clinic=west, unlike site-0000; write ?categories=clinic:" in line
+    option = line.partition("write ?")[2].partition(" in the domain of each site")[0]
+    assert option == "categories=clinic:east|north|south|west"
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        with pytest.raises(FailedError):
+            run_experiment(*clinics(tmp_path / "b", query=f"&{option}"), LogListener())
+        assert "site-0001 is not asked: its table has 5 columns, but data.form.shape is [4]" in caplog.text
+        run_experiment(*clinics(tmp_path / "c", query=f"&{option}", columns=5), LogListener())
+    assert "round 1: 3 replies" in caplog.text
+
+
+def test_a_site_that_hides_what_it_trains_names_no_category(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    masks = ("strategy={name: fedavg, weighting: equal}", "objective=fedavg", "federation.secure_aggregation=true")
+    with caplog.at_level("INFO"), pytest.raises(FailedError):  # two sites are too few for masks
+        run_experiment(*clinics(tmp_path, *masks), LogListener())
+    line = next(line for line in caplog.messages if "site-0001 is not asked" in line)
+    assert "has clinic=hidden" in line and "write ?categories=clinic:#16 in" in line
+    assert not any(clinic in line for clinic in ("north", "south", "west", "east"))
 
 
 def test_domains_that_share_outputs_must_name_them_alike(tmp_path: Path):

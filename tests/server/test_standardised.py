@@ -332,7 +332,7 @@ def test_images_are_sent_no_statistics_and_have_no_slot(tmp_path: Path):
     [
         (
             ["privacy.noise=1", "privacy.clip=1"],
-            r"data\.standardise: 'sites' reads sums .* privacy\.noise hides; set .*=none, or .*=sites",
+            r"data\.standardise: 'sites' reads sums .* privacy\.noise adds no noise; set .*=none, or .*=sites",
         ),
         (["federation.partial_sums=true"], r"data\.standardise: 'sites' needs a slot of its own"),
         (["data.standardise=site"], r"data\.standardise: with 'site', only a site knows .* set evaluation\.where=sites"),

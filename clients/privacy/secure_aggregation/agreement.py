@@ -47,7 +47,8 @@ def confirm(job: Job) -> Answer:
     _check_trained(job, attempt, counted)
     job.memory.check(_disclosure(job, attempt, counted))
     attempt.counted = counted
-    secrets.save_agreement(job.order.round, attempt.bases[mine], Agreed(attempt.statement, counted))
+    if attempt.trains:
+        secrets.save_agreement(job.order.round, attempt.bases[mine], Agreed(attempt.statement, counted))
     secrets.save(attempt)
     return Answer({SECURE_CONFIRM: {"signature": to_tensor(signature(bytes.fromhex(attempt.signing), _statement(attempt)))}})
 
@@ -106,7 +107,7 @@ def _statement(attempt: Attempt) -> bytes:
 
 def _disclosure(job: Job, attempt: Attempt, counted: list[str]) -> Disclosure:
     bases, mine = attempt.bases, attempt.bases[job.site.name]
-    same_base = [name for name in counted if bases[name] == mine]
-    first = not any(bases[name] for name in counted)
+    same_base = [name for name in counted if bases[name] == mine or not attempt.trains]
+    first = not (attempt.trains and any(bases[name] for name in counted))
     about = job.order.run, job.order.round, counted, same_base, first, attempt.config, unpacked(attempt.sketches)
     return Disclosure(*about, list(attempt.lifts), attempt.idle)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from flwr.app import ArrayRecord
 from torch import Tensor
 
+from fedloom.clients.data.standardise import STATISTICS, Standardisation
 from fedloom.clients.job import Job
 from fedloom.clients.privacy.changes import Changes
 from fedloom.clients.privacy.secure_aggregation.asked import to_tensor, words
-from fedloom.clients.privacy.secure_aggregation.opening import Ready
+from fedloom.clients.privacy.secure_aggregation.opening import Ready, ready
 from fedloom.clients.privacy.secure_aggregation.primitives import (
     agreed,
     check_room,
@@ -35,14 +35,14 @@ from fedloom.clients.protocol.messages import (
     MASKED,
     SECURE_SHARES,
     SECURE_TRAINED,
+    TRAIN,
     config_digest,
-    to_arrays,
     to_states,
 )
 from fedloom.clients.storage.sent import Sent
 from fedloom.conf import to_json
 from fedloom.conf.errors import UserError
-from fedloom.conf.schema import RunConfig
+from fedloom.conf.schema import Config, RunConfig
 from fedloom.fusion.state import State
 
 LARGEST_START = 1024  # largest weight that is sent: there, float32 has steps of 6e-5
@@ -52,7 +52,7 @@ OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between si
 
 def masked(
     job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
-) -> dict[str, ArrayRecord]:
+) -> dict[str, State]:
     """Mask a contribution.
 
     For the contribution that the server stores, the result is the change since the last one that counted. Masks in common
@@ -77,7 +77,7 @@ def masked(
         raise UserError("secure aggregation: this attempt's contribution is already sent")
     _check_records(job, whole, changed)
     common = {name: agreed(bytes.fromhex(attempt.pair), attempt.keys(name).pair, *words(job)) for name in attempt.held}
-    records, moved = {}, dict[str, Sketch]()
+    records, moved = dict[str, State](), dict[str, Sketch]()
     if not charged:
         seen, moved = _sketches(job, sketch_key, secrets, changed)
         attempt.sketches = packed(seen)
@@ -90,17 +90,30 @@ def masked(
         vector += mask(bytes.fromhex(attempt.own), record, len(vector))
         for name, key in common.items():
             vector.add_(mask(key, record, len(vector)), alpha=sign(job.site.name, name))
-        records[record] = to_arrays({MASKED: vector})
-    attempt.sent, attempt.idle = True, order.again == IDLE
-    attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds}
+        records[record] = {MASKED: vector}
+    attempt.sent, attempt.idle, attempt.trains = True, order.again == IDLE, order.kind == TRAIN
+    attempt.lifts = {name: rounds for name, rounds in lifts.items() if rounds or not attempt.trains}
     attempt.statement, attempt.bases, attempt.config = _trained(job, steps), ready.bases, _configured(job)
-    records[SECURE_TRAINED] = to_arrays(_signed(attempt, ready.base.digest))
-    if not charged:
+    records[SECURE_TRAINED] = _signed(attempt, ready.base.digest)
+    if attempt.trains and not charged:
         secrets.save_sketches(order.round, order.base, moved)
-    secrets.save_agreement(order.round, order.base, None)
-    secrets.save_mask_keys(order.round, common)
+    if attempt.trains:  # otherwise no later round continues from what is sent
+        secrets.save_agreement(order.round, order.base, None)
+        secrets.save_mask_keys(order.round, common)
     secrets.save(attempt)
     return records
+
+
+def masked_sums(job: Job) -> dict[str, State]:
+    """Mask the sums over the site's examples (data.standardise), as `masked` does.
+
+    Their sketch is of mean and deviation, so that the site detects if other examples of the same kind were summed before.
+    """
+    checked, key, sums = ready(job), job.memory.begin(job.order.run, job.order.round), job.sums()
+    about = Standardisation.from_sums(sums).state()
+    none = {name: torch.zeros_like(tensor) for name, tensor in about.items()}
+    changed = Changes({STATISTICS: none}, {STATISTICS: about}, frozenset(), True)
+    return masked(job, checked, key, {STATISTICS: sums}, changed, 0)
 
 
 def _check_records(job: Job, whole: Mapping[str, State], changed: Changes) -> None:
@@ -163,8 +176,14 @@ def _sketches(job: Job, key: bytes, secrets: Secrets, changed: Changes) -> tuple
 
 
 def _configured(job: Job) -> str:
-    """Return a digest of the configuration, without the run's name and length, which all sites share."""
-    return config_digest(to_json(replace(job.config, run=RunConfig(), rounds=1)))
+    """Return a digest of the configuration, without the run's name and length, which all sites share.
+
+    For sums over examples, only of what determines the examples.
+    """
+    config = job.config
+    if job.order.kind != TRAIN:
+        config = Config(seed=config.seed, sites=config.sites, population=config.population, data=config.data)
+    return config_digest(to_json(replace(config, run=RunConfig(), rounds=1)))
 
 
 def noise_share(job: Job, ready: Ready) -> float:

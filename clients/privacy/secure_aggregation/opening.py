@@ -10,7 +10,7 @@ from fedloom.clients.privacy.secure_aggregation.asked import attempt_of, check_e
 from fedloom.clients.privacy.secure_aggregation.secrets import Agreed, Attempt, Secrets
 from fedloom.clients.privacy.secure_aggregation.site import opened
 from fedloom.clients.protocol.failures import LostStateError
-from fedloom.clients.protocol.messages import BASES, LIFT
+from fedloom.clients.protocol.messages import BASES, LIFT, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE
 from fedloom.conf.errors import UserError
 
@@ -53,7 +53,8 @@ def _check_sums(job: Job) -> None:
     order, bits = job.order, job.config.federation.scale_bits
     if {*order.sums.values()} != {ONCE}:
         raise UserError("order.sums: under masks each site counts once")
-    if order.slot not in ("", *order.sums) or (not order.slot and LIFT in job.content.array_records):
+    lifts = order.kind == TRAIN and LIFT in job.content.array_records
+    if order.slot not in ("", *order.sums) or (not order.slot and lifts):
         raise UserError("order.slot: is not a record that is summed")
     if not job.simulated and bits < LEAST_BITS:
         raise UserError(f"federation.scale_bits: got {bits}, but masked sums of real sites need at least {LEAST_BITS}")

@@ -57,6 +57,7 @@ class Attempt:
         counted: The sites whose contributions count, as this site has signed.
         lifts: By leaving site, the rounds whose common masks this site has removed.
         idle: Whether no site trains in this round.
+        trains: Whether the sum is of contributions; otherwise of sums over examples.
         sent: Whether it has sent its masked contribution.
         unmasked: Whether it has helped to remove masks.
     """
@@ -78,6 +79,7 @@ class Attempt:
     counted: list[str] = field(default_factory=list)
     lifts: dict[str, list[int]] = field(default_factory=dict)
     idle: bool = False
+    trains: bool = True
     sent: bool = False
     unmasked: bool = False
 
