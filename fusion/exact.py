@@ -83,14 +83,14 @@ class ExactSum:
             raise ExactSumError(f"cannot subtract {times} from a sum of {self.addends}")
         self._accumulate(quantised, -times)
 
-    def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-        """Subtract `old` and add `new`. On an ExactSumError the sum stays unchanged."""
+    def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], before: int = 1, times: int = 1) -> None:
+        """Subtract `old` `before` times, and add `new` `times` times. On an ExactSumError the sum stays unchanged."""
         self._check(new)
-        self._accumulate(old, -1)
+        self._accumulate(old, -before)
         try:
-            self._accumulate(new, 1)
+            self._accumulate(new, times)
         except ExactSumError:
-            self._accumulate(old, 1, checked=False)
+            self._accumulate(old, before, checked=False)
             raise
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:

@@ -5,6 +5,7 @@ holds everything that a site put into the method's slots. Floats are stored as f
 """
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,35 @@ from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.tables import FLOATS
 from fedloom.server.run_folder.layout import STAGING
+
+MOST_BYTES = 64 * 2**20  # of contributions that are held in memory
+
+
+class RecentStates:
+    """The states that were written or read last, by digest: at most MOST_BYTES, and always the newest."""
+
+    def __init__(self) -> None:
+        self._states: OrderedDict[str, State] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: str) -> State | None:
+        """Return the state with this digest, which the caller must not change; None if it is not here."""
+        if digest in self._states:
+            self._states.move_to_end(digest)
+        return self._states.get(digest)
+
+    def add(self, digest: str, state: State) -> State:
+        """Store a state in place of the oldest ones, and return it."""
+        if digest not in self._states:
+            self._states[digest] = state
+            self._bytes += _bytes_of(state)
+        while len(self._states) > 1 and self._bytes > MOST_BYTES:
+            self._bytes -= _bytes_of(self._states.popitem(last=False)[1])
+        return state
+
+
+def _bytes_of(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:
@@ -45,7 +75,7 @@ class Contributions:
     slots: Sequence[str]
     latest: dict[str, Contribution] = field(init=False)
     _staged: dict[str, Contribution] = field(default_factory=dict)
-    _read: tuple[str, State] = ("", {})  # the blob that was read last: one slot is usually read after another
+    _recent: RecentStates = field(default_factory=RecentStates)
 
     def __post_init__(self) -> None:
         self.latest = self.ledger.all_latest()
@@ -87,7 +117,9 @@ class Contributions:
     def stage(self, site: str, round: int, parts: Mapping[str, State], samples: int) -> None:
         """Write what a site puts into slots (`parts`); it counts once the round is committed. Other slots are unchanged."""
         before = self._whole(site) if len(self.slots) > len(parts) and self.here(site) else {}
-        self._staged[site] = Contribution(self.ledger.blobs.put(self._merged(before, parts)), samples, round, self.bits)
+        merged = self._merged(before, parts)
+        self._staged[site] = Contribution(self.ledger.blobs.put(merged), samples, round, self.bits)
+        self._recent.add(self._staged[site].blob, {name: tensor.clone() for name, tensor in sorted(merged.items())})
 
     def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
         """Stage the same content for many sites, before any of them has put anything into these slots: one file for all."""
@@ -139,9 +171,9 @@ class Contributions:
         contribution = self.here(site)
         if contribution is None:
             raise KeyError(f"{site} has contributed nothing")
-        if self._read[0] != contribution.blob:
-            self._read = contribution.blob, self.ledger.blobs.get(contribution.blob)
-        return self._read[1]
+        return self._recent.get(contribution.blob) or self._recent.add(
+            contribution.blob, self.ledger.blobs.get(contribution.blob)
+        )
 
     def _part(self, state: State, slot: str) -> State:
         start = prefixes(self.slots)[slot]
