@@ -16,6 +16,7 @@ import torch
 from fedloom.clients.storage.states import read_names, read_state, round_file
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import dequantise, exact
+from fedloom.fusion.flat import copy_of
 from fedloom.fusion.state import State
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.rows import Contribution
@@ -119,7 +120,7 @@ class Contributions:
         before = self._whole(site) if len(self.slots) > len(parts) and self.here(site) else {}
         merged = self._merged(before, parts)
         self._staged[site] = Contribution(self.ledger.blobs.put(merged), samples, round, self.bits)
-        self._recent.add(self._staged[site].blob, {name: tensor.clone() for name, tensor in sorted(merged.items())})
+        self._recent.add(self._staged[site].blob, copy_of(merged))
 
     def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
         """Stage the same content for many sites, before any of them has put anything into these slots: one file for all."""
@@ -176,13 +177,17 @@ class Contributions:
         )
 
     def _part(self, state: State, slot: str) -> State:
+        if len(self.slots) == 1:
+            return state
         start = prefixes(self.slots)[slot]
         part = {name[len(start) :]: tensor for name, tensor in state.items() if name.startswith(start)}
-        if not part and len(self.slots) > 1:
+        if not part:
             raise KeyError(f"nothing was put into the slot '{slot}'")
         return part
 
     def _merged(self, before: State, parts: Mapping[str, State]) -> State:
+        if len(self.slots) == 1 and not self._integers:
+            return parts[self.slots[0]]
         start = prefixes(self.slots)
         replaced = tuple(start[slot] for slot in parts)
         unchanged = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
