@@ -95,11 +95,13 @@ class ExactSum:
     def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], before: int = 1, times: int = 1) -> None:
         """Subtract `old` `before` times, and add `new` `times` times. On an ExactSumError the sum stays unchanged."""
         self._check(new)
-        self._accumulate(old, -before)
+        if before:
+            self._accumulate(old, -before)
         try:
             self._accumulate(new, times)
         except ExactSumError:
-            self._accumulate(old, before, checked=False)
+            if before:
+                self._accumulate(old, before, checked=False)
             raise
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:

@@ -72,7 +72,7 @@ def _usual(array: Array) -> bool:
         return False
     header = _header(array.dtype, shape)
     size = len(header) + np.dtype(array.dtype).itemsize * math.prod(shape)
-    return len(array.data) == size and array.data.startswith(header)
+    return len(array.data) == size and array.data[: len(header)] == header  # bytes or a memoryview
 
 
 @functools.lru_cache(maxsize=1024)

@@ -129,13 +129,13 @@ class Blobs:
                 write_bytes(path, content, durable=False, private=True)
         return digest
 
-    def adopt(self, path: Path) -> str:
+    def adopt(self, path: Path, digest: str = "") -> str:
         """Move a complete file into the blobs and return its digest. It must be on the same file system.
 
-        Raises LedgerError if the file cannot be moved.
+        `digest`: the one that its writer has computed. Raises LedgerError if the file cannot be moved.
         """
         with ledger_errors(path):
-            digest = file_digest(path)
+            digest = digest or file_digest(path)
             target = self.path(digest)
             if not self._whole(digest):
                 self.folder.mkdir(parents=True, exist_ok=True)

@@ -144,13 +144,13 @@ class Contributions:
                     f"{path}: was not written; federation.partial_sums needs workers that share the server's disk"
                 )
 
-    def stage_written(self, site: str, round: int, samples: int) -> None:
+    def stage_written(self, site: str, round: int, samples: int, blob: str) -> None:
         """Stage a contribution that a worker has written to the staging folder. Call `check_written` before."""
         path = round_file(self.staging, site, round)
         if self._integers:
             self.stage(site, round, {self.slots[0]: read_state(path)}, samples)
         else:
-            self._staged[site] = Contribution(self.ledger.blobs.adopt(path), samples, round, self.bits)
+            self._staged[site] = Contribution(self.ledger.blobs.adopt(path, blob), samples, round, self.bits)
 
     def stage_kept(self, site: str, round: int, samples: int, blob: str) -> None:
         """Stage a contribution that a node of the cluster stores (federation.node_store)."""

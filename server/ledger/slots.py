@@ -188,8 +188,9 @@ class Slots:
         self.contributions.stage_all(names, round, {slot: stored(state, self.bits)})
 
     def merge(
-        self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
-    ) -> None:
+        self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str], node: bool = False,
+        new: State | None = None,
+    ) -> None:  # fmt: skip
         """Stage a change of a sum by several sites whose contributions are already stored.
 
         Args:
@@ -197,24 +198,30 @@ class Slots:
             change: The change of the sum, int64.
             samples: The number of samples, by site.
             round: The round.
-            blobs: By site, the digest of the contribution that a cluster's node stores. None: workers have written them.
+            blobs: By site, the digest of the contribution that a worker has stored.
+            node: Whether a cluster's nodes store them, and not the folder of staged contributions.
+            new: The sum of these contributions, int64, if it is known.
 
         Raises:
             ExactSumError: The sum overflows.
             UserError: A worker's file is missing.
         """
-        if not blobs:
+        if not node:
             self.contributions.check_written(samples, round)
-        new = sum(self.times(slot, number) for site, number in samples.items())
+        new_addends = sum(self.times(slot, number) for site, number in samples.items())
         old = sum(self.weight(slot, site) for site in samples if self.has(slot, site))
         total = self.total(slot).copy()
-        total.merge(change, addends=new - old)
+        total.merge(change, addends=new_addends - old)
         self._totals[slot] = total
         for site, number in samples.items():
-            if blobs:
+            if node:
                 self.contributions.stage_kept(site, round, number, blobs[site])
             else:
-                self.contributions.stage_written(site, round, number)
+                self.contributions.stage_written(site, round, number, blobs[site])
+        if new is not None:
+            known = self._sum_of_round(slot, round)
+            known.total.merge(new, addends=new_addends)
+            known.of |= {site: self.contributions.here(site) for site in samples}
 
     def keep(self, name: str, state: State) -> None:
         """Stage a state of the server under a name, in place of the previous one. ValueError: the name of a slot."""
@@ -279,14 +286,17 @@ class Slots:
 
     def _count(self, update: SlotUpdate, new: State, round: int) -> None:
         """Add what a site put, as integers, to the sum of the round."""
-        if round != self._round:
-            self._round, self._of_round = round, {}
-        known = self._of_round.setdefault(update.slot, RoundSum(ExactSum(self.bits, modular=True)))
+        known = self._sum_of_round(update.slot, round)
         if update.site in known.of:  # it puts twice: its first state is not at hand any more
             known.of[update.site] = None
             return
         known.total.add(new, self.times(update.slot, update.samples))
         known.of[update.site] = self.contributions.here(update.site)
+
+    def _sum_of_round(self, slot: str, round: int) -> RoundSum:
+        if round != self._round:
+            self._round, self._of_round = round, {}
+        return self._of_round.setdefault(slot, RoundSum(ExactSum(self.bits, modular=True)))
 
     def _replaced(self, update: SlotUpdate, alone: bool) -> State:
         """Put the site's new contribution into the slot's sum, in place if `alone`. Return it as integers."""
