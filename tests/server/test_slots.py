@@ -103,7 +103,7 @@ def test_with_the_whole_history_a_run_goes_back_to_before_its_first_round(tmp_pa
     unlearn(tmp_path / "FedProx", UnlearningRequest(["site-0001"], rollback=True))
 
 
-NAMES = ("a", "b", "c", "d")
+NAMES: tuple[str, ...] = ("a", "b", "c", "d")
 ROUNDS = st.lists(
     st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 9)), max_size=5), max_size=5
 )
