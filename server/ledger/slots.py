@@ -198,7 +198,7 @@ class Slots:
             change: The change of the sum, int64.
             samples: The number of samples, by site.
             round: The round.
-            blobs: By site, the digest of the contribution that a worker has stored.
+            blobs: By site, the digest of the contribution that a worker has stored; without one, its file is read.
             node: Whether a cluster's nodes store them, and not the folder of staged contributions.
             new: The sum of these contributions, int64, if it is known.
 
@@ -217,7 +217,7 @@ class Slots:
             if node:
                 self.contributions.stage_kept(site, round, number, blobs[site])
             else:
-                self.contributions.stage_written(site, round, number, blobs[site])
+                self.contributions.stage_written(site, round, number, blobs.get(site, ""))
         if new is not None:
             known = self._sum_of_round(slot, round)
             known.total.merge(new, addends=new_addends)
