@@ -223,7 +223,8 @@ def update(
         job.store.save(job.order.round, job.order.base, local)
     reply = RecordDict({**sent})
     reply[METRICS] = MetricRecord({**numbers})
-    if word := job.policy.identity.sign(*update_payload(job.order.run, job.site.name, job.order.round, reply)):
+    identity = job.policy.identity
+    if identity.key and (word := identity.sign(*update_payload(job.order.run, job.site.name, job.order.round, reply))):
         reply[SIGNED] = word
     return reply
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedloom.fusion.flat import copy_of, flat_of
 from fedloom.fusion.state import State, flat
 
 INT64_MAX = 2**63 - 1
@@ -26,13 +27,17 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     The error of an entry is at most 2**-(bits + 1). Raise ExactSumError if an entry is not finite, or |w| >= 2**(62 -
     bits).
     """
-    scaled = flat(state).mul_(2.0**bits)
+    whole = flat_of(state)
+    scaled = (flat(state) if whole is None else whole.vector.double()).mul_(2.0**bits)
     if len(scaled):
         low, high = torch.aminmax(scaled)
         if not max(-float(low), float(high)) < 2.0**62:
             check_range(state, bits)
-    integers = scaled.round_().to(torch.int64).split([tensor.numel() for tensor in state.values()])
-    return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), integers, strict=True)}
+    integers = scaled.round_().to(torch.int64)
+    if whole is not None:
+        return whole.layout.state(integers)
+    parts = integers.split([tensor.numel() for tensor in state.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(state.items(), parts, strict=True)}
 
 
 def check_range(state: Mapping[str, Tensor], bits: int) -> None:
@@ -47,6 +52,8 @@ def check_range(state: Mapping[str, Tensor], bits: int) -> None:
 
 def exact(state: Mapping[str, Tensor], bits: int) -> State:
     """Return a state as integers in units of 2**-bits: quantise its floats; its integers are in these units already."""
+    if (whole := flat_of(state)) is not None:
+        return quantise(whole, bits) if whole.vector.dtype.is_floating_point else whole
     floats = quantise({name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}, bits)
     return {name: floats.get(name, tensor) for name, tensor in state.items()}
 
@@ -54,6 +61,8 @@ def exact(state: Mapping[str, Tensor], bits: int) -> State:
 def dequantise(state: Mapping[str, Tensor], bits: int, divisor: int = 1) -> State:
     """Return int64 multiples of 2**-bits, over `divisor`, as float32 (one rounding in float64, one to float32)."""
     scale = 2.0**-bits / divisor
+    if (whole := flat_of(state)) is not None:
+        return whole.layout.state((whole.vector.double() * scale).float())
     return {name: (tensor.double() * scale).float() for name, tensor in state.items()}
 
 
@@ -71,7 +80,7 @@ class ExactSum:
     totals: State = field(default_factory=dict)
     addends: int = 0
     modular: bool = False
-    _bounds: dict[str, int] = field(default_factory=dict, repr=False)
+    _bound: int = field(default=0, repr=False)  # no entry of the sum is larger
 
     def add(self, quantised: Mapping[str, Tensor], times: int = 1) -> None:
         """Add `times` copies of a quantised state. Raise ExactSumError for other names or shapes, and on overflow."""
@@ -83,14 +92,16 @@ class ExactSum:
             raise ExactSumError(f"cannot subtract {times} from a sum of {self.addends}")
         self._accumulate(quantised, -times)
 
-    def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-        """Subtract `old` and add `new`. On an ExactSumError the sum stays unchanged."""
+    def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], before: int = 1, times: int = 1) -> None:
+        """Subtract `old` `before` times, and add `new` `times` times. On an ExactSumError the sum stays unchanged."""
         self._check(new)
-        self._accumulate(old, -1)
+        if before:
+            self._accumulate(old, -before)
         try:
-            self._accumulate(new, 1)
+            self._accumulate(new, times)
         except ExactSumError:
-            self._accumulate(old, 1, checked=False)
+            if before:
+                self._accumulate(old, before, checked=False)
             raise
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:
@@ -110,21 +121,24 @@ class ExactSum:
 
     def copy(self) -> "ExactSum":
         """Return an independent copy."""
-        totals = {name: tensor.clone() for name, tensor in self.totals.items()}
-        return ExactSum(self.bits, totals, self.addends, self.modular, dict(self._bounds))
+        return ExactSum(self.bits, copy_of(self.totals), self.addends, self.modular, self._bound)
 
     def _accumulate(self, quantised: Mapping[str, Tensor], times: int, checked: bool = True) -> None:
         self._check(quantised)
-        checked = checked and times > 0 and not self.modular
-        bounds = {
-            name: self._bound(name, tensor, times, checked) for name, tensor in quantised.items()
-        }  # check all tensors before the first change
-        for name, tensor in quantised.items():
-            if name not in self.totals:
-                self.totals[name] = tensor * times
-            else:
+        bound = self._bound_after(quantised, times, checked and times > 0)  # before the first change
+        totals, whole = flat_of(self.totals), flat_of(quantised)
+        if not self.totals:
+            self.totals = (
+                {name: tensor * times for name, tensor in quantised.items()}
+                if whole is None
+                else whole.layout.state(whole.vector * times)
+            )
+        elif totals is not None and whole is not None and totals.layout == whole.layout:
+            totals.vector.add_(whole.vector, alpha=times)
+        else:
+            for name, tensor in quantised.items():
                 self.totals[name].add_(tensor, alpha=times)
-        self._bounds = bounds
+        self._bound = bound
         self.addends += times
 
     def _check(self, quantised: Mapping[str, Tensor]) -> None:
@@ -141,18 +155,21 @@ class ExactSum:
                     f"tensor '{name}' has shape {list(tensor.shape)}, the sum has {list(self.totals[name].shape)}"
                 )
 
-    def _bound(self, name: str, tensor: Tensor, times: int, checked: bool) -> int:
-        """Return an upper bound of the largest entry after the addition. Compute the exact maximum only near the limit."""
+    def _bound_after(self, quantised: Mapping[str, Tensor], times: int, checked: bool) -> int:
+        """Return an upper bound of the largest entry after the addition. Compute the exact maxima only near the limit."""
         if self.modular:
             return 0
-        step = _largest(tensor) * abs(times)
-        bound = self._bounds.get(name, 0) + step
-        if not checked:
+        whole = flat_of(quantised)
+        tensors = [whole.vector] if whole is not None else list(quantised.values())
+        bound = self._bound + abs(times) * max((_largest(tensor) for tensor in tensors), default=0)
+        if not checked or bound <= INT64_MAX:
             return bound
-        if bound > INT64_MAX and name in self.totals:
-            bound = _largest(self.totals[name]) + step
-        if bound > INT64_MAX:
-            raise ExactSumError(f"tensor '{name}' would overflow the exact sum: use fewer scale_bits than {self.bits}")
+        bound = 0
+        for name, tensor in quantised.items():
+            here = _largest(self.totals[name]) if name in self.totals else 0
+            bound = max(bound, here + abs(times) * _largest(tensor))
+            if bound > INT64_MAX:
+                raise ExactSumError(f"tensor '{name}' would overflow the exact sum: use fewer scale_bits than {self.bits}")
         return bound
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedloom.clients.data.form import FEATURES, SEQUENCE, TOKENS
 from fedloom.clients.data.found import KINDS, short
+from fedloom.clients.data.listing import once
 from fedloom.clients.data.own import Own, OwnSplit, contents, lookup, state_of
 from fedloom.clients.data.packaged import (
     LENGTH,
@@ -201,7 +202,7 @@ def locate(name: str, data: DataConfig) -> Place:
     Raises UserError for an unknown or missing domain, a missing data.root, or a failed download.
     """
     folder = data_folder(data)
-    return _present(name, folder) or _fetched(name, folder, data.download)
+    return once(("place", name, folder), lambda: _present(name, folder) or _fetched(name, folder, data.download))
 
 
 def where(name: str, data: DataConfig) -> str:

@@ -3,18 +3,20 @@
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TypeVar, cast
 from uuid import uuid4
 
 MOST_MOMENTS = 8
 
-Listed = dict[Path, str]
+T = TypeVar("T")
+Listed = dict[Hashable, object]
 Counts = Callable[[str], bool]
 
-_LISTED: ContextVar[Listed | None] = ContextVar("listed", default=None)  # digests that are valid in this context
+_LISTED: ContextVar[Listed | None] = ContextVar("listed", default=None)  # what is valid in this context
 _AT: ContextVar[str] = ContextVar("at", default="")  # the run of the current message
 _MOMENTS: OrderedDict[tuple[str, int], Listed] = OrderedDict()
 _RUN = ""  # the run in this process
@@ -25,12 +27,17 @@ def state(path: Path, counts: Counts = lambda name: True) -> str:
 
     Contexts such as `held` cache it. `counts`: whether a file counts, by its name; always the same for the same folder.
     """
+    return once(path, lambda: fresh(path, counts))
+
+
+def once(key: Hashable, compute: Callable[[], T]) -> T:
+    """Return compute(), which is computed once for this key in contexts such as `held`: files do not change in them."""
     known = _LISTED.get()
     if known is None:
-        return fresh(path, counts)
-    if path not in known:
-        known[path] = fresh(path, counts)
-    return known[path]
+        return compute()
+    if key not in known:
+        known[key] = compute()
+    return cast("T", known[key])
 
 
 def run_now() -> str:

@@ -15,7 +15,7 @@ from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.found import short
 from fedloom.clients.data.images import Images
-from fedloom.clients.data.listing import held
+from fedloom.clients.data.listing import held, once
 from fedloom.clients.data.own import check_files, left_out, notes
 from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
 from fedloom.clients.data.remembered import while_same
@@ -208,6 +208,11 @@ def _relabelled(y: Labels, change: Variant) -> Labels:
 
 def _share(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
     """Return the pool of the site's entry, the site's part, and how many images of the part it takes."""
+    key = "share", id(config), id(site)  # the stored value holds both, so that no other object gets these ids
+    return once(key, lambda: (config, site, _shared_out(config, site)))[2]
+
+
+def _shared_out(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
     data, spec = config.data, site.spec
     pool = _Pool(
         place=locate(spec.domain, data),

@@ -58,6 +58,8 @@ class Averaged(Objective):
     def shared(self, network: nn.Module, state: State) -> State:
         """Return the part of a network's state that the server averages."""
         own = norms(network) if self.batchnorm == OWN else frozenset()
+        if not own and all(tensor.dtype.is_floating_point for tensor in state.values()):
+            return state
         return {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and name not in own}
 
 

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from fedloom.clients.data import outputs
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.protocol.messages import MEAN
+from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import State
 
 
@@ -78,4 +79,6 @@ def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def state_of(module: nn.Module) -> State:
     """Return a copy of the module's parameters and buffers, on the CPU."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    flat = flattened(state)
+    return flat if flat is not state else {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}

@@ -6,6 +6,7 @@ NumPy takes about 70 microseconds for the header of a .npy file, longer than for
 import functools
 import io
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,8 +14,11 @@ from flwr.app import Array
 from numpy.lib import format as npy
 from torch import Tensor
 
+from fedloom.fusion.flat import FlatState, layout_of_shapes
+
 MOST_DIMENSIONS = 8  # of shapes whose headers are cached: the sender chooses the shapes
 NUMPY = "numpy.ndarray"  # Flower's name for this encoding
+FLAT = {"float32", "int64"}  # types of states whose tensors share one vector
 
 
 def encode(tensor: Tensor) -> Array:
@@ -35,6 +39,40 @@ def decode(array: Array) -> Tensor:
     if not fits or array.data[:begin] != header:  # another writer's header, or damage
         return torch.from_numpy(array.numpy())
     return torch.from_numpy(np.frombuffer(array.data, dtype, offset=begin).reshape(array.shape).copy())
+
+
+def encode_flat(state: FlatState) -> dict[str, Array]:
+    """Encode a flat state's tensors with the same bytes as `encode`."""
+    array, arrays, begin = state.vector.contiguous().numpy(), {}, 0
+    dtype = array.dtype.name
+    for (name, shape), size in zip(state.layout.shapes, state.layout.sizes, strict=True):
+        arrays[name] = Array(dtype, shape, NUMPY, b"".join((_header(dtype, shape), array[begin : begin + size].data)))
+        begin += size
+    return arrays
+
+
+def decode_flat(arrays: Mapping[str, Array]) -> FlatState | None:
+    """Decode float32 or int64 arrays, all of one type and with headers as `encode` writes them; None: they are not."""
+    dtypes = {array.dtype for array in arrays.values()}
+    if len(dtypes) != 1 or not dtypes <= FLAT or any(not _usual(array) for array in arrays.values()):
+        return None
+    layout = layout_of_shapes(tuple(sorted((name, tuple(array.shape)) for name, array in arrays.items())))
+    vector, begin = np.empty(sum(layout.sizes), dtypes.pop()), 0
+    for (name, shape), size in zip(layout.shapes, layout.sizes, strict=True):
+        data = arrays[name].data
+        vector[begin : begin + size] = np.frombuffer(data, vector.dtype, offset=len(_header(vector.dtype.name, shape)))
+        begin += size
+    return layout.state(torch.from_numpy(vector))
+
+
+def _usual(array: Array) -> bool:
+    """Return whether an array has the header that `encode` writes, and as many bytes as its shape says."""
+    shape = tuple(array.shape)
+    if array.stype != NUMPY or len(shape) > MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
+        return False
+    header = _header(array.dtype, shape)
+    size = len(header) + np.dtype(array.dtype).itemsize * math.prod(shape)
+    return len(array.data) == size and array.data[: len(header)] == header  # bytes or a memoryview
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,8 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from fedloom.clients.protocol.codec import decode, encode
+from fedloom.clients.protocol.codec import decode, decode_flat, encode, encode_flat
+from fedloom.fusion.flat import flat_of
 from fedloom.fusion.state import State
 
 NONE = "none"
@@ -64,12 +65,14 @@ bf16: |x' - x| <= 2^-8 |x| + 2^-134. int16: |x' - x| <= (1/65534 + 2^-24) max|x|
 
 def packed(state: Mapping[str, Tensor], name: str) -> ArrayRecord:
     """Pack a state's float32 tensors by packing `name` into a Flower record; those that would become infinite stay whole."""
+    if name == NONE and (whole := flat_of(state)) is not None:
+        return ArrayRecord(encode_flat(whole))
     return ArrayRecord({key: _packed(tensor.detach().cpu(), name) for key, tensor in state.items()})
 
 
 def unpacked(record: ArrayRecord) -> State:
     """Return the state in a Flower record, packed or not. Raises ValueError for bytes of neither form."""
-    return {key: _unpacked(array) for key, array in record.items()}
+    return decode_flat(record) or {key: _unpacked(array) for key, array in record.items()}
 
 
 def as_sent(own: State, contribution: Mapping[str, State], sent: Mapping[str, ArrayRecord]) -> State:

@@ -7,6 +7,8 @@ With federation.node_store both stay on the worker's node (Keeping). The server 
 per node.
 """
 
+import contextlib
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,9 +40,10 @@ from fedloom.clients.protocol.messages import (
     to_states,
 )
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, check_record, train_numbers
-from fedloom.clients.storage.states import read_state, round_file, write_private_state
+from fedloom.clients.storage.states import read_state, round_file, safetensors_of, write_bytes
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, exact, quantise
+from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import State
 
 ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
@@ -59,7 +62,8 @@ class PartialSum:
         records: The sums, int64; for contributions, the change of the server's sum.
         node: The node that stores `records`; "" if they are included.
         ticket: The name of the stored records at this node.
-        blobs: By site, the digest of the contribution that the node stores.
+        blobs: By site, the digest of the stored contribution.
+        new: The sum of the contributions themselves, int64; None where a node stores them.
     """
 
     run: str
@@ -71,6 +75,7 @@ class PartialSum:
     node: str = ""
     ticket: str = ""
     blobs: dict[str, str] = field(default_factory=dict)
+    new: ArrayRecord | None = None
 
 
 class Keeping(Protocol):
@@ -134,53 +139,70 @@ class _Sums:
         self.likes = {record: {name: torch.empty(shape, device="meta") for name, shape in like.items()} for record, like in
                       shapes.items()}  # fmt: skip
         self.sums = {record: ExactSum(self.bits) for record in order.sums}
+        self.new = ExactSum(self.bits, modular=True)  # of contributions, without what they replace
         self.samples: dict[str, int] = {}
         self.messages: set[str] = set()
         self.blobs: dict[str, str] = {}
 
     def add(self, order: TaskInstructions, message: Message, content: RecordDict) -> None:
-        """Add one site's records and store its contribution. Raises ExactSumError or ReplyError."""
+        """Add one site's records and store its contribution. Raises ExactSumError or ReplyError, and then adds nothing."""
         site = self.config.roster[order.site]
         with at_round(order.run, order.round):
             bounds = Bounds.of(self.config.federation, site_size(self.config, site))
         samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])
         records, sent = _read(content), _read(message.content)
-        start = {**sent[MEAN], **sent.get(STAR, {})}
-        changed = {}
-        for record, counted in order.sums.items():
-            before = self._before(order, record, sent)
-            check_record(record, records.get(record), before or self.likes[record], integers=False)
-            bounds.check(record, records[record], dequantise(before, self.bits) if before else start)
-            integers, times = quantise(records[record], self.bits), samples if counted == SAMPLES else 1
-            changed[record] = self.sums[record].copy()
-            changed[record].add(integers, times)
-            if before:
-                changed[record].add(before, -order.weight)
-        if order.slot:
-            self._keep(order, site.name, records[order.slot])
-        self.sums, self.samples[site.name] = changed, samples
+        start = {**sent[MEAN], **sent[STAR]} if STAR in sent else sent[MEAN]
+        with contextlib.ExitStack() as undo:
+            for record, counted in order.sums.items():
+                before = self._before(order, record, sent)
+                like = self.likes.get(record) or before
+                check_record(record, records.get(record), like, integers=False)
+                bounds.check(record, records[record], start if record in self.likes else _floats(before, self.bits))
+                new, times = quantise(records[record], self.bits), samples if counted == SAMPLES else 1
+                old, weight = exact(before, self.bits), order.weight if before else 0
+                self.sums[record].replace(old, new, weight, times)
+                undo.callback(self.sums[record].replace, new, old, times, weight)
+                if record == order.slot and self.part is None:
+                    self.new.add(new, times)
+                    undo.callback(self.new.subtract, new, times)
+            blob = self._keep(order, site.name, records[order.slot]) if order.slot else ""
+            undo.pop_all()
+        self.samples[site.name] = samples
         self.messages.add(message.metadata.message_id)
+        if blob:
+            self.blobs[site.name] = blob
 
     def _before(self, order: TaskInstructions, record: str, sent: Mapping[str, State]) -> State:
-        """Return the site's contribution (int64) that is now in the sum; empty for other records."""
+        """Return the site's contribution that is now in the sum, as it is stored; empty for other records."""
         if record != order.slot or not order.before:
             return {}
         if self.part is None:
-            return exact(read_state(Path(order.before)), self.bits)
-        return exact(sent.get(BEFORE) or self.part.get(order.run, order.before, order.holder), self.bits)
+            return flattened(read_state(Path(order.before)))
+        return sent.get(BEFORE) or self.part.get(order.run, order.before, order.holder)
 
-    def _keep(self, order: TaskInstructions, site: str, state: State) -> None:
-        if self.part is None:
-            write_private_state(round_file(Path(order.ledger), site, order.round), state)
-        else:
-            self.blobs[site] = self.part.put(order.run, state)
+    def _keep(self, order: TaskInstructions, site: str, state: State) -> str:
+        """Store a contribution and return its digest. The server flushes it to disk when it commits the round."""
+        if self.part is not None:
+            return self.part.put(order.run, state)
+        content = safetensors_of(state)
+        write_bytes(round_file(Path(order.ledger), site, order.round), content, durable=False, private=True)
+        return hashlib.sha256(content).hexdigest()
 
     def sum(self) -> PartialSum:
         """Return the sums so far."""
         records = {record: to_arrays(total.totals) for record, total in self.sums.items()}
         addends = {record: total.addends for record, total in self.sums.items()}
         messages = frozenset(self.messages)
-        return PartialSum(self.order.run, self.order.round, messages, self.samples, addends, records, blobs=self.blobs)
+        new = to_arrays(self.new.totals) if self.new.addends else None
+        return PartialSum(
+            self.order.run, self.order.round, messages, self.samples, addends, records, blobs=self.blobs, new=new
+        )
+
+
+def _floats(state: State, bits: int) -> State:
+    """Return a stored contribution as floats; ledgers of the first formats store integers."""
+    integers = {name: tensor for name, tensor in state.items() if not tensor.dtype.is_floating_point}
+    return {**state, **dequantise(integers, bits)} if integers else state
 
 
 def _read(content: RecordDict) -> dict[str, State]:

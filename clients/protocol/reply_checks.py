@@ -1,7 +1,7 @@
 """Checks of replies, which the server and workers with partial sums run before they add a contribution."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.protocol.messages import BY_CLASS, CLASSES, METRICS, TOTAL
 from fedloom.conf.schema import FederationConfig
+from fedloom.fusion.flat import flat_of
 
 MOST_LOSS = 1e30  # losses are averaged
 MOST_IMAGES = 2**31  # images that a site can measure on
@@ -58,17 +59,18 @@ class Bounds:
             ReplyError: A weight is too large, or the weights are too far from `start`.
         """
         floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and tensor.numel()}
-        if not floats:
+        if not floats or not (self.largest_weight or self.largest_change):
             return
-        weights = torch.cat([tensor.flatten() for tensor in floats.values()])
-        if self.largest_weight and self.largest_weight < float(weights.abs().max()) < math.inf:
+        weights = _vector(state, floats)
+        low, high = torch.aminmax(weights)
+        if self.largest_weight and self.largest_weight < max(-float(low), float(high)) < math.inf:
             name, largest = max(
                 ((name, float(tensor.abs().max())) for name, tensor in floats.items()), key=lambda pair: pair[1]
             )
             fault = f"record '{kind}', tensor '{name}' has an entry of size {largest:.3g}"
             raise ReplyError(f"{fault}, more than federation.largest_weight={self.largest_weight:g}")
         if self.largest_change and change:
-            moved = float(torch.dist(weights, torch.cat([start[name].flatten() for name in floats])))
+            moved = float(torch.dist(weights, _vector(start, floats)))
             if self.largest_change < moved < math.inf:
                 fault = f"record '{kind}' moved by {moved:.3g} (L2 norm) in a round"
                 raise ReplyError(f"{fault}, more than federation.largest_change={self.largest_change:g}")
@@ -78,13 +80,23 @@ class Bounds:
 
         Returns the record, and the norm before clipping (0 if nothing was clipped). Values that are not finite stay so.
         """
+        if not self.clip_change:
+            return dict(state) if not isinstance(state, dict) else state, 0.0
         floats = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}
         moved = math.hypot(*(float(torch.dist(tensor, start[name])) for name, tensor in floats.items()))
-        if not 0 < self.clip_change < moved < math.inf:
+        if not self.clip_change < moved < math.inf:
             return dict(state), 0.0
         share = self.clip_change / moved
         near = {name: torch.lerp(start[name].to(tensor), tensor, share) for name, tensor in floats.items()}
         return {**state, **near}, moved
+
+
+def _vector(state: Mapping[str, Tensor], named: Iterable[str]) -> Tensor:
+    """Return the named tensors as one vector."""
+    whole = flat_of(state)
+    if whole is not None and list(whole) == list(named):
+        return whole.vector
+    return torch.cat([state[name].flatten() for name in named])
 
 
 FREE = Bounds()

@@ -1,16 +1,19 @@
 """States as safetensors files. Each is written to a temporary file and renamed, so a reader never sees half a file."""
 
+import functools
 import json
 import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fedloom.conf.errors import UserError
+from fedloom.fusion.flat import Layout, flat_of
 from fedloom.fusion.state import State
 
 HEADER = 8  # bytes that hold the length of a safetensors file's header
@@ -42,6 +45,20 @@ def write_bytes(path: Path, content: bytes, durable: bool = True, private: bool 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def safetensors_of(state: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes of a safetensors file with this state; equal states have equal bytes."""
+    if (whole := flat_of(state)) is not None:
+        return b"".join((_header(whole.layout, whole.vector.dtype), whole.vector.contiguous().numpy().data))
+    return save({name: state[name].detach().cpu().contiguous() for name in sorted(state)}, metadata={"format": "pt"})
+
+
+@functools.lru_cache(maxsize=64)
+def _header(layout: Layout, dtype: torch.dtype) -> bytes:
+    """Return what a safetensors file of this layout has before its numbers."""
+    content = save({name: torch.empty(shape, dtype=dtype) for name, shape in layout.shapes}, metadata={"format": "pt"})
+    return content[: HEADER + int.from_bytes(content[:HEADER], "little")]
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from fedloom.clients.storage.states import write_bytes
+from fedloom.clients.storage.states import safetensors_of, write_bytes
 from fedloom.conf.errors import UserError
+from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import State
 
 SYNCS = 8  # files that are flushed to disk at the same time
@@ -120,8 +121,7 @@ class Blobs:
 
     def put(self, state: State) -> str:
         """Write a state, unless it exists, and return its digest. Raises LedgerError if the disk refuses it."""
-        tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(state)}
-        content = save(tensors, metadata={"format": "pt"})
+        content = safetensors_of(state)
         digest = hashlib.sha256(content).hexdigest()
         path = self.path(digest)
         with ledger_errors(path):
@@ -129,13 +129,13 @@ class Blobs:
                 write_bytes(path, content, durable=False, private=True)
         return digest
 
-    def adopt(self, path: Path) -> str:
+    def adopt(self, path: Path, digest: str = "") -> str:
         """Move a complete file into the blobs and return its digest. It must be on the same file system.
 
-        Raises LedgerError if the file cannot be moved.
+        `digest`: the one that its writer has computed. Raises LedgerError if the file cannot be moved.
         """
         with ledger_errors(path):
-            digest = file_digest(path)
+            digest = digest or file_digest(path)
             target = self.path(digest)
             if not self._whole(digest):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class Blobs:
     def get(self, digest: str) -> State:
         """Return the state with this digest. Raises LedgerError naming a file that is missing or damaged."""
         try:
-            return dict(sorted(load(self._content(digest)).items()))  # safetensors has no order
+            return flattened(dict(sorted(load(self._content(digest)).items())))  # safetensors has no order
         except SafetensorError as error:
             raise LedgerError(f"{self.path(digest)}: is not a readable safetensors file ({error})") from None
 

@@ -5,6 +5,7 @@ holds everything that a site put into the method's slots. Floats are stored as f
 """
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,41 @@ import torch
 from fedloom.clients.storage.states import read_names, read_state, round_file
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import dequantise, exact
+from fedloom.fusion.flat import copy_of
 from fedloom.fusion.state import State
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.tables import FLOATS
 from fedloom.server.run_folder.layout import STAGING
+
+MOST_BYTES = 64 * 2**20  # of contributions that are held in memory
+
+
+class RecentStates:
+    """The states that were written or read last, by digest: at most MOST_BYTES, and always the newest."""
+
+    def __init__(self) -> None:
+        self._states: OrderedDict[str, State] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: str) -> State | None:
+        """Return the state with this digest, which the caller must not change; None if it is not here."""
+        if digest in self._states:
+            self._states.move_to_end(digest)
+        return self._states.get(digest)
+
+    def add(self, digest: str, state: State) -> State:
+        """Store a state in place of the oldest ones, and return it."""
+        if digest not in self._states:
+            self._states[digest] = state
+            self._bytes += _bytes_of(state)
+        while len(self._states) > 1 and self._bytes > MOST_BYTES:
+            self._bytes -= _bytes_of(self._states.popitem(last=False)[1])
+        return state
+
+
+def _bytes_of(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def prefixes(slots: Sequence[str]) -> dict[str, str]:
@@ -45,7 +76,7 @@ class Contributions:
     slots: Sequence[str]
     latest: dict[str, Contribution] = field(init=False)
     _staged: dict[str, Contribution] = field(default_factory=dict)
-    _read: tuple[str, State] = ("", {})  # the blob that was read last: one slot is usually read after another
+    _recent: RecentStates = field(default_factory=RecentStates)
 
     def __post_init__(self) -> None:
         self.latest = self.ledger.all_latest()
@@ -87,7 +118,9 @@ class Contributions:
     def stage(self, site: str, round: int, parts: Mapping[str, State], samples: int) -> None:
         """Write what a site puts into slots (`parts`); it counts once the round is committed. Other slots are unchanged."""
         before = self._whole(site) if len(self.slots) > len(parts) and self.here(site) else {}
-        self._staged[site] = Contribution(self.ledger.blobs.put(self._merged(before, parts)), samples, round, self.bits)
+        merged = self._merged(before, parts)
+        self._staged[site] = Contribution(self.ledger.blobs.put(merged), samples, round, self.bits)
+        self._recent.add(self._staged[site].blob, copy_of(merged))
 
     def stage_all(self, sites: Iterable[str], round: int, parts: Mapping[str, State]) -> None:
         """Stage the same content for many sites, before any of them has put anything into these slots: one file for all."""
@@ -111,13 +144,13 @@ class Contributions:
                     f"{path}: was not written; federation.partial_sums needs workers that share the server's disk"
                 )
 
-    def stage_written(self, site: str, round: int, samples: int) -> None:
+    def stage_written(self, site: str, round: int, samples: int, blob: str) -> None:
         """Stage a contribution that a worker has written to the staging folder. Call `check_written` before."""
         path = round_file(self.staging, site, round)
         if self._integers:
             self.stage(site, round, {self.slots[0]: read_state(path)}, samples)
         else:
-            self._staged[site] = Contribution(self.ledger.blobs.adopt(path), samples, round, self.bits)
+            self._staged[site] = Contribution(self.ledger.blobs.adopt(path, blob), samples, round, self.bits)
 
     def stage_kept(self, site: str, round: int, samples: int, blob: str) -> None:
         """Stage a contribution that a node of the cluster stores (federation.node_store)."""
@@ -139,18 +172,22 @@ class Contributions:
         contribution = self.here(site)
         if contribution is None:
             raise KeyError(f"{site} has contributed nothing")
-        if self._read[0] != contribution.blob:
-            self._read = contribution.blob, self.ledger.blobs.get(contribution.blob)
-        return self._read[1]
+        return self._recent.get(contribution.blob) or self._recent.add(
+            contribution.blob, self.ledger.blobs.get(contribution.blob)
+        )
 
     def _part(self, state: State, slot: str) -> State:
+        if len(self.slots) == 1:
+            return state
         start = prefixes(self.slots)[slot]
         part = {name[len(start) :]: tensor for name, tensor in state.items() if name.startswith(start)}
-        if not part and len(self.slots) > 1:
+        if not part:
             raise KeyError(f"nothing was put into the slot '{slot}'")
         return part
 
     def _merged(self, before: State, parts: Mapping[str, State]) -> State:
+        if len(self.slots) == 1 and not self._integers:
+            return parts[self.slots[0]]
         start = prefixes(self.slots)
         replaced = tuple(start[slot] for slot in parts)
         unchanged = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}

@@ -6,7 +6,7 @@ commits, crashes, digests and requests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedloom.clients.data.standardise import STATISTICS
 from fedloom.conf.errors import UserError
@@ -16,6 +16,7 @@ from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.contributions import Contributions
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.ledger.ledger import Ledger
+from fedloom.server.ledger.rows import Contribution
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ class SlotUpdate:
     integers: State | None = None
 
 
+@dataclass
+class RoundSum:
+    """The exact sum of what sites put into a slot in one round, and whose contributions it contains."""
+
+    total: ExactSum
+    of: dict[str, Contribution | None] = field(default_factory=dict)
+
+
 class Slots:
     """The slots of one run: sums, the server's states, every site's contribution, and what a round has staged."""
 
@@ -52,6 +61,8 @@ class Slots:
         last = self.ledger.last_round()
         states = {name: self.ledger.blobs.get(blob) for name, blob in last.states.items()} if last else {}
         self._totals: dict[str, ExactSum] = {}  # of the current round
+        self._of_round: dict[str, RoundSum] = {}  # by slot, of the round in which sites put something last
+        self._round = 0  # the number of that round
         self._kept: dict[str, State] = {}
         self.arriving: dict[str, State] = {}  # in STATISTICS, by site: it counts with the site's next contribution
         self.totals = {name: self.empty(name) for name, slot in self.declared.items() if isinstance(slot, Sum)}
@@ -63,7 +74,7 @@ class Slots:
     def abandon(self) -> None:
         """Drop what was staged since the last commit."""
         self.contributions.abandon()
-        self._totals, self._kept, self.arriving = {}, {}, {}
+        self._totals, self._kept, self.arriving, self._of_round = {}, {}, {}, {}
 
     # Reading: what is committed and what is staged
 
@@ -112,11 +123,13 @@ class Slots:
         return max(1, samples) if self.weighted(slot) else 1
 
     def sum_of(self, slot: str, names: Iterable[str]) -> ExactSum:
-        """Return the sum of these sites' contributions to a slot, read again and added in this order."""
+        """Return the sum of these sites' contributions to a slot: that of the last round, or read again and added."""
+        of = {name: self.contributions.here(name) for name in names if self.has(slot, name)}
+        if (known := self._of_round.get(slot)) and known.of == of:
+            return known.total.copy()
         total = ExactSum(self.bits, modular=True)  # in any order, no partial sum overflows
-        for name in names:
-            if self.has(slot, name):
-                total.add(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
+        for name in of:
+            total.add(self.summed(slot, self.contribution(slot, name)), self.weight(slot, name))
         return total
 
     def sum_without(self, slot: str, names: Iterable[str]) -> ExactSum:
@@ -154,8 +167,7 @@ class Slots:
         }
         before, sums = dict(self._totals), [update for update in puts if update.slot in self.totals]
         try:
-            for update in sums:
-                self._totals[update.slot] = self._replaced(update, alone=len(sums) == 1)
+            added = [self._replaced(update, alone=len(sums) == 1) for update in sums]
         except ExactSumError:
             self._totals = before
             raise
@@ -163,6 +175,8 @@ class Slots:
             mine = [update for update in puts if update.site == site]
             parts = {update.slot: stored(update.state, self.bits) for update in mine}
             self.contributions.stage(site, round, parts, samples[site])
+        for update, new in zip(sums, added, strict=True):
+            self._count(update, new, round)
 
     def put_all(self, slot: str, state: State, round: int) -> None:
         """Stage the same state for every site. Raises UserError if a site has already put something into the slot."""
@@ -174,8 +188,9 @@ class Slots:
         self.contributions.stage_all(names, round, {slot: stored(state, self.bits)})
 
     def merge(
-        self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str] | None = None
-    ) -> None:
+        self, slot: str, change: State, samples: Mapping[str, int], round: int, blobs: Mapping[str, str], node: bool = False,
+        new: State | None = None,
+    ) -> None:  # fmt: skip
         """Stage a change of a sum by several sites whose contributions are already stored.
 
         Args:
@@ -183,24 +198,30 @@ class Slots:
             change: The change of the sum, int64.
             samples: The number of samples, by site.
             round: The round.
-            blobs: By site, the digest of the contribution that a cluster's node stores. None: workers have written them.
+            blobs: By site, the digest of the contribution that a worker has stored; without one, its file is read.
+            node: Whether a cluster's nodes store them, and not the folder of staged contributions.
+            new: The sum of these contributions, int64, if it is known.
 
         Raises:
             ExactSumError: The sum overflows.
             UserError: A worker's file is missing.
         """
-        if not blobs:
+        if not node:
             self.contributions.check_written(samples, round)
-        new = sum(self.times(slot, number) for site, number in samples.items())
+        new_addends = sum(self.times(slot, number) for site, number in samples.items())
         old = sum(self.weight(slot, site) for site in samples if self.has(slot, site))
         total = self.total(slot).copy()
-        total.merge(change, addends=new - old)
+        total.merge(change, addends=new_addends - old)
         self._totals[slot] = total
         for site, number in samples.items():
-            if blobs:
+            if node:
                 self.contributions.stage_kept(site, round, number, blobs[site])
             else:
-                self.contributions.stage_written(site, round, number)
+                self.contributions.stage_written(site, round, number, blobs.get(site, ""))
+        if new is not None:
+            known = self._sum_of_round(slot, round)
+            known.total.merge(new, addends=new_addends)
+            known.of |= {site: self.contributions.here(site) for site in samples}
 
     def keep(self, name: str, state: State) -> None:
         """Stage a state of the server under a name, in place of the previous one. ValueError: the name of a slot."""
@@ -263,24 +284,33 @@ class Slots:
             self._totals[slot] = self.totals[slot].copy()
         return self._totals[slot]
 
-    def _replaced(self, update: SlotUpdate, alone: bool) -> ExactSum:
-        """Return the slot's sum with the site's new contribution; if `alone`, the sum is changed in place."""
+    def _count(self, update: SlotUpdate, new: State, round: int) -> None:
+        """Add what a site put, as integers, to the sum of the round."""
+        known = self._sum_of_round(update.slot, round)
+        if update.site in known.of:  # it puts twice: its first state is not at hand any more
+            known.of[update.site] = None
+            return
+        known.total.add(new, self.times(update.slot, update.samples))
+        known.of[update.site] = self.contributions.here(update.site)
+
+    def _sum_of_round(self, slot: str, round: int) -> RoundSum:
+        if round != self._round:
+            self._round, self._of_round = round, {}
+        return self._of_round.setdefault(slot, RoundSum(ExactSum(self.bits, modular=True)))
+
+    def _replaced(self, update: SlotUpdate, alone: bool) -> State:
+        """Put the site's new contribution into the slot's sum, in place if `alone`. Return it as integers."""
         integers = update.integers if update.integers is not None else exact(stored(update.state, self.bits), self.bits)
         new = self.summed(update.slot, integers)
         total, times = self.changing(update.slot), self.times(update.slot, update.samples)
+        total = self._totals[update.slot] = total if alone else total.copy()
         if not self.has(update.slot, update.site):
-            total = total if alone else total.copy()
             total.add(new, times)
-            return total
+            return new
         old = self.summed(update.slot, self.contribution(update.slot, update.site))
         before = self.weight(update.slot, update.site)
-        if alone and times == before == 1:
-            total.replace(old, new)
-            return total
-        total = total.copy()
-        total.subtract(old, before)
-        total.add(new, times)
-        return total
+        total.replace(old, new, before, times)
+        return new
 
     def _states(self) -> dict[str, State]:
         return {**self.keeps(), **{name: self.total(name).totals for name in self.totals}}
@@ -291,7 +321,7 @@ def stored(state: State, bits: int) -> State:
 
     A counter is an integer tensor next to floats, in units of 1.
     """
-    if not any(tensor.dtype.is_floating_point for tensor in state.values()):
+    if len({tensor.dtype.is_floating_point for tensor in state.values()}) < 2:
         return state
     counters = quantise({name: tensor for name, tensor in state.items() if not tensor.dtype.is_floating_point}, bits)
     return {name: counters.get(name, tensor) for name, tensor in state.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.clients.protocol.messages import TRAIN, to_states
 from fedloom.clients.protocol.partial_sums import SAMPLES, PartialSum
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, asked_numbers, check_record, train_numbers
-from fedloom.clients.protocol.signatures import fingerprint, update_payload, verified_signature
+from fedloom.clients.protocol.signatures import SIGNED, fingerprint, update_payload, verified_signature
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.randomness import generator
 from fedloom.conf.sites import Site
@@ -363,6 +363,8 @@ class RoundContext(View):
 
     def countersigned(self, site: str, content: RecordDict) -> None:
         """Store the site's signature of its reply for the round's record, if it is valid and by the site's key."""
+        if SIGNED not in content.config_records:
+            return
         payload = update_payload(self._transport.run, site, self.site_round, content)
         signed = verified_signature(content, *payload)
         if signed and fingerprint(signed["key"]) == self._keys.get(site):

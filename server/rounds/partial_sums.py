@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import RecordDict
 
-from fedloom.clients.protocol.messages import to_states
+from fedloom.clients.protocol.messages import SITE, to_states
 from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.clients.protocol.reply_checks import ReplyError, check_record
 from fedloom.conf.errors import FailedError
@@ -71,13 +71,14 @@ class Partials:
         for node, answer in asked.items():
             reason = ""
             try:
-                self._merge(answer.result())
+                self._merge(answer.result(), node=True)
             except (NodeLostError, ReplyError, ExactSumError) as error:
                 reason = str(error)
             yield from ((reply, reason) for reply in self._waiting[node])
 
-    def _merge(self, partial: PartialSum) -> None:
+    def _merge(self, partial: PartialSum, node: bool = False) -> None:
         records, added = to_states(RecordDict({**partial.records})), {}
+        new = to_states(RecordDict({SITE: partial.new})).get(SITE) if partial.new is not None else None
         for record, spec in self.expected.items():
             like = spec.like if spec.like is not None else records.get(record, {})
             check_record(record, records.get(record), like, integers=True)
@@ -87,5 +88,7 @@ class Partials:
         for record, spec in self.expected.items():
             if spec.slot:
                 change = self.context.slots.summed(spec.slot, records[record])
-                self.context.slots.merge(spec.slot, change, partial.samples, self.context.number, partial.blobs)
+                self.context.slots.merge(
+                    spec.slot, change, partial.samples, self.context.number, partial.blobs, node=node, new=new
+                )
         self.means |= added

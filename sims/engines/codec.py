@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from fedloom.clients.protocol.partial_sums import PartialSum
 
 SHARED_BYTES = 32 * 1024  # smaller records travel inside their messages
+NEW = "\0new"  # beside the records of a partial sum: PartialSum.new
 
 PackedArrays = list[tuple[str, str, tuple[int, ...], str, np.ndarray]]
 PackedSum = tuple[PartialSum, dict[str, PackedArrays]]  # a sum without its records, and the records
@@ -88,13 +89,16 @@ def unpack(parts: tuple[Any, ...], fetch: Callable[[Shared], PackedArrays] | Non
 
 def pack_sum(sum: PartialSum) -> PackedSum:
     """Return a partial sum without its records, and its packed records by name."""
-    return replace(sum, records={}), {name: pack_arrays(record) for name, record in sum.records.items()}
+    new = {NEW: sum.new} if sum.new is not None else {}
+    return replace(sum, records={}, new=None), {name: pack_arrays(record) for name, record in {**sum.records, **new}.items()}
 
 
 def unpack_sum(packed: PackedSum) -> PartialSum:
     """Return the partial sum that `pack_sum` has packed."""
     sum, records = packed
-    return replace(sum, records={name: unpack_arrays(record) for name, record in records.items()})
+    unpacked = {name: unpack_arrays(record) for name, record in records.items()}
+    new = unpacked.pop(NEW, None)
+    return replace(sum, records=unpacked, new=new)
 
 
 def sum_size(packed: PackedSum) -> int:

@@ -4,14 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
+from hypothesis import strategies as st
 
 from fedloom.conf import UserError, load
+from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.state import digest
 from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.declared import Sum, declared_sums
+from fedloom.server.ledger.ledger import Ledger
+from fedloom.server.ledger.slots import Slots, SlotUpdate
 from fedloom.server.rounds.transport import TooFewRepliesError
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server import slot_methods
+from tests.server.strategies import hypothesis_on_disk
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -92,3 +101,45 @@ def test_a_ledger_is_not_read_with_other_slots_than_it_was_made_with(tmp_path: P
 def test_with_the_whole_history_a_run_goes_back_to_before_its_first_round(tmp_path: Path):
     trained(tmp_path, "FedProx", "federation.history=all")
     unlearn(tmp_path / "FedProx", UnlearningRequest(["site-0001"], rollback=True))
+
+
+NAMES: tuple[str, ...] = ("a", "b", "c", "d")
+ROUNDS = st.lists(
+    st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 9)), max_size=5), max_size=5
+)
+
+
+@hypothesis.given(rounds=ROUNDS, weighted=st.booleans(), data=st.data())
+@hypothesis.settings(hypothesis_on_disk, max_examples=50)
+def test_a_sum_over_any_sites_is_that_of_their_contributions(
+    rounds: list[list[tuple[str, int, int]]], weighted: bool, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+):
+    """Whether it was added up in the round, as rounds are committed or abandoned, and sites put once or several times."""
+    sites = load("digits", ["sites=[{domain: digits, count: 4}]"]).roster
+    names = dict(zip(NAMES, (site.name for site in sites), strict=True))
+    declared = {"networks": Sum(weighted=weighted)}
+    folder = tmp_path_factory.mktemp("slots")
+    with Ledger.create(folder, "run", "", 32, list(names.values()), declared_sums(declared), list(declared)) as ledger:
+        slots = Slots(declared, sites, ledger, 32, "latest")
+        last: dict[str, tuple[int, int]] = {}
+        for number, puts in enumerate(rounds, start=1):
+            before = dict(last)
+            for name, value, samples in puts:
+                update = SlotUpdate("networks", names[name], {"w": torch.tensor([value / 7])}, samples)
+                slots.put([update], number)
+                last[name] = value, samples
+            if data.draw(st.booleans(), "commit"):
+                slots.commit(number, {"round": number})
+            else:
+                slots.abandon()
+                last = before
+            for some in ([name for name, *_ in puts], data.draw(st.lists(st.sampled_from(NAMES), unique=True), "sites")):
+                wanted = ExactSum(32)
+                for name in dict.fromkeys(some):
+                    if name in last:
+                        value, samples = last[name]
+                        part = ExactSum(32)
+                        part.add({"w": (torch.tensor([value / 7]).double() * 2.0**32).round().to(torch.int64)})
+                        wanted.add(part.totals, samples if weighted else 1)
+                got = slots.sum_of("networks", [names[name] for name in dict.fromkeys(some)])
+                assert digest(got.totals) == digest(wanted.totals) and got.addends == wanted.addends
