@@ -76,7 +76,9 @@ def never_predicted(summary: Mapping[str, Any]) -> str:
     numbers = [str(number) for number in union.get("never_predicted", unseen)]
     if not numbers:
         return ""
+    kind = ("class", "classes") if result.get("classes") else ("label", "labels")
     names = ", ".join(f"`{clean(str(known.get(number, number)))}`" for number in numbers[:MOST_NAMED])
+    names = f"{kind[len(numbers) > 1]} {names}"
     more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
     if "never_predicted" not in union:  # only right answers were counted
         return f"Warning: no test example of {names}{more} is recognised."

@@ -93,9 +93,12 @@ def test_the_last_lines_have_all_metrics_and_warn_of_classes_that_are_never_pred
     ):
         metrics = Metrics(kind, tuple(Metric(KNOWN[name], kind) for name in names))
         sums = metrics.sums(torch.tensor([1.0, 2.0, -9.0]).expand(40, 3), targets)
-        found = spread_of_metrics({"a": Score(0, 40, sums=sums)}, metrics, {})
+        classes = {0: (0, 13), 1: (13, 13), 2: (0, 14)} if kind == CLASS else {}
+        found = spread_of_metrics({"a": Score(0, 40, classes, sums)}, metrics, {})
         (line,) = closing_lines({"per_site": {"aggregate": found}, "class_names": {"2": "rare"}})
-        never = "`0`, `rare` are" if kind == CLASS else "`rare` is"
+        never = "classes `0`, `rare` are" if kind == CLASS else "label `rare` is"
         assert line == f"Warning: {never} never predicted on the test examples."
     classes = {"0": [9, 9], "1": [0, 7], "2": [0, 1]}
-    assert closing_lines({"per_site": {"own": {"classes": classes}}}) == ["Warning: no test example of `1` is recognised."]
+    assert closing_lines({"per_site": {"own": {"classes": classes}}}) == [
+        "Warning: no test example of class `1` is recognised."
+    ]
