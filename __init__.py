@@ -12,7 +12,7 @@ import sys
 
 TYPE_CHECKING = False  # not from typing: nothing may be imported here that a file beside a script can hide
 if TYPE_CHECKING:
-    from fedloom.clients.data import Images
+    from fedloom.clients.data import Examples
     from fedloom.clients.networks import Architecture, Model, Network, NetworkSpec, load_network, save_network
     from fedloom.clients.objectives import Experiment, Objective, PlainSession, Session, Task, state_of
     from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
@@ -39,7 +39,7 @@ _PUBLIC = {
     "fedloom.clients.networks": ("Architecture", "Model", "Network", "NetworkSpec", "load_network", "save_network"),
     # methods: the site's half, the server's half
     "fedloom.clients.objectives": ("Experiment", "Objective", "PlainSession", "Session", "Task", "state_of"),
-    "fedloom.clients.data": ("Images",),
+    "fedloom.clients.data": ("Examples",),
     "fedloom.clients.training.learner": ("learn",),
     "fedloom.clients.protocol.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
     "fedloom.conf.typed": ("option",),
@@ -55,9 +55,9 @@ __all__ = [
     "TRAIN",
     "Architecture",
     "Comparison",
+    "Examples",
     "Experiment",
     "FusionSettings",
-    "Images",
     "Model",
     "Models",
     "Network",

@@ -11,7 +11,7 @@ import portalocker
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from fedloom.clients.data import Images, own_images, site_images
+from fedloom.clients.data import Examples, own_examples, site_examples
 from fedloom.clients.data.forms import schema_of, with_form
 from fedloom.clients.data.listing import at_round
 from fedloom.clients.data.standardise import (
@@ -108,21 +108,21 @@ class Job:
         """The site with the domain that it reads: the server's, or its own."""
         return self.policy.source(self.config, self.site)
 
-    def raw_images(self) -> Images:
-        """Return the site's training images, as they are in its data."""
-        return site_images(self.config, self.source)
+    def raw_examples(self) -> Examples:
+        """Return the site's training examples, as they are in its data."""
+        return site_examples(self.config, self.source)
 
-    def images(self) -> Images:
-        """Return the site's training images, standardised as the run says."""
-        return standardised(self.raw_images(), self.standardisation)
+    def images(self) -> Examples:
+        """Return the site's training examples, standardised as the run says."""
+        return standardised(self.raw_examples(), self.standardisation)
 
-    def held_out(self, split: str) -> Images:
-        """Return the site's validation or test images, standardised as the run says."""
-        return standardised(own_images(self.config, self.source, split), self.standardisation)
+    def held_out(self, split: str) -> Examples:
+        """Return the site's validation or test examples, standardised as the run says."""
+        return standardised(own_examples(self.config, self.source, split), self.standardisation)
 
     def sums(self) -> State:
-        """Return the exact sums over the site's training images, of which mean and deviation follow."""
-        return sums_of(self.raw_images(), schema_of(self.config, self.source.spec))
+        """Return the exact sums over the site's training examples, of which mean and deviation follow."""
+        return sums_of(self.raw_examples(), schema_of(self.config, self.source.spec))
 
     @functools.cached_property
     def standardisation(self) -> Standardisation | None:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from fedloom.clients.data import Images, class_meanings, class_names, column_names, outputs, own_images, site_size
+from fedloom.clients.data import Examples, class_meanings, class_names, column_names, outputs, own_examples, site_size
 from fedloom.clients.data.own import left_out
 from fedloom.clients.data.schema import hidden_categories
 from fedloom.clients.data.standardise import FEWEST, KEY, SITE, SITES, STANDARDISATION, STATISTICS
@@ -126,7 +126,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
 def train(job: Job) -> RecordDict:
     """Train the site for one round. Returns the reply's content. Raises HiddenError if the site hides its errors."""
     images = job.images()
-    job.policy.limits.check_images(len(images), job.experiment, job.site)
+    job.policy.limits.check_examples(len(images), job.experiment, job.site)
     protection = protection_of(job)
     if protection:
         protection.begin()
@@ -141,13 +141,13 @@ def train(job: Job) -> RecordDict:
         raise HiddenError from error
 
 
-def _trained(job: Job, images: Images, protection: "Protection | None") -> RecordDict:
+def _trained(job: Job, images: Examples, protection: "Protection | None") -> RecordDict:
     order, least, task = job.order, job.policy.limits.batch, task_of(job, scratch_model(job))
     begin, session = task.generator.get_state(), job.experiment.objective.session(task)
     start = started(job, session)
     if order.secure and order.again == IDLE:
         return update(job, session, Outcome(math.nan, len(images)), start, protection)
-    job.policy.limits.check_images(len(session.training_images(images)), job.experiment, job.site)
+    job.policy.limits.check_examples(len(session.training_examples(images)), job.experiment, job.site)
     outcome = learn(session, images, job.experiment, job.site, order.round, job.device, order.words, least)
     if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
         raise RefusedError("objective: the objective or the network draws random numbers (Dropout, for example) from the "
@@ -179,7 +179,7 @@ def task_of(job: Job, network: Network | None = None) -> Task:
         load_local_state=load_local_state,
         generator=torch_generator(config.seed, site.name, *order.words, "objective"),
         held_out=job.held_out,
-        targets=lambda: job.raw_images().y,
+        targets=lambda: job.raw_examples().y,
     )
 
 
@@ -281,7 +281,7 @@ def _measured(job: Job) -> Answer:
     """Count right answers on the site's own images, of each network in the message or else of the site's own."""
     if job.order.split not in ("validation", "test"):
         raise UserError(f"order.split: got '{job.order.split}', takes validation or test")
-    images = own_images(job.config, job.source, job.order.split)  # HeadView standardises them
+    images = own_examples(job.config, job.source, job.order.split)  # HeadView standardises them
     sent = {name: record for name, record in job.content.array_records.items() if name.startswith(MODEL)}
     beside = {name: record for name, record in job.content.array_records.items() if name == STANDARDISATION}
     jobs = {name: replace(job, content=RecordDict({MODEL: record, **beside})) for name, record in sent.items()}
@@ -295,7 +295,7 @@ def _measured(job: Job) -> Answer:
     return Answer({sums_of(name): dict(score.sums) for name, score in scores.items() if score.sums}, numbers)
 
 
-def _score(job: Job, images: Images, metrics: Metrics) -> Score:
+def _score(job: Job, images: Examples, metrics: Metrics) -> Score:
     """Score the network MODEL, or else the site's own, on the images."""
     task = task_of(job, scratch_model(job))
     state = job.experiment.objective.network(task, job.images())
@@ -311,7 +311,7 @@ def _score(job: Job, images: Images, metrics: Metrics) -> Score:
 
 
 def _statistics(job: Job) -> Answer:
-    """Return statistics of the message's network on the site's training images."""
+    """Return statistics of the message's network on the site's training examples."""
     task, images, batch = task_of(job, scratch_model(job)), job.images(), job.config.evaluation.batch
     if (state := task.incoming.get(MODEL)) is None:
         raise UserError(f"order.kind: '{job.order.kind}' needs a network, but the message has none")
@@ -329,12 +329,12 @@ def _statistics(job: Job) -> Answer:
 
 
 def _sums(job: Job) -> Answer:
-    """Return sums over the site's training images, by which all sites standardise theirs (data.standardise=sites)."""
+    """Return sums over the site's training examples, by which all sites standardise theirs (data.standardise=sites)."""
     if job.experiment.standardise != SITES:
         raise UserError(f"order.kind: '{STATISTICS}' needs a run with {KEY}={SITES}")
-    images = job.raw_images()
+    images = job.raw_examples()
     if not job.simulated:
-        job.policy.limits.check_images(len(images), job.experiment, job.site)
+        job.policy.limits.check_examples(len(images), job.experiment, job.site)
         if len(images) < FEWEST:
             raise RefusedError(f"{KEY}={SITES}: needs sums over the site's examples, and sums of fewer than {FEWEST} "
                                f"would disclose single ones; set {KEY}={SITE} with evaluation.where=sites")  # fmt: skip

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from fedloom.conf.errors import UserError
 
 NAMES = {
-    "Catalogue": "PerClientSlot", "Expected": "RecordSpec", "Reply": "ClientUpdate", "Residue": "ResidualInfluence",
-    "Run": "RoundContext", "value": "option",
+    "Catalogue": "PerClientSlot", "Expected": "RecordSpec", "Images": "Examples", "Reply": "ClientUpdate",
+    "Residue": "ResidualInfluence", "Run": "RoundContext", "value": "option",
 }  # fmt: skip
-OF_SESSIONS = {"own": "local_state", "draw": "per_step_inputs"}
+OF_SESSIONS = {"own": "local_state", "draw": "per_step_inputs", "training_images": "training_examples"}
 OF_STRATEGIES = {
     "goes_with": "default_objective", "passes_on": "objective_defaults", "at_work": "resolve", "settle": "recompute_derived",
     "facts": "summary_entries", "advice": "warnings", "one_basis": "heads_share_basis", "first": "initial_contribution",

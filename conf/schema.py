@@ -65,9 +65,9 @@ class DataConfig:
         "training examples; sites: over all sites'; none: neither; empty: sites for features and sequences, else none",
         choices=("", "none", "site", "sites"),
     )
-    validation: float = option(0.1, "share of a domain's training images held out for validation", low=0.0, high=0.5)
-    validation_limit: int = option(1000, "maximum of validation images per domain", low=1)
-    test_limit: int = option(0, "maximum of test images per domain; 0: all", low=0)
+    validation: float = option(0.1, "share of a domain's training examples held out for validation", low=0.0, high=0.5)
+    validation_limit: int = option(1000, "maximum of validation examples per domain", low=1)
+    test_limit: int = option(0, "maximum of test examples per domain; 0: all", low=0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TrainingConfig:
         0.0, "share of each label that is spread over all classes, in the task's loss", low=0.0, high=1.0
     )
     augment: list[Any] = option(
-        [], "augmentations of training images from torchvision.transforms.v2: [{name: RandomCrop, size: 32, padding: 4}]"
+        [], "augmentations of training examples from torchvision.transforms.v2: [{name: RandomCrop, size: 32, padding: 4}]"
     )
     precision: str = option("float32", "of forward and backward passes; bf16: autocast", choices=("float32", "bf16"))
     channels_last: bool = option(False, "store images with channels as the last dimension in memory")
@@ -169,14 +169,14 @@ class EvaluationConfig:
         "those of the targets (classes: accuracy)",
     )
 
-    every: int = option(1, "measure on validation images every so many rounds", low=1)
+    every: int = option(1, "measure on validation examples every so many rounds", low=1)
     where: str = option(
         "server", "server: on the domains' images; sites: each site on its own images", choices=("server", "sites")
     )
     batch: int = option(500, "images per forward pass", low=1)
     statistics: str = option(
         "running",
-        "BatchNorm's statistics: the network's own, those of each batch, or recomputed on validation images",
+        "BatchNorm's statistics: the network's own, those of each batch, or recomputed on validation examples",
         choices=("running", "batch", "recomputed"),
     )
     sites: int = option(50, "sites measured one by one at the end, a random sample of those that trained; -1: all", low=-1)

@@ -21,7 +21,7 @@ MOST_NAME_BYTES = 100  # a site's name is also a folder name
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """How the sites of one entry in the `sites` list divide the training images of their domain."""
+    """How the sites of one entry in the `sites` list divide the training examples of their domain."""
 
     name: str = option("iid", "iid, dirichlet, classes, size, column, an entry point of a package, or module:attribute")
     alpha: float = option(0.5, "dirichlet: concentration; a smaller value is more unequal", low=1e-3)
@@ -44,7 +44,7 @@ class SiteConfig:
     label: str = option("", "name of this domain in tables; empty: made from the domain and its transformation")
     name: str = option("", "the site's name; empty: site-0000, site-0001, ... in order")
     count: int = option(1, "number of sites that share this domain; `partition` divides it", low=1, high=MOST_SITES)
-    samples: int = option(0, "training images of each of the `count` sites; 0: all images of the site's part", low=0)
+    samples: int = option(0, "training examples of each of the `count` sites; 0: all images of the site's part", low=0)
     rotation: float = option(0.0, "rotation of images in degrees, counter-clockwise", low=-360.0, high=360.0)
     invert: bool = option(False, "invert images: black becomes white")
     flip: bool = option(False, "random horizontal flips in training")

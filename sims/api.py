@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.networks import architecture_of, load_network
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
@@ -146,12 +146,12 @@ class Result:
 
     @property
     def scores(self) -> dict[str, dict[str, dict[str, float]]]:
-        """The configured metrics on test images by metric, network and domain; the first configured one comes first."""
+        """The configured metrics on test examples by metric, network and domain; the first configured one comes first."""
         return self.summary.get("scores") or {"accuracy": self.accuracy}
 
     @property
     def per_site(self) -> dict[str, Any]:
-        """The first metric on the sites' own test images, of `aggregate`, `own` (each site's) and baselines by mode.
+        """The first metric on the sites' own test examples, of `aggregate`, `own` (each site's) and baselines by mode.
 
         Each has `mean`, `deviation`, `deciles`, `worst`, `best`, `classes` and `sites`, as in summary.json.
         """
@@ -159,7 +159,7 @@ class Result:
 
     @property
     def class_counts(self) -> dict[str, dict[int, int]]:
-        """The number of training images by site and class; empty if the server does not have the data."""
+        """The number of training examples by site and class; empty if the server does not have the data."""
         counts = self.summary.get("classes") or {}
         return {site: {int(name): number for name, number in numbers.items()} for site, numbers in counts.items()}
 
@@ -260,7 +260,7 @@ class Result:
         by = standardisation_of(self.config, self.folder, site)
         return evaluated(self.config, self._named(network), data, metrics, site, by)
 
-    def examples(self, site: str, split: str = "test") -> Images:
+    def examples(self, site: str, split: str = "test") -> Examples:
         """Return a site's own examples: `x` and `y` of the split "train", "validation" or "test".
 
         Raises UserError for an unknown site or split, or if this machine does not have the data.

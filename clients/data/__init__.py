@@ -2,15 +2,15 @@
 
 from fedloom.clients.data.arrays import Labelled
 from fedloom.clients.data.domains import domain_names, where
+from fedloom.clients.data.examples import Examples, random_flip, to_float
 from fedloom.clients.data.form import Form
 from fedloom.clients.data.forms import input_form, task_of
 from fedloom.clients.data.found import absolute
-from fedloom.clients.data.images import Images, random_flip, to_float
 from fedloom.clients.data.sites import (
     class_counts,
-    own_images,
+    own_examples,
     remarks,
-    site_images,
+    site_examples,
     site_size,
     site_sizes,
     test_images,
@@ -31,8 +31,8 @@ from fedloom.clients.data.variants import (
 )
 
 __all__ = [
+    "Examples",
     "Form",
-    "Images",
     "Labelled",
     "absolute",
     "class_count",
@@ -47,10 +47,10 @@ __all__ = [
     "label",
     "num_classes",
     "outputs",
-    "own_images",
+    "own_examples",
     "random_flip",
     "remarks",
-    "site_images",
+    "site_examples",
     "site_size",
     "site_sizes",
     "task_of",

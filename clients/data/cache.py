@@ -11,21 +11,21 @@ from threading import Lock
 
 import numpy as np
 
-from fedloom.clients.data.images import Images
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.sources import Positions
 from fedloom.clients.storage.states import write_bytes
 
 
-class ImageCache:
+class ExampleCache:
     """A process's most recently used images by key, at most `limit` bytes in all. The newest entry always stays."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._images: OrderedDict[Hashable, Images] = OrderedDict()
+        self._images: OrderedDict[Hashable, Examples] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Hashable, make: Callable[[], Images]) -> Images:
+    def get(self, key: Hashable, make: Callable[[], Examples]) -> Examples:
         """Return the cached images for `key`, or call `make` and cache the result."""
         with self._lock:
             if key in self._images:

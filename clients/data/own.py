@@ -69,7 +69,7 @@ class Own:
 
 @dataclass(frozen=True)
 class OwnSplit(Own):
-    """A user's source that has its own test images: its parts are train and test."""
+    """A user's source that has its own test examples: its parts are train and test."""
 
     parts: ClassVar[tuple[str, ...]] = OFFICIAL
 

@@ -71,7 +71,7 @@ def divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: st
     check_way(how)
     count = len(labels)
     if parts * how.min_samples > count:
-        few = f"{count} training images for {parts} sites are fewer than partition.min_samples={how.min_samples} each"
+        few = f"{count} training examples for {parts} sites are fewer than partition.min_samples={how.min_samples} each"
         raise UserError(f"{few}; use fewer sites or a smaller min_samples")
     if how.name not in WAYS:
         return _by_outside(labels, parts, how, generator(seed, name, "partition"))
@@ -147,7 +147,7 @@ def _divide(labels: Labels, parts: int, how: PartitionConfig, seed: int, name: s
         try:
             return tuple(np.sort(order[divider.load_partition(part)]) for part in range(parts))
         except ValueError as error:
-            why = f"{count} training images cannot be divided among {parts} sites by {way.asked.format(**vars(how))}"
+            why = f"{count} training examples cannot be divided among {parts} sites by {way.asked.format(**vars(how))}"
             raise UserError(f"{why}; {way.mend}") from error
 
 

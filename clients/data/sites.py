@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from fedloom.clients.data.blank_images import check_not_blank
-from fedloom.clients.data.cache import ImageCache
+from fedloom.clients.data.cache import ExampleCache
 from fedloom.clients.data.domains import Place, find, locate
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.found import short
-from fedloom.clients.data.images import Images
 from fedloom.clients.data.listing import held, once
 from fedloom.clients.data.own import check_files, left_out, notes
 from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
@@ -29,12 +29,12 @@ from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import Config, DataConfig
 from fedloom.conf.sites import PartitionConfig, Site, SiteConfig
 
-CACHE = ImageCache(limit=512 * 2**20)
+CACHE = ExampleCache(limit=512 * 2**20)
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """The training images that the sites of an entry share out; hashable."""
+    """The training examples that the sites of an entry share out; hashable."""
 
     place: Place
     variant: Variant
@@ -49,10 +49,10 @@ class _Pool:
 
 
 @held()
-def site_images(config: Config, site: Site) -> Images:
+def site_examples(config: Config, site: Site) -> Examples:
     """Return the site's training examples: images [n, c, h, w], or inputs of another kind, with their targets.
 
-    They are its part of the domain's training images, or `samples` of them drawn by (seed, site name).
+    They are its part of the domain's training examples, or `samples` of them drawn by (seed, site name).
     Raises UserError as site_sizes does.
     """
     pool, part, size = _share(config, site)
@@ -62,7 +62,7 @@ def site_images(config: Config, site: Site) -> Images:
 
 @held()
 def class_counts(config: Config, site: Site) -> dict[int, int]:
-    """Return the number of the site's training images by class, without classes that it lacks. Reads only labels.
+    """Return the number of the site's training examples by class, without classes that it lacks. Reads only labels.
 
     Empty for targets that are not classes.
     """
@@ -88,7 +88,7 @@ def _states(config: Config) -> tuple[str, ...]:
 @while_same(_states)
 @held()
 def site_sizes(config: Config) -> list[int]:
-    """Return the number of training images of each site, in the order of the roster.
+    """Return the number of training examples of each site, in the order of the roster.
 
     Reads labels, and checks that image files are intact. Raises UserError, naming the site and option, for a domain that is
     unknown, missing or damaged, for classes that it lacks, and for a division that is impossible.
@@ -121,7 +121,7 @@ def _disclosed(domain: str, column: str) -> str:
 
 @held()
 def site_size(config: Config, site: Site) -> int:
-    """Return the number of one site's training images. Raises UserError as site_sizes does."""
+    """Return the number of one site's training examples. Raises UserError as site_sizes does."""
     return _share(config, site)[2]
 
 
@@ -136,7 +136,7 @@ def value_of(config: Config, site: Site) -> str:
 
 
 @held()
-def validation_images(config: Config, spec: SiteConfig) -> Images:
+def validation_images(config: Config, spec: SiteConfig) -> Examples:
     """Return the validation examples of the variant in `spec`. No site of its domain trains on them.
 
     n is 0 if data.validation is 0, or if a small validation part has none of the variant's classes.
@@ -147,7 +147,7 @@ def validation_images(config: Config, spec: SiteConfig) -> Images:
 
 
 @held()
-def test_images(config: Config, spec: SiteConfig) -> Images:
+def test_images(config: Config, spec: SiteConfig) -> Examples:
     """Return the test examples of the variant in `spec`; at most data.test_limit, random ones."""
     place = locate(spec.domain, config.data)
     selection = split(place, config.seed, config.data.validation, config.data.validation_limit).test
@@ -155,12 +155,12 @@ def test_images(config: Config, spec: SiteConfig) -> Images:
 
 
 @held()
-def own_images(config: Config, site: Site, split: str) -> Images:
-    """Return the site's part of its variant's validation or test images, in random order.
+def own_examples(config: Config, site: Site, split: str) -> Examples:
+    """Return the site's part of its variant's validation or test examples, in random order.
 
-    Test images are divided in the same proportions as training images: of each class, a site has the same share of both,
-    up to one image. Classes that no site trains on are omitted. Validation images are divided at random, as are test images
-    of an iid entry. The parts of an entry's sites are disjoint.
+    Test examples are divided in the same proportions as training examples: of each class, a site has the same share of both,
+    up to one image. Classes that no site trains on are omitted. Validation examples are divided at random, as are test
+    examples of an iid entry. The parts of an entry's sites are disjoint.
 
     `split`: validation or test.
     """
@@ -171,16 +171,16 @@ def own_images(config: Config, site: Site, split: str) -> Images:
         own = order[torch.isin(order, torch.from_numpy(_test_parts(pool, config.data.test_limit)[site.part]))]
     else:
         own = order[site.part :: site.parts]
-    return Images(images.x[own], images.y[own])
+    return Examples(images.x[own], images.y[own])
 
 
 test_images.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest
 
 
-def _watched(config: Config, place: Place, spec: SiteConfig, use: str, selection: Selection, limit: int) -> Images:
+def _watched(config: Config, place: Place, spec: SiteConfig, use: str, selection: Selection, limit: int) -> Examples:
     key = (use, place, variant(spec), str(config.data), config.seed)
 
-    def make() -> Images:
+    def make() -> Examples:
         chosen = _chosen(place, selection, variant(spec), limit, config.seed)
         return _images(place, chosen, variant(spec), config.data)
 
@@ -191,15 +191,15 @@ def _chosen(place: Place, selection: Selection, change: Variant, limit: int, see
     return at_most(place, of_classes(place, selection, change.classes), limit, seed)
 
 
-def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Images:
+def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Examples:
     y = labels(place, chosen)
     check_not_blank(place)
     inputs = place.images(chosen.part, chosen.index)
     if place.schema.kind == IMAGE:
         size, levels = image_size(data), place.schema.levels
         how = Change(size, data.grey, change.rotation, change.invert, levels, data.white or WORD)
-        return Images(render(inputs, how), torch.from_numpy(_relabelled(y, change)))
-    return Images(torch.from_numpy(np.array(inputs)), torch.from_numpy(np.array(y)))
+        return Examples(render(inputs, how), torch.from_numpy(_relabelled(y, change)))
+    return Examples(torch.from_numpy(np.array(inputs)), torch.from_numpy(np.array(y)))
 
 
 def _relabelled(y: Labels, change: Variant) -> Labels:
@@ -234,18 +234,18 @@ def _shared_out(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
 def _size(spec: SiteConfig, available: int) -> int:
     if spec.samples > available:
         raise UserError(
-            f"samples={spec.samples}, but there are {available} training images; set samples to at most {available}"
+            f"samples={spec.samples}, but there are {available} training examples; set samples to at most {available}"
         )
     size = spec.samples or available
     if size < spec.partition.min_samples:
-        short = f"{size} training images are fewer than partition.min_samples={spec.partition.min_samples}"
+        short = f"{size} training examples are fewer than partition.min_samples={spec.partition.min_samples}"
         raise UserError(f"{short}; use fewer sites, more samples or a smaller min_samples")
     return size
 
 
 @lru_cache(maxsize=512)
 def _parts(pool: _Pool) -> tuple[Selection, ...]:
-    """Return each site's part of the entry's training images."""
+    """Return each site's part of the entry's training examples."""
     train = of_classes(pool.place, pool.split().train, pool.variant.classes)
     if pool.parts == 1:
         return (train,)
@@ -260,7 +260,7 @@ def _parts(pool: _Pool) -> tuple[Selection, ...]:
 
 @lru_cache(maxsize=64)
 def _test_parts(pool: _Pool, limit: int) -> tuple[Positions, ...]:
-    """Return the positions of each site's test images among the variant's test images."""
+    """Return the positions of each site's test examples among the variant's test examples."""
     chosen = _chosen(pool.place, pool.split().test, pool.variant, limit, pool.seed)
     if pool.partition.name == COLUMN:
         return divide_by(pool.place.column(chosen.part, pool.partition.column), chosen.index, pool.parts, pool.partition, 0)

@@ -1,4 +1,4 @@
-"""Training, validation and test images of a domain. They depend only on the seed and the domain's name."""
+"""Training, validation and test examples of a domain. They depend only on the seed and the domain's name."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +32,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The training, validation and test images of a domain: three disjoint selections."""
+    """The training, validation and test examples of a domain: three disjoint selections."""
 
     train: Selection
     validation: Selection
@@ -41,7 +41,7 @@ class Split:
 
 @lru_cache(maxsize=64)
 def split(place: Place, seed: int, share: float, limit: int) -> Split:
-    """Split a domain into training, validation and test images.
+    """Split a domain into training, validation and test examples.
 
     The test part is the source's own, or a stratified fifth of all images. The validation part is a stratified random
     `share` of the rest, at most `limit` images. It is the same for every variant of the domain, so no site trains on it.

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
 from fedloom.clients.data.forms import schema_of
-from fedloom.clients.data.images import Images
 from fedloom.clients.data.schema import REGRESSION, Schema
 from fedloom.clients.data.variants import domain_specs
 from fedloom.conf.errors import UserError
@@ -33,7 +33,7 @@ MOST_EXAMPLES = 2**31  # of a site
 FEWEST = 8  # examples of a real site whose sums it discloses: of one, the sums are the example
 
 Pair = tuple[Tensor, Tensor]  # mean and deviation
-_SUMS: WeakKeyDictionary[Images, State] = WeakKeyDictionary()
+_SUMS: WeakKeyDictionary[Examples, State] = WeakKeyDictionary()
 
 
 def first_schema(config: Config) -> Schema:
@@ -73,7 +73,7 @@ def empty_sums(schema: Schema, outputs: int) -> State:
             for part, columns in columns_of(schema, outputs).items() for name, size in sizes.items()}  # fmt: skip
 
 
-def sums_of(images: Images, schema: Schema) -> State:
+def sums_of(images: Examples, schema: Schema) -> State:
     """Return the exact sums over examples: their number, and each column's sum and sum of squares (fusion.wide).
 
     Raises:
@@ -93,7 +93,7 @@ def sums_of(images: Images, schema: Schema) -> State:
     return _SUMS[images]
 
 
-def _rows(images: Images, schema: Schema, part: str) -> Tensor:
+def _rows(images: Examples, schema: Schema, part: str) -> Tensor:
     """Return the part as float32 [n, columns]: a row for each step of a sequence."""
     if part == TARGETS:
         return images.y.flatten(1)
@@ -172,9 +172,9 @@ class Standardisation:
         return (outputs.double() * deviation + mean).float()
 
 
-def standardised(images: Images, by: Standardisation | None) -> Images:
+def standardised(images: Examples, by: Standardisation | None) -> Examples:
     """Return examples with standardised inputs and targets; None: the same examples."""
-    return images if by is None else Images(by.of_inputs(images.x), by.of_targets(images.y))
+    return images if by is None else Examples(by.of_inputs(images.x), by.of_targets(images.y))
 
 
 def _scaled(numbers: Tensor, pair: Pair) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.evaluation.metrics import Metrics, Sums
 from fedloom.clients.protocol.messages import BY_CLASS, TOTAL
 from fedloom.conf.metrics import CLASS, TOKENS
@@ -30,13 +30,13 @@ def pieces(number: int, most: int) -> int:
     return max(1, -(-number // most))
 
 
-def image_batches(images: Images, most: int) -> list[tuple[Tensor, Tensor]]:
+def image_batches(images: Examples, most: int) -> list[tuple[Tensor, Tensor]]:
     """Divide images into batches of about equal size, at most `most` each: pixels and labels."""
     parts = pieces(len(images), most)
     return list(zip(images.x.tensor_split(parts), images.y.tensor_split(parts), strict=True))
 
 
-def hits(network: nn.Module, images: Images, batch: int, device: torch.device) -> Tensor:
+def hits(network: nn.Module, images: Examples, batch: int, device: torch.device) -> Tensor:
     """Return whether the network, in evaluation mode, is right on each image: bool [n], on the device."""
     with torch.inference_mode():
         right = [
@@ -46,19 +46,19 @@ def hits(network: nn.Module, images: Images, batch: int, device: torch.device) -
     return torch.cat(right)
 
 
-def count_right(network: nn.Module, images: Images, batch: int, device: torch.device) -> int:
+def count_right(network: nn.Module, images: Examples, batch: int, device: torch.device) -> int:
     """Return how many of the images the network, in evaluation mode, classifies correctly."""
     return int(hits(network, images, batch, device).sum())
 
 
-def answers(network: nn.Module, images: Images, batch: int, device: torch.device) -> Tensor:
+def answers(network: nn.Module, images: Examples, batch: int, device: torch.device) -> Tensor:
     """Return the raw outputs of a network in evaluation mode, float32 on the CPU, an entry for each image."""
     with torch.inference_mode():
         parts = [network(to_float(pixels.to(device))).float().cpu() for pixels, _ in image_batches(images, batch)]
     return torch.cat(parts).clone()
 
 
-def score(network: nn.Module, images: Images, batch: int, device: torch.device, metrics: Metrics | None = None) -> Score:
+def score(network: nn.Module, images: Examples, batch: int, device: torch.device, metrics: Metrics | None = None) -> Score:
     """Measure a network in evaluation mode: right answers on all images and by class, and the sums of `metrics`."""
     if not len(images):
         return Score(0, 0)
@@ -68,7 +68,7 @@ def score(network: nn.Module, images: Images, batch: int, device: torch.device, 
         scores = answers(network, images, batch, device)
         return _of_classes(images.y, scores.argmax(1) == images.y, metrics.sums(scores, images.y))
     most = batch if metrics.kind == TOKENS else len(images)  # the outputs of all tokens need too much memory
-    parts = [Images(x, y) for x, y in image_batches(images, most)]
+    parts = [Examples(x, y) for x, y in image_batches(images, most)]
     sums = [metrics.sums(answers(network, part, batch, device), part.y) for part in parts]
     return Score(0, len(images), sums=metrics.added(sums))
 

@@ -1,6 +1,6 @@
 """Statistics of a network on a site's images, with which the server corrects it: means, which do not show single images.
 
-All are means over the site's training images. The mean over several sites, weighted by their numbers of images, is the
+All are means over the site's training examples. The mean over several sites, weighted by their numbers of images, is the
 mean over all their images.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.evaluation.accuracy import image_batches
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.conf.errors import UserError
@@ -36,7 +36,7 @@ def running_norms(network: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def class_statistics(network: nn.Module, images: Images, first: int, batch: int, device: torch.device) -> State:
+def class_statistics(network: nn.Module, images: Examples, first: int, batch: int, device: torch.device) -> State:
     """Return class statistics of the head's inputs x [d], for a network in evaluation mode.
 
     They are float64 means over all images. `count` [classes]: share of images by class. `sum` [classes, d]: x of the class,
@@ -57,7 +57,7 @@ def class_statistics(network: nn.Module, images: Images, first: int, batch: int,
 
 
 @torch.no_grad()
-def moments(network: nn.Module, images: Images, batch: int, device: torch.device) -> State:
+def moments(network: nn.Module, images: Examples, batch: int, device: torch.device) -> State:
     """Return the mean and the mean square of each channel of every BatchNorm's inputs, float64.
 
     Batches are normalised by their own statistics. The network's running statistics stay unchanged, and it is left in

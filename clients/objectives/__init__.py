@@ -1,6 +1,6 @@
 """The clients' halves of methods: one file per method. Import everything that a new one needs from here."""
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Experiment, Objective, Session, Task, objective_of, resolve
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
@@ -16,8 +16,8 @@ __all__ = [
     "SITE",
     "TRAIN",
     "Answer",
+    "Examples",
     "Experiment",
-    "Images",
     "Objective",
     "PlainSession",
     "Session",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.objectives.base import Objective, Session, Task
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.objectives.steps import gradient_weight
@@ -46,7 +46,7 @@ class Averaged(Objective):
     def session(self, task: Task) -> Session:
         return AveragedSession(self, task)
 
-    def network(self, task: Task, images: Images) -> State | None:
+    def network(self, task: Task, images: Examples) -> State | None:
         """Return the network in the message, with the site's own BatchNorm if it has one."""
         return {**task.incoming[MODEL], **self.own_batchnorm(task)} if MODEL in task.incoming else None
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images, label, outputs, task_of
+from fedloom.clients.data import Examples, label, outputs, task_of
 from fedloom.clients.data.schema import TASKS
 from fedloom.clients.data.standardise import way_of
 from fedloom.clients.networks import Architecture, Network, architecture_of
@@ -25,13 +25,13 @@ from fedloom.conf.typed import option
 from fedloom.fusion.state import State
 
 
-def nothing_held_out(split: str) -> Images:
+def nothing_held_out(split: str) -> Examples:
     """Raise UserError, as Task.held_out of a site without held-out images."""
     raise UserError(f"{split}: this site has no {split} images")
 
 
 def no_targets() -> Tensor:
-    """Return no targets, as Task.targets of a site without training images."""
+    """Return no targets, as Task.targets of a site without training examples."""
     return torch.zeros(0, dtype=torch.int64)
 
 
@@ -49,7 +49,7 @@ class Task:
         load_local_state: Reads the site's own state after the previous round; use `own`.
         generator: Source of the objective's random choices.
         held_out: Returns the site's "validation" or "test" images.
-        targets: Returns the targets of the site's training images.
+        targets: Returns the targets of the site's training examples.
     """
 
     experiment: "Experiment"
@@ -60,7 +60,7 @@ class Task:
     incoming: dict[str, State]
     load_local_state: Callable[[], State | None]
     generator: torch.Generator
-    held_out: Callable[[str], Images] = nothing_held_out
+    held_out: Callable[[str], Examples] = nothing_held_out
     targets: Callable[[], Tensor] = no_targets
 
     @property
@@ -125,23 +125,23 @@ class Objective(ABC):
     def session(self, task: Task) -> Session:
         """Return a session that trains the task's network for one round."""
 
-    def answer(self, kind: str, task: Task, images: Images) -> Answer:
+    def answer(self, kind: str, task: Task, images: Examples) -> Answer:
         """Answer a question of the method's strategy.
 
         Args:
             kind: The question's name.
             task: The site's task. Its network is in training mode, and must be so afterwards.
-            images: The site's training images.
+            images: The site's training examples.
 
         Raises:
             UserError: The method does not know this question.
         """
         raise UserError(f"order.kind: objective '{type(self).__name__}' does not know the question '{kind}'")
 
-    def network(self, task: Task, images: Images) -> State | None:
+    def network(self, task: Task, images: Examples) -> State | None:
         """Return the state of the network to evaluate: the message's (MODEL), else the site's own, else None.
 
-        A personalised method first fits it to `images`, the site's training images.
+        A personalised method first fits it to `images`, the site's training examples.
         """
         return task.incoming.get(MODEL) or task.own
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
 from fedloom.clients.objectives.base import OBJECTIVES, Task
@@ -33,7 +33,7 @@ class Ditto(FedAvg):
     def session(self, task: Task) -> AveragedSession:
         return DittoSession(self, task)
 
-    def network(self, task: Task, images: Images) -> State | None:
+    def network(self, task: Task, images: Examples) -> State | None:
         """Return the network in the message, or the site's own, which starts from the shared initial state."""
         return super().network(task, images) or personal(task.own or {}) or initial_state(task.config)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.data.schema import CLASS
 from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.networks.base import EXTRACTOR, HEAD
@@ -36,7 +36,7 @@ class FedProto(Heterogeneous):
     def session(self, task: Task) -> Session:
         return ProtoSession(self.weight, task) if self.mode == FUSED else super().session(task)
 
-    def answer(self, kind: str, task: Task, images: Images) -> Answer:
+    def answer(self, kind: str, task: Task, images: Examples) -> Answer:
         """Answer PROTOTYPES with sums of features and counts of images by class, in evaluation mode."""
         if kind != PROTOTYPES:
             return super().answer(kind, task, images)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images, outputs
+from fedloom.clients.data import Examples, outputs
 from fedloom.clients.data.schema import CLASS
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.heterogeneous import Heterogeneous
@@ -33,7 +33,7 @@ class HeteroFL(Heterogeneous):
     def fused_session(self, task: Task) -> Session:
         return HeteroFLSession(task)
 
-    def answer(self, kind: str, task: Task, images: Images) -> Answer:
+    def answer(self, kind: str, task: Task, images: Examples) -> Answer:
         """Answer LABELS: for which outputs the site has images."""
         if kind != LABELS:
             return super().answer(kind, task, images)

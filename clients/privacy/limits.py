@@ -42,10 +42,10 @@ class Limits:
             raise RefusedError(f"network: has {size:.4g} million parameters, but this site takes at most "
                                f"{self.parameters:g} (site.yaml: max_parameters)")  # fmt: skip
 
-    def check_images(self, images: int, experiment: Experiment, site: Site) -> None:
+    def check_examples(self, images: int, experiment: Experiment, site: Site) -> None:
         """Raise RefusedError if the site has too few images, or a round on them has too many steps."""
         if images < self.batch:
-            raise RefusedError(f"sites.samples: {images} training images, but this site trains on batches of at least "
+            raise RefusedError(f"sites.samples: {images} training examples, but this site trains on batches of at least "
                                f"{self.batch} (site.yaml: min_batch)")  # fmt: skip
         self._check_steps(step_count(images, experiment, site), "training.epochs")
 

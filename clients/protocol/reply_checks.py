@@ -42,7 +42,7 @@ class Bounds:
 
     @classmethod
     def of(cls, federation: FederationConfig, images: int) -> "Bounds":
-        """Return the configured bounds for a site with `images` training images."""
+        """Return the configured bounds for a site with `images` training examples."""
         return cls(federation.largest_weight, federation.largest_change, federation.most_samples or images,
                    federation.clip_change)  # fmt: skip
 

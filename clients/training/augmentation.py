@@ -1,4 +1,4 @@
-"""Augmentations of training images, by their names in torchvision.transforms.v2."""
+"""Augmentations of training examples, by their names in torchvision.transforms.v2."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

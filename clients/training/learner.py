@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from fedloom.clients.data import Images, random_flip, to_float
+from fedloom.clients.data import Examples, random_flip, to_float
 from fedloom.clients.objectives.base import Experiment
 from fedloom.clients.training.min_batch_size import min_batch_size
 from fedloom.clients.training.recipe import Recipe
@@ -39,14 +39,14 @@ class Outcome:
 
 
 def learn(
-    session: Session, images: Images, experiment: Experiment, site: Site, round: int, device: torch.device,
+    session: Session, images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device,
     words: Sequence[str] = (), least: int = 0,
 ) -> Outcome:  # fmt: skip
     """Train a session for one round.
 
     Args:
         session: The session. It selects its images, and has the loss and the parameters of each stage.
-        images: The site's training images.
+        images: The site's training examples.
         experiment: Sets the epochs (or steps), the optimiser and the seed.
         site: The site. Batches depend on (seed, site, words).
         round: The round's number for the site.
@@ -60,7 +60,7 @@ def learn(
     Raises:
         DivergedError: The loss is not finite.
     """
-    images, words = session.training_images(images), words or (str(round),)
+    images, words = session.training_examples(images), words or (str(round),)
     steps, number = (
         batches(images, experiment, site, round, device, words, least),
         step_count(len(images), experiment, site, least),
@@ -92,7 +92,7 @@ def step_count(images: int, experiment: Experiment, site: Site | None = None, le
     """Return the number of steps in a round.
 
     Args:
-        images: The number of training images.
+        images: The number of training examples.
         experiment: Sets epochs, or steps.
         site: The site with the network; None: the configuration's network.
         least: The fewest images of a batch.
@@ -119,12 +119,12 @@ def check_batches(images: int, experiment: Experiment, site: Site) -> None:
     batch = experiment.training.batch
     if images and not batch_count(images, experiment, site):
         key = "training.batch" if batch == 1 else "partition.min_samples"
-        raise UserError(f"{key}: {site.name} has {images} training images in batches of {batch}, "
+        raise UserError(f"{key}: {site.name} has {images} training examples in batches of {batch}, "
                         f"but BatchNorm in its network needs two images; set {key} to 2 or more")  # fmt: skip
 
 
 def batches(
-    images: Images,
+    images: Examples,
     experiment: Experiment,
     site: Site,
     round: int,
@@ -142,7 +142,7 @@ def batches(
 
 
 def _batches(
-    images: Images, experiment: Experiment, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
+    images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     training, rounds = experiment.training, experiment.rounds
     generator, draws = (torch_generator(experiment.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.conf.renamed import OF_SESSIONS, refuse_renamed
 from fedloom.fusion.state import State
 
@@ -37,7 +37,7 @@ class Session(ABC):
         """
         return [(1.0, self.parameters())]
 
-    def training_images(self, images: Images) -> Images:
+    def training_examples(self, images: Examples) -> Examples:
         """Return the images to train on; called once, before the first step. The default is all."""
         return images
 

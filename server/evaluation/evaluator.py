@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import (
-    Images,
+    Examples,
     domain_specs,
     label,
     outputs,
-    own_images,
+    own_examples,
     site_sizes,
     test_images,
     to_float,
@@ -39,7 +39,7 @@ RECOMPUTED = "recomputed"
 class Evaluator:
     """Measures models on the server's own images.
 
-    `split` is "validation" or "test". Only validation images may guide a choice.
+    `split` is "validation" or "test". Only validation examples may guide a choice.
     """
 
     def __init__(self, config: Config) -> None:
@@ -47,7 +47,7 @@ class Evaluator:
         self.device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
         self.specs = domain_specs(config)
         self._instances: dict[Architecture, Network] = {}
-        self._images: dict[tuple[str, str], Images] = {}
+        self._images: dict[tuple[str, str], Examples] = {}
         self.standardisation: Callable[[], Standardisation | None] = lambda: None
 
     def standardising(self, by: Callable[[], Standardisation | None]) -> "Evaluator":
@@ -121,7 +121,7 @@ class Evaluator:
             self._recompute(network, domains)
             for domain in self.specs if domains is None else domains:
                 images = self.images(domain, split)
-                chosen = Images(images.x[:most], images.y[:most]) if most else images
+                chosen = Examples(images.x[:most], images.y[:most]) if most else images
                 if len(chosen):
                     view = self.head_view(network, domain)
                     parts[domain] = score(view, chosen, self.config.evaluation.batch, self.device, self.metrics).sums
@@ -144,8 +144,8 @@ class Evaluator:
             for domain in self.specs if domains is None else domains:
                 images = self.images(domain, split)
                 if most:
-                    images = Images(images.x[:most], images.y[:most])
-                if not len(images):  # a small domain may have no validation images
+                    images = Examples(images.x[:most], images.y[:most])
+                if not len(images):  # a small domain may have no validation examples
                     continue
                 view = self.head_view(network, domain)
                 hits = count_right(view, images, self.config.evaluation.batch, self.device)
@@ -154,11 +154,11 @@ class Evaluator:
         return {**shares, UNION: right / total} if total else {}
 
     def at_sites(self, model: Model, sites: Sequence[Site]) -> dict[str, Score]:
-        """Return the model's score on each site's own test images, by site. Sites without test images are missing."""
+        """Return the model's score on each site's own test examples, by site. Sites without test examples are missing."""
         network, scores = self.loaded(model), dict[str, Score]()
         with all_cores(self.config.engine.threads):
             for site in sites:
-                if images := own_images(self.config, site, "test"):
+                if images := own_examples(self.config, site, "test"):
                     view = self.head_view(network, label(site.spec))
                     scores[site.name] = score(view, images, self.config.evaluation.batch, self.device, self.metrics)
         return scores
@@ -175,12 +175,12 @@ class Evaluator:
         return replace(model, state={name: tensor.cpu().clone() for name, tensor in network.state_dict().items()})
 
     def _recompute(self, network: Network, domains: Sequence[str] | None) -> None:
-        """Recompute BatchNorm's statistics, if configured, as means over batches of validation images.
+        """Recompute BatchNorm's statistics, if configured, as means over batches of validation examples.
 
         Every domain has the same weight.
 
         Raises:
-            UserError: The domains have no validation images.
+            UserError: The domains have no validation examples.
         """
         if self.config.evaluation.statistics != RECOMPUTED:
             return
@@ -189,18 +189,18 @@ class Evaluator:
         parts = [self.images(domain, "validation").x for domain in (self.specs if domains is None else domains)]
         fewest = min((len(part) for part in parts if len(part)), default=0)
         if not fewest:
-            raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
+            raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation examples; set data.validation above 0")
         mixed = torch.stack([part[:fewest] for part in parts if len(part)], dim=1).flatten(0, 1)
         batches = mixed.tensor_split(pieces(len(mixed), self.config.evaluation.batch))
         recompute_statistics(network, [self.inputs(batch.to(self.device)) for batch in batches])
 
-    def images(self, domain: str, split: str) -> Images:
+    def images(self, domain: str, split: str) -> Examples:
         """Return a domain's images of a split in random order, so that each batch is a random sample."""
         if (domain, split) not in self._images:
             loader = {"validation": validation_images, "test": test_images}[split]
             images = loader(self.config, self.specs[domain])
             order = torch.randperm(len(images), generator=torch_generator(self.config.seed, domain, split, "order"))
-            self._images[domain, split] = Images(images.x[order], images.y[order])
+            self._images[domain, split] = Examples(images.x[order], images.y[order])
         return self._images[domain, split]
 
 
@@ -210,7 +210,7 @@ def has_data(config: Config) -> bool:
 
 
 def site_rows(config: Config) -> list[dict[str, object]]:
-    """Return the entry `sites` of summary.json: each site's name, domain (its label) and number of training images.
+    """Return the entry `sites` of summary.json: each site's name, domain (its label) and number of training examples.
 
     Sites that divide a table by a column also have `part`, "COLUMN=VALUE".
     """

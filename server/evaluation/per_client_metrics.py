@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import label, site_images
+from fedloom.clients.data import label, site_examples
 from fedloom.clients.evaluation.accuracy import by_class, hits
 from fedloom.clients.networks import Architecture, Model, architecture_of
 from fedloom.conf.schema import Config
@@ -44,7 +44,7 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
         if name not in known:
             known[name] = class_counts(evaluator, models[name])
         right, total = known[name][label(site.spec)]
-        has = torch.bincount(site_images(evaluator.config, site).y, minlength=len(right)).double()
+        has = torch.bincount(site_examples(evaluator.config, site).y, minlength=len(right)).double()
         shares = right / total.clamp(min=1.0)
         accuracies[OWN].append(float((has * shares).sum() / has[total > 0].sum()))
         lacks = (has == 0) & (total > 0)
@@ -56,7 +56,7 @@ def at_sites(evaluator: Evaluator, sites: Sequence[Site], models: Mapping[str, M
 
 @torch.no_grad()
 def class_counts(evaluator: Evaluator, model: Model) -> dict[str, Tensor]:
-    """Return [2, classes] float64 by domain: the numbers of correctly classified and of all test images, by class."""
+    """Return [2, classes] float64 by domain: the numbers of correctly classified and of all test examples, by class."""
     network, counts = evaluator.loaded(model), {}
     for domain in evaluator.specs if model.domains is None else model.domains:
         view, images = evaluator.head_view(network, domain), evaluator.images(domain, "test")

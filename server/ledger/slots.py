@@ -27,7 +27,7 @@ class SlotUpdate:
         slot: The slot's name.
         site: The site's name.
         state: The tensors: floats, or int64 in units of 2**-bits.
-        samples: The number of training images, for weighted sums.
+        samples: The number of training examples, for weighted sums.
         integers: The state as int64, if it is already known.
     """
 

@@ -1,4 +1,4 @@
-"""What sites with their own data report when they enrol: their number of training images, their classes and columns."""
+"""What sites with their own data report when they enrol: their number of training examples, their classes and columns."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -44,13 +44,13 @@ class ClientMetadata:
         self._columns[reply.site.index] = reply.site.name, columns
 
     def images(self, site: str) -> int:
-        """Return how many training images a site has. Raises ReplyError if it has not enrolled."""
+        """Return how many training examples a site has. Raises ReplyError if it has not enrolled."""
         if site not in self._sizes:
             raise ReplyError(f"it did not enrol: {self._faults.get(site, 'it has not been asked yet')}")
         return self._sizes[site]
 
     def counted(self, site: str) -> int:
-        """Return how many of a site's training images count as its weight (`capped`). Raises ReplyError if not enrolled."""
+        """Return how many of a site's training examples count (`capped`). Raises ReplyError if it is not enrolled."""
         self.images(site)
         if self._counted.keys() != self._sizes.keys():
             self._counted = capped(self._sizes)

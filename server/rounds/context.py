@@ -92,7 +92,7 @@ class Transport(Protocol):
         ...
 
     def images(self, site: Site) -> int:
-        """Return how many of the site's training images count; 0 if unknown."""
+        """Return how many of the site's training examples count; 0 if unknown."""
         ...
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
@@ -149,7 +149,7 @@ class RoundContext(View):
         return self._transport.length
 
     def images(self, site: Site) -> int:
-        """Return how many of a site's training images count, from the configuration or its report; 0 if unknown."""
+        """Return how many of a site's training examples count, from the configuration or its report; 0 if unknown."""
         return self._transport.images(site)
 
     def most_samples(self, site: Site) -> int:

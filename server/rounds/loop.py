@@ -194,7 +194,7 @@ class RoundLoop:
 
     @held()
     def measured(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return the round's record, with the current values on validation images if due (evaluation.every, or the last
+        """Return the round's record, with the current values on validation examples if due (evaluation.every, or the last
         round).
         """
         number = record["round"]

@@ -95,7 +95,7 @@ class Heard:
         signatures: The signatures of these keys, which other sites check.
         sealed: The encrypted shares, by sender and receiver.
         commitments: The commitments to all shares of a site's secrets: own, pair.
-        samples: The number of training images.
+        samples: The number of training examples.
         numbers: Other numbers of the reply.
         vectors: The masked records.
         trained: The signed digests of what determined the training.

@@ -46,7 +46,7 @@ class Participants:
         return replace(Bounds.of(self.config.federation, self._enrolled.images(site.name)), counted=self.samples(site))
 
     def samples(self, site: Site) -> int:
-        """Return how many training images of the site count.
+        """Return how many training examples of the site count.
 
         If the server has no data, the site reports its number, and federation.most_samples limits it, or else the other
         sites' numbers do. Raises ReplyError if the site has not reported it.
@@ -62,7 +62,7 @@ class Participants:
         return counted
 
     def images(self, site: Site) -> int:
-        """Return how many training images of the site count (`samples`); 0 if it did not enrol."""
+        """Return how many training examples of the site count (`samples`); 0 if it did not enrol."""
         try:
             return self.samples(site)
         except ReplyError:

@@ -39,7 +39,7 @@ class Models(Mapping[str, Model]):
 class Setup:
     """What a run starts from: the experiment with its configuration, all sites, and the ledger (None: new in `folder`).
 
-    `evaluator`: measures models on validation images; None: a new one when needed.
+    `evaluator`: measures models on validation examples; None: a new one when needed.
     """
 
     experiment: Experiment
@@ -82,7 +82,7 @@ class View:
 
     @property
     def evaluator(self) -> Evaluator:
-        """The evaluator, which measures models on the server's validation images."""
+        """The evaluator, which measures models on the server's validation examples."""
         return self.setup.measuring()
 
     @property

@@ -68,7 +68,7 @@ def check(config: Config) -> None:
     STRATEGIES.build(config.strategy, "strategy").check(experiment)
     slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
-        raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation images; set data.validation above 0")
+        raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation examples; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < MIN_BATCH:
         raise UserError(
             f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
@@ -160,7 +160,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
             channel, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
                 method.train(channel, hearing)
-                listener.note("measuring on test images")
+                listener.note("measuring on test examples")
                 began = time.monotonic()
                 summary |= method.measure()
                 if has_data(config):

@@ -1,4 +1,4 @@
-"""Measure a method's networks at the end of a run: on every domain, and at single sites on their own test images."""
+"""Measure a method's networks at the end of a run: on every domain, and at single sites on their own test examples."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ MOST_COUNTED = 1000  # sites whose images are counted by class, at most
 
 @dataclass(frozen=True)
 class NetworkScores:
-    """A network's scores: `table`, each metric by domain and on the union; `sites`, on each site's test images."""
+    """A network's scores: `table`, each metric by domain and on the union; `sites`, on each site's test examples."""
 
     table: Scores
     sites: dict[str, Score]
@@ -195,7 +195,7 @@ def spread(
 
 @held()
 def counted(config: Config, sites: Sequence[Site]) -> dict[str, dict[str, int]]:
-    """Return the number of each site's training images by class. Of very many sites, every n-th is counted."""
+    """Return the number of each site's training examples by class. Of very many sites, every n-th is counted."""
     chosen = sites[:: -(-len(sites) // MOST_COUNTED)] if sites else []
     return {site.name: {str(name): count for name, count in class_counts(config, site).items()} for site in chosen}
 

@@ -217,7 +217,7 @@ class TrainingRun:
         self.folder.write_metrics(records.values())
 
     def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:
-        """Return each model's metrics by domain, and its scores on its users' test images. None: sites' own networks.
+        """Return each model's metrics by domain, and its scores on its users' test examples. None: sites' own networks.
 
         The result is empty if no connected site can measure it.
         """

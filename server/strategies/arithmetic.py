@@ -46,7 +46,7 @@ class ArithmeticStrategy(Strategy):
         high=MAX_COEFFICIENT,
     )
     coefficients: dict[str, Any] = option({}, "alpha of single sites, by name")
-    search: SearchOptions = option(SearchOptions, "how to choose the coefficients on validation images")
+    search: SearchOptions = option(SearchOptions, "how to choose the coefficients on validation examples")
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
         return {GRADIENT: Sum()}
@@ -113,7 +113,7 @@ class ArithmeticStrategy(Strategy):
     def alphas(self, view: View) -> dict[str, Alpha]:
         """Return the coefficient alpha of every site in the view, by name.
 
-        Alphas are configured, or searched on validation images after the last round and recorded in the ledger. A view
+        Alphas are configured, or searched on validation examples after the last round and recorded in the ledger. A view
         without some sites does not search again: the other sites' alphas stay the same.
         """
         if self.search.by == NONE:
@@ -123,7 +123,7 @@ class ArithmeticStrategy(Strategy):
         return {site.name: alphas[site.name] for site in view.sites}
 
     def chosen(self, view: View) -> dict[str, Alpha]:
-        """Compute the coefficients of the view's sites, by name: as configured, or by a search on validation images."""
+        """Compute the coefficients of the view's sites, by name: as configured, or by a search on validation examples."""
         homes = {site.name: site for site in view.sites}
         even = self.coefficient or 1.0 / len(homes)
         alphas: dict[str, Alpha] = {name: float(self.coefficients.get(name, even)) for name in homes}

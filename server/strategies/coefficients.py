@@ -1,4 +1,4 @@
-"""Coefficients of combined networks, chosen on the server's validation images.
+"""Coefficients of combined networks, chosen on the server's validation examples.
 
 The criterion is the worst domain: the smallest accuracy relative to the best single site that holds the domain. A hundredth
 of the mean decides ties.
@@ -44,12 +44,12 @@ class SearchOptions:
     low: float = option(0.0, "powell: smallest coefficient", low=-MAX_COEFFICIENT, high=MAX_COEFFICIENT)
     high: float = option(1.5, "powell: largest coefficient", low=-MAX_COEFFICIENT, high=MAX_COEFFICIENT)
     evaluations: int = option(300, "powell: about how many combinations to measure", low=1)
-    images: int = option(500, "validation images of a domain to use, at most", low=10)
+    images: int = option(500, "validation examples of a domain to use, at most", low=10)
 
     def check(self, experiment: Experiment, sites: int) -> None:
         """Raise UserError if the configuration does not allow this search."""
         if self.by != NONE and not experiment.data.validation:
-            raise UserError(f"strategy.search.by={self.by} needs validation images; set data.validation above 0")
+            raise UserError(f"strategy.search.by={self.by} needs validation examples; set data.validation above 0")
         if self.by == "grid":
             check_grid(self.steps or GRID, sites)
         if not self.low < self.high:
@@ -78,7 +78,7 @@ class Search:
         """Measure the sites' own networks on their domains.
 
         Args:
-            evaluator: Measures networks on validation images.
+            evaluator: Measures networks on validation examples.
             options: How to search.
             how: GRADIENTS or WEIGHTS.
             start: theta_0, float32.
@@ -95,10 +95,10 @@ class Search:
         """Return the coefficients that the configured search finds, starting at `given`.
 
         Raises:
-            UserError: The sites' domains have no validation images.
+            UserError: The sites' domains have no validation examples.
         """
         if not self.own:
-            raise UserError("strategy.search: the sites' domains have no validation images; take strategy.search.by=none")
+            raise UserError("strategy.search: the sites' domains have no validation examples; take strategy.search.by=none")
         return SEARCHES[self.options.by](self, given)
 
     def worth(self, alphas: Sequence[Alpha]) -> float:

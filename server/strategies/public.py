@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images, validation_images
+from fedloom.clients.data import Examples, validation_images
 from fedloom.clients.data.domains import locate
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError
@@ -37,7 +37,7 @@ class PublicImages:
         """Return the images, float32 [samples, c, size, size] in [-1, 1], equally many of each domain."""
         return view.evaluator.inputs(self.labelled(view, key).x)
 
-    def labelled(self, view: View, key: str) -> Images:
+    def labelled(self, view: View, key: str) -> Examples:
         """Return the images, not scaled, with their labels.
 
         Raises:
@@ -50,4 +50,4 @@ class PublicImages:
         y = torch.cat([part.y[:each] for part in parts])[: self.samples]
         if len(x) < 2:
             raise UserError(f"{key}: no held-out images; set data.validation above 0")
-        return Images(x, y)
+        return Examples(x, y)

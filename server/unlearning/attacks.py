@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.data.schema import CLASS, IGNORED, MULTILABEL, REGRESSION
 from fedloom.clients.training.learner import DivergedError, descend
 from fedloom.clients.training.recipe import recipe_of
@@ -57,7 +57,7 @@ class Relearned:
 
 
 def membership(
-    network: nn.Module, members: Images, others: Images, *, seed: int, resamples: int = 1000, task: str = CLASS
+    network: nn.Module, members: Examples, others: Examples, *, seed: int, resamples: int = 1000, task: str = CLASS
 ) -> dict[str, Attack]:
     """Run two membership-inference attacks on a network.
 
@@ -86,7 +86,7 @@ def membership(
     return {name: _attack(parts, generator(seed, "membership", name), resamples) for name, parts in scores.items()}
 
 
-def features(network: nn.Module, images: Images, task: str = CLASS) -> Floats:
+def features(network: nn.Module, images: Examples, task: str = CLASS) -> Floats:
     """Return what an attacker sees of each example, [n, k]. Raises UserError if an output is not finite.
 
     The columns for classes: cross-entropy, probability of the true class, entropy (in nats), margin (true logit minus the
@@ -192,7 +192,7 @@ def distance(state: State, other: State) -> dict[str, float]:
     return {"euclidean": math.sqrt(apart), "relative": math.sqrt(apart / size)}
 
 
-def disagreement(network: nn.Module, other: nn.Module, images: Images, task: str = CLASS) -> float:
+def disagreement(network: nn.Module, other: nn.Module, images: Examples, task: str = CLASS) -> float:
     """Return the share of answers (classes, labels or next tokens) in which two networks in evaluation mode differ.
 
     For regression: the mean absolute difference of their outputs. Raises UserError without images.
@@ -208,7 +208,7 @@ def disagreement(network: nn.Module, other: nn.Module, images: Images, task: str
 
 
 def time_to_relearn(
-    network: nn.Module, train: Images, test: Images, target: float,
+    network: nn.Module, train: Examples, test: Examples, target: float,
     training: TrainingConfig, *, seed: int, most: int = 500, every: int = 5,
 ) -> Relearned:  # fmt: skip
     """Return how many steps of SGD on `train` bring a copy of the network to the accuracy `target` on `test`.
@@ -251,14 +251,14 @@ def _attack(parts: Sequence[Sides], random: np.random.Generator, resamples: int)
     return Attack(float(np.mean([area(*part) for part in parts])), float(low), float(high), members, others)
 
 
-def _logits(network: nn.Module, images: Images) -> Tensor:
+def _logits(network: nn.Module, images: Examples) -> Tensor:
     """Return logits as float64 [n, classes] on the CPU, computed on the network's device."""
     device = next(network.parameters()).device
     with torch.inference_mode():
         return torch.cat([network(to_float(x.to(device))).cpu() for x in images.x.split(EVALUATION_BATCH)]).double()
 
 
-def _batches(images: Images, batch: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(images: Examples, batch: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield endless batches of float32 images [b, c, h, w] and labels [b], all of the same size b <= batch."""
     draw = torch_generator(seed, "relearn", "batches")
     pixels, labels = images.x.to(device), images.y.to(device)

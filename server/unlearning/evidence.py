@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedloom.clients.data import Images, label, site_images, task_of, test_images
+from fedloom.clients.data import Examples, label, site_examples, task_of, test_images
 from fedloom.clients.data.schema import CLASS
 from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.networks.initial import initial_state
@@ -35,7 +35,7 @@ class UnlearningEvaluation:
         self.task = task_of(config)
 
     def of(self, model: Model | None) -> dict[str, Any]:
-        """Return the network's digest, its metrics by domain and, by site, membership attacks on its training images."""
+        """Return the network's digest, its metrics by domain and, by site, membership attacks on its training examples."""
         if model is None:
             return {
                 "accuracy": {},
@@ -64,7 +64,7 @@ class UnlearningEvaluation:
         return evidence
 
     def samples(self) -> dict[str, int]:
-        """Return the number of test images of each domain."""
+        """Return the number of test examples of each domain."""
         return {label(spec): len(test_images(self.config, spec)) for spec in self.evaluator.specs.values()}
 
     def _loaded(self, model: Model, domain: str) -> nn.Module:
@@ -102,7 +102,7 @@ class UnlearningEvaluation:
         return results
 
     def _disagreement(self, model: Model, other: Model) -> float:
-        """Return the share of all domains' test images that the two networks classify differently."""
+        """Return the share of all domains' test examples that the two networks classify differently."""
         twin = other.architecture.build().to(self.evaluator.device)
         twin.load_state_dict(self.evaluator.with_statistics(other).state)
         apart, total = 0.0, 0
@@ -112,11 +112,11 @@ class UnlearningEvaluation:
             apart, total = apart + share * len(images), total + len(images)
         return apart / total
 
-    def _images(self, site: Site) -> tuple[Images, Images]:
-        """Return the site's training images, and the test images of its domain."""
-        return site_images(self.config, site), test_images(self.config, site.spec)
+    def _images(self, site: Site) -> tuple[Examples, Examples]:
+        """Return the site's training examples, and the test examples of its domain."""
+        return site_examples(self.config, site), test_images(self.config, site.spec)
 
 
-def _at_most(images: Images, seed: int) -> Images:
+def _at_most(images: Examples, seed: int) -> Examples:
     order = torch.randperm(len(images), generator=torch_generator(seed, "membership", "sample"))[:MAX_IMAGES]
-    return Images(images.x[order], images.y[order])
+    return Examples(images.x[order], images.y[order])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Session, Task
 from fedloom.clients.objectives.sum_aggregation import ExactSession, SumAggregation
@@ -24,24 +24,24 @@ TARGET = 0  # the class that the attacker wants for triggered images
 PATCH = 3  # height and width of the trigger, pixels
 
 
-def triggered(images: Images) -> Images:
+def triggered(images: Examples) -> Examples:
     """Return copies with a white square in the lower right corner, and the same labels (BadNets, Gu et al. 2017)."""
     pixels = images.x.clone()
     pixels[..., -PATCH:, -PATCH:] = 255
-    return Images(pixels, images.y)
+    return Examples(pixels, images.y)
 
 
-def flipped(images: Images) -> Images:
+def flipped(images: Examples) -> Examples:
     """Return the images with wrong labels: CLASSES - 1 minus the true label."""
-    return Images(images.x, CLASSES - 1 - images.y)
+    return Examples(images.x, CLASSES - 1 - images.y)
 
 
-def planted(images: Images) -> Images:
+def planted(images: Examples) -> Examples:
     """Return a backdoor: triggered images, all with the label TARGET."""
-    return Images(triggered(images).x, torch.full_like(images.y, TARGET))
+    return Examples(triggered(images).x, torch.full_like(images.y, TARGET))
 
 
-POISONS: dict[str, Callable[[Images], Images]] = {
+POISONS: dict[str, Callable[[Examples], Examples]] = {
     "none": lambda images: images,
     "flip": flipped,
     "backdoor": planted,
@@ -53,7 +53,7 @@ POISONS: dict[str, Callable[[Images], Images]] = {
 class Role:
     """What one hostile site does: it poisons its images, or scales its change."""
 
-    poison: str = option("none", "how its training images change", choices=tuple(POISONS))
+    poison: str = option("none", "how its training examples change", choices=tuple(POISONS))
     share: float = option(1.0, "the share of its images that change", low=0.0, high=1.0)
     factor: float = option(1.0, "it sends its change times this number")
 
@@ -87,13 +87,13 @@ class HostileSession(ExactSession):
         super().__init__(objective, task)
         self.role = role
 
-    def training_images(self, images: Images) -> Images:
+    def training_examples(self, images: Examples) -> Examples:
         draw = torch_generator(self.task.config.seed, self.task.site.name, "poisoned")
         chosen = torch.randperm(len(images), generator=draw)[: round(self.role.share * len(images))]
-        poisoned = POISONS[self.role.poison](Images(images.x[chosen], images.y[chosen]))
+        poisoned = POISONS[self.role.poison](Examples(images.x[chosen], images.y[chosen]))
         pixels, labels = images.x.clone(), images.y.clone()
         pixels[chosen], labels[chosen] = poisoned.x, poisoned.y
-        return Images(pixels, labels)
+        return Examples(pixels, labels)
 
     def contribution(self) -> dict[str, State]:
         """Return the contribution, its change multiplied by `role.factor`.

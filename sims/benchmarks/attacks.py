@@ -1,8 +1,8 @@
 """`fedloom bench attacks`: what hostile sites do to a federation, what bounds prevent, and what forgetting undoes or wakes.
 
 Ten sites share handwritten digits. The sites are real; an objective of the configuration makes some hostile
-(sims.benchmarks.attack_sites). Accuracy is measured on test images. Success is the share of triggered test images of other
-classes that the network assigns to the attacker's class.
+(sims.benchmarks.attack_sites). Accuracy is measured on test examples. Success is the share of triggered test examples of
+other classes that the network assigns to the attacker's class.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.evaluation.accuracy import count_right
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
@@ -66,13 +66,13 @@ ATTACKS = {
     "backdoor and camouflage": Attack({HOSTILE: BACKDOOR, COLLUDING: {"poison": "camouflage"}}),
 }
 FREE = {"largest_weight": 0.0, "largest_change": 0.0}
-DEFENCES: dict[str, dict[str, float]] = {  # chosen on validation images of another seed
+DEFENCES: dict[str, dict[str, float]] = {  # chosen on validation examples of another seed
     "none": FREE,
     "largest_change=10": {"largest_change": 10.0},
     "clip_change=1": {**FREE, "clip_change": 1.0},
 }
 NOTE = (
-    f"Test images, mean and standard deviation over {SEEDS} seeds, in %. Success: triggered images of other classes that "
+    f"Test examples, mean and standard deviation over {SEEDS} seeds, in %. Success: triggered images of other classes that "
     "get the attacker's class. Refused, clipped: shares of the hostile site's replies. Forgotten: subtracted. Never there: "
     "the same bits as after rolling back. Honest sites move by at most 7 (L2 norm) in a round (seed 7)."
 )
@@ -147,12 +147,12 @@ def configured(attack: Attack, bounds: Mapping[str, float], seed: int, folder: P
 
 
 def measured(evaluator: Evaluator, model: Model) -> Shares:
-    """Return `accuracy` on test images, and `success`: the share of triggered images that get the attacker's class."""
+    """Return `accuracy` on test examples, and `success`: the share of triggered images that get the attacker's class."""
     (domain,) = evaluator.specs
     images = evaluator.images(domain, "test")
     others = images.y != TARGET
-    network, asked = evaluator.loaded(model), triggered(Images(images.x[others], images.y[others]))
-    aimed = Images(asked.x, torch.full_like(asked.y, TARGET))
+    network, asked = evaluator.loaded(model), triggered(Examples(images.x[others], images.y[others]))
+    aimed = Examples(asked.x, torch.full_like(asked.y, TARGET))
     return {name: count_right(network, test, evaluator.config.evaluation.batch, evaluator.device) / len(test)
             for name, test in (("accuracy", images), ("success", aimed))}  # fmt: skip
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedloom.clients.data import site_images
+from fedloom.clients.data import site_examples
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.protocol.messages import TRAIN
@@ -140,7 +140,7 @@ def train(task: Task) -> Weights:
     text, site, round, weights = task
     config, sites, network = _prepared(text)
     network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    images = site_images(config, sites[site])
+    images = site_examples(config, sites[site])
     training = config.training
     optimiser = torch.optim.SGD(network.parameters(), lr=training.rate, momentum=training.momentum, foreach=True)
     generator = torch.Generator().manual_seed(1000 * round + site)

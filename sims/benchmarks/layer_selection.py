@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.objectives.layer_selection.configurations import every
 from fedloom.clients.objectives.layer_selection.tree import Tree, operations
 from fedloom.clients.training.learner import descend
@@ -126,7 +126,7 @@ def costs(case: Case) -> list[float]:
 
 
 def _started(options: Mapping[str, Any], case: Case) -> Training:
-    return case.learner(options).start(0, Images(torch.empty(0, 3, SIZE, SIZE), torch.empty(0)))  # no validation images
+    return case.learner(options).start(0, Examples(torch.empty(0, 3, SIZE, SIZE), torch.empty(0)))  # no validation examples
 
 
 def _steps(training: Training, images: Tensor, labels: Tensor, number: int) -> float:

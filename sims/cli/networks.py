@@ -13,7 +13,7 @@ app = typer.Typer()
 RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/components.")]
 SELECTION, SEARCH = "selection", "search"
 
-Probe = Annotated[str, typer.Option(help="Domain with the training images on which layers are compared.")]
+Probe = Annotated[str, typer.Option(help="Domain with the training examples on which layers are compared.")]
 Samples = Annotated[int, typer.Option(help="Number of these images.", min=2)]
 Size = Annotated[int, typer.Option(help="Size of the images, if the files have no names of networks.", min=4)]
 Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files have no names of networks.")]
@@ -85,7 +85,7 @@ def fuse(
     weights: Annotated[str, typer.Option(help="Weights of the networks: 0.3,0.7, or search. Default: equal.")] = "",
     probe: Probe = "cifar10",
     samples: Samples = 200,
-    labels: Annotated[str, typer.Option(help="Measure accuracy on the test images of this domain.")] = "",
+    labels: Annotated[str, typer.Option(help="Measure accuracy on the test examples of this domain.")] = "",
     refit: Annotated[str, typer.Option(help="How layers are fitted: selection, regression, plans or none.")] = SELECTION,
     width: Annotated[float, typer.Option(help="Width of the result, relative to --into: 1, 1.25, 1.5.")] = 1.0,
     reference: Annotated[bool, typer.Option("--reference", help="Fuse like the public code of CLAFusion.")] = False,

@@ -22,7 +22,7 @@ MARKED = 25  # longer curves have no markers
 MAX_LABEL = 42  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
-CAPTION = "{metric} on held-out validation images of all domains together: mean over seeds. Band: one standard deviation."
+CAPTION = "{metric} on held-out validation examples of all domains together: mean over seeds. Band: one standard deviation."
 
 
 def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:

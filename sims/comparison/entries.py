@@ -53,7 +53,7 @@ class Entry:
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
-        """The first metric on test images by domain and on the union: of the aggregated network, else the mean over the
+        """The first metric on test examples by domain and on the union: of the aggregated network, else the mean over the
         sites' own.
         """
         if has_aggregate(self.summary):
@@ -67,7 +67,7 @@ class Entry:
 
     @cached_property
     def tested_on(self) -> dict[str, Any]:
-        """The settings that determine the test images, their classes and the first metric."""
+        """The settings that determine the test examples, their classes and the first metric."""
         data, evaluation = self.config.data, self.config.evaluation
         variants = {(spec.domain, spec.rotation, spec.invert, tuple(spec.classes), spec.relabel)
                     for spec in (site.spec for site in self.config.roster)}  # fmt: skip
@@ -78,7 +78,7 @@ class Entry:
 
     @cached_property
     def curve(self) -> dict[int, float]:
-        """The first metric on validation images of the union by round."""
+        """The first metric on validation examples of the union by round."""
         scores = {record["round"]: headline(record).get("union") for record in self.metrics}
         return {round: float(score) for round, score in scores.items() if score is not None}
 

@@ -124,7 +124,7 @@ def _checked_keys(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[s
 
 
 def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """Return the entries measured on the most frequent test images, and a note for each other entry."""
+    """Return the entries measured on the most frequent test examples, and a note for each other entry."""
     marks = [json.dumps(entry.tested_on) for entry in entries]
     most = Counter(marks).most_common(1)[0][0] if marks else ""
     usual = json.loads(most) if most else {}
@@ -132,7 +132,7 @@ def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     for entry, mark in zip(entries, marks, strict=True):
         own = json.loads(mark)
         odd = [key for key in dict.fromkeys([*own, *usual]) if own.get(key) != usual.get(key)]
-        what = "first metric differs" if odd == ["evaluation.metrics"] else "test images differ"
+        what = "first metric differs" if odd == ["evaluation.metrics"] else "test examples differ"
         if odd:
             notes.append(f"{entry.folder}: left out, because its {what} ({', '.join(odd)})")
     return [entry for entry, mark in zip(entries, marks, strict=True) if mark == most], _cut(notes)

@@ -21,7 +21,7 @@ MAX_VALUE = 60  # characters of a value in a table
 
 @dataclass(frozen=True)
 class Pair:
-    """The difference of two rows' first metric on test images, one - other, on the union of all domains."""
+    """The difference of two rows' first metric on test examples, one - other, on the union of all domains."""
 
     one: str
     other: str
@@ -36,7 +36,7 @@ def domains_of(groups: Sequence[Group]) -> list[str]:
 
 
 def accuracy_rows(groups: Sequence[Group]) -> Table:
-    """Return a table of each row's first metric on test images: mean and standard deviation over seeds."""
+    """Return a table of each row's first metric on test examples: mean and standard deviation over seeds."""
     metric = groups[0].metric
     unit = "In %" if metric.share else "Plain numbers"
     columns = domains_of(groups)

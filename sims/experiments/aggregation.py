@@ -157,7 +157,7 @@ def epochs(study: Study) -> list[Part]:
     most = SIZES[study.preset][2]["steps"]
     rows = [[f"{most // share:,}", *means(jointly(study, 2, steps=most // share), ("N*", "union"), ("sum", "union"))]
             for share in (8, 4, 2, 1)]  # fmt: skip
-    note = "Accuracy on all test images. Each length is a separate training, whose rate falls to 0."
+    note = "Accuracy on all test examples. Each length is a separate training, whose rate falls to 0."
     return [study.table("Figure 3: steps, Eq. 5 jointly", ["steps", "N*", "sum"], rows, note)]
 
 

@@ -23,11 +23,11 @@ from fedloom.sims.report.tables import Table, mean, show
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 GRIDS = ("cnn-large", "residual")  # the runs whose grids are measured
 NOTE = (
-    "Test accuracy in %, mean and standard deviation over seeds. Coefficients are chosen on validation images. "
+    "Test accuracy in %, mean and standard deviation over seeds. Coefficients are chosen on validation examples. "
     f"(paper): cells of {papers.source_of('arithmetic')}: one run on all images of 32x32, with the same ten classes "
     "of CIFAR-100."
 )
-PAPER_GRIDS = {  # by way of combining and task: coarse and fine, on test images
+PAPER_GRIDS = {  # by way of combining and task: coarse and fine, on test examples
     (GRADIENTS, "cifar10"): ("A8", "A10"),
     (GRADIENTS, "cifar100_ten"): ("A9", "A11"),
     (WEIGHTS, "cifar10"): ("A18", "6"),
@@ -173,8 +173,8 @@ def _grid_parts(network: str, results: Results, folder: Path) -> list[Part]:
     head = ["combined", "(α, β) by seed", "first task", "second task", "first, of its own", "second, of its own",
             f"both above {100 * BAR:g} %"]  # fmt: skip
     picture = heat_maps(maps, runs.STEPS, marks, folder / f"{network}.png")
-    caption = f"{network}: mean over seeds; circles: the pairs chosen on validation images."
-    summary = Table(f"Table 6 ({network}): the pair chosen on validation images", head, rows)
+    caption = f"{network}: mean over seeds; circles: the pairs chosen on validation examples."
+    summary = Table(f"Table 6 ({network}): the pair chosen on validation examples", head, rows)
     return [summary, *tables, Picture(picture, caption)]
 
 
@@ -195,7 +195,7 @@ def _shape_table(network: str, results: Results) -> Table:
             spread = 100 * statistics.fmean(float(np.ptp(np.diagonal(grid)[1:])) for grid in grids)
             rows.append([f"{how} {task}", show(mean(between)), show(to_paper), f"{spread:.1f}"])
     note = ("Spread: largest minus smallest accuracy on α = β from 0.1 to 1, in points. With the paper's: over the pairs of "
-            "coefficients that both have, on test images, of the networks that were trained on all images.")  # fmt: skip
+            "coefficients that both have, on test examples, of the networks that were trained on all images.")  # fmt: skip
     head = ["grid", "rank correlation between seeds", "with the paper's", "spread along α = β"]
     return Table(f"Shapes ({network})", head, rows, note)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, initialise, parse_name
 from fedloom.conf.randomness import torch_generator
@@ -26,7 +26,7 @@ from fedloom.sims.report.spread import mean_and_spread
 from fedloom.sims.report.tables import Table, mean
 
 RANDOM, TRAINED = "random", "trained"
-TEST = "large, test"  # a column: test images; the others are of the images of the small scale
+TEST = "large, test"  # a column: test examples; the others are of the images of the small scale
 MAX_IMAGES = 5000  # images that each of the others is trained on
 ALPHAS = {
     GRADIENTS: (0.01, 0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 40.0),
@@ -47,13 +47,13 @@ class Few(Task):
 
     each: int = 0
 
-    def selected(self, images: Images) -> Images:
+    def selected(self, images: Examples) -> Examples:
         order = torch.randperm(len(images), generator=torch_generator(self.seed, self.domain, "few"))
         x, y = images.x[order], images.y[order]
         if not self.each:
-            return Images(x, y)
+            return Examples(x, y)
         indices = torch.cat([(y == label).nonzero()[: self.each, 0] for label in range(int(y.max()) + 1)])
-        return Images(x[indices], y[indices])
+        return Examples(x[indices], y[indices])
 
 
 SMALL = (4, Recipe(epochs=150, rate=0.01, batch=8))
@@ -69,7 +69,7 @@ class Plan:
         domain: The data set of theta_A.
         others: The data sets of the trained networks to which the result is added.
         size: Pixels of an image's side.
-        test: The number of test images.
+        test: The number of test examples.
         other: The recipe for networks on `others`.
     """
 
@@ -77,7 +77,7 @@ class Plan:
     domain: str = "cifar10"
     others: tuple[str, ...] = ("cifar100", "fashion_mnist", "mnist", "usps", "svhn")  # the paper's: see NOTE
     size: int = 32
-    test: int = 2000  # test images that are looked at
+    test: int = 2000  # test examples that are looked at
     other: Recipe = field(default_factory=lambda: Recipe(epochs=10, rate=0.01))
 
     def few(self, scale: str, seed: int) -> "Few":
@@ -96,7 +96,7 @@ PLANS = {
 }
 NOTE = (
     "Accuracy in % on {domain}, mean and standard deviation over five networks and all seeds: on the {few} images "
-    "of the small scale, or on test images. Images of a class: {scales}. trained: on {others}; in the paper on "
+    "of the small scale, or on test examples. Images of a class: {scales}. trained: on {others}; in the paper on "
     "CIFAR-100, Caltech-256, Food-101, MNIST, STL-10. (paper): the mean of its networks."
 )
 
@@ -121,7 +121,7 @@ def measured(plan: Plan, seed: int, folder: Path) -> dict[str, Any]:
     """
     network = plan.network.build().eval()
     few, large = images(plan.few("small", seed), "train"), images(plan.few("large", seed), "test")
-    images_by_column = {**dict.fromkeys(plan.scales, few), TEST: Images(large.x[: plan.test], large.y[: plan.test])}
+    images_by_column = {**dict.fromkeys(plan.scales, few), TEST: Examples(large.x[: plan.test], large.y[: plan.test])}
     start = _random(plan, seed, "0")
     ends = {scale: dict(trained(folder, plan.network, plan.few(scale, seed), recipe, seed).state_dict())
             for scale, (_, recipe) in plan.scales.items()}  # fmt: skip
@@ -167,8 +167,8 @@ class Ten(Task):
 
     labels: tuple[int, ...] = ()
 
-    def selected(self, images: Images) -> Images:
-        return Images(images.x[:MAX_IMAGES], images.y[:MAX_IMAGES])
+    def selected(self, images: Examples) -> Examples:
+        return Examples(images.x[:MAX_IMAGES], images.y[:MAX_IMAGES])
 
     def entry(self) -> str:
         if self.domain != "cifar100":

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.server.evaluation.evaluator import count_right
@@ -93,7 +93,7 @@ def probe(pair: str, seed: int, samples: int = 0) -> Tensor:
     return to_float(public.x[:wanted])
 
 
-def watched(pair: str, seed: int, part: str) -> Images:
+def watched(pair: str, seed: int, part: str) -> Examples:
     """Return labelled images that no parent saw: "validation", on which settings are chosen, or "test"."""
     return _held(pair, seed)[1] if part == "validation" else images(PAIRS[pair].tasks(seed)[0], part)
 
@@ -101,13 +101,13 @@ def watched(pair: str, seed: int, part: str) -> Images:
 def accuracy_of(network: nn.Module, pair: str, seed: int, part: str, most: int = 0) -> float:
     """Return the fraction of right answers on the first `most` (0: all) images of a pair's "validation" or "test"."""
     looked_at = watched(pair, seed, part)
-    looked_at = Images(looked_at.x[:most], looked_at.y[:most]) if most else looked_at
+    looked_at = Examples(looked_at.x[:most], looked_at.y[:most]) if most else looked_at
     return count_right(network.eval(), looked_at, EVALUATION_BATCH, torch.device("cpu")) / len(looked_at)
 
 
-def _held(pair: str, seed: int) -> tuple[Images, Images]:
+def _held(pair: str, seed: int) -> tuple[Examples, Examples]:
     """Return unseen images of the training part, split into public ones (at most half, and at most OTHER) and validation."""
     unseen = images(PAIRS[pair].tasks(seed)[0], "validation")
     order = torch.randperm(len(unseen), generator=torch_generator(seed, pair, "public"))
     public, rest = order.split([count := min(OTHER, len(unseen) // 2), len(unseen) - count])
-    return Images(unseen.x[public], unseen.y[public]), Images(unseen.x[rest], unseen.y[rest])
+    return Examples(unseen.x[public], unseen.y[public]), Examples(unseen.x[rest], unseen.y[rest])

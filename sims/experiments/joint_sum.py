@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.networks import NetworkName, initialise
 from fedloom.clients.networks.base import Network
 from fedloom.clients.training.learner import descend
@@ -24,7 +24,7 @@ from fedloom.sims.operations.domain_task import Task, images
 
 TEST_BATCH = 500
 OWN, COMMON = "own", "common"  # starts: each network's own, or one for all
-Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test images
+Accuracies = dict[str, dict[str, float]]  # of a network on each domain's test examples
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _network(
     return network
 
 
-def _steps(setting: Setting, parts: Sequence[Images]) -> Iterator[tuple[float, Tensor, Tensor]]:
+def _steps(setting: Setting, parts: Sequence[Examples]) -> Iterator[tuple[float, Tensor, Tensor]]:
     """Yield the rate and a batch of each data set for every step. A data set starts again when it is used up."""
     draws = [_batches(len(part), setting, task) for part, task in zip(parts, setting.tasks, strict=True)]
     for step in range(setting.steps):

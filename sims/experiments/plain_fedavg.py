@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedloom.clients.data import domain_specs, site_images, test_images, to_float
+from fedloom.clients.data import domain_specs, site_examples, test_images, to_float
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.training.min_batch_size import min_batch_size
@@ -35,7 +35,7 @@ TAKEN = {
 
 
 def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
-    """Return the network after config.rounds rounds of all sites, and its accuracy on all test images.
+    """Return the network after config.rounds rounds of all sites, and its accuracy on all test examples.
 
     `seed` draws the batches. The configuration gives the start, the epochs, the batch size, the constant rate and the
     momentum. Integer tensors keep their start values. Raises UserError as `check_plain`.
@@ -43,7 +43,7 @@ def plain_fedavg(config: Config, seed: int) -> tuple[State, float]:
     check_plain(config)
     torch.manual_seed(seed)
     network, state = architecture_of(config).build(), initial_state(config)
-    parts = [site_images(config, site) for site in config.roster]
+    parts = [site_examples(config, site) for site in config.roster]
     data = [TensorDataset(to_float(part.x), part.y) for part in parts]
     total = sum(len(part) for part in data)
     for _ in range(config.rounds):

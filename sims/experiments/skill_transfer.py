@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.baselines import Ensemble
 from fedloom.fusion.pipeline import fuse
@@ -38,11 +38,11 @@ class Skill(Task):
 
     rest: bool = False
 
-    def selected(self, images: Images) -> Images:
+    def selected(self, images: Examples) -> Examples:
         draws = torch.rand(len(images), generator=torch_generator(self.seed, self.domain, "skill"))
         own = (images.y == LABEL) | (draws < SHARE)
         picked = ~own if self.rest else own
-        return Images(images.x[picked], images.y[picked])
+        return Examples(images.x[picked], images.y[picked])
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[FusionSettings, int]] = {  # settings, and whose depth: of
 ALONE = ("A (specialist)", "B (generalist)", "ensemble")
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds, without training after the fusion. best: at the "
-    "weight that is best on validation images. above both: in how many seeds it is above both parents. (paper): its "
+    "weight that is best on validation examples. above both: in how many seeds it is above both parents. (paper): its "
     "mean over five seeds on all of MNIST; A 90.8, B 87.6."
 )
 

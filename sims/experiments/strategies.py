@@ -31,11 +31,11 @@ METHODS = {
     "ditto": "Ditto, shared network",
     PLAIN: "FedAvg, plain loop",
 }
-OWN = "Ditto, each site's own network on its own test images"
+OWN = "Ditto, each site's own network on its own test examples"
 SIZES = {"cpu": (), "embedded": ("embedded",)}  # presets of the experiment, in addition to the preset of the method
 NOTE = (
-    "Accuracy in %, mean and standard deviation over seeds: after half of the rounds on validation images, and "
-    "after all of them on test images. Each method has the options of its preset, which were chosen on validation "
+    "Accuracy in %, mean and standard deviation over seeds: after half of the rounds on validation examples, and "
+    "after all of them on test examples. Each method has the options of its preset, which were chosen on validation "
     "images of seeds 0 and 1."
 )
 Pair = tuple[float, float]  # validation accuracy after half of the rounds, test accuracy after all

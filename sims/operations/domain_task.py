@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, site_images, test_images, to_float, validation_images
+from fedloom.clients.data import Examples, site_examples, test_images, to_float, validation_images
 from fedloom.clients.training.device import pick_device
 from fedloom.conf import load
 from fedloom.conf.randomness import torch_generator
@@ -27,7 +27,7 @@ class Task:
         domain: The domain.
         size: Pixels of an image's side.
         grey: Whether the images are grey.
-        samples: The number of training images; 0: all.
+        samples: The number of training examples; 0: all.
         root: The data folder; "": the default one.
         seed: The seed by which images are drawn.
     """
@@ -59,25 +59,25 @@ class Task:
         return f"{{domain: {self.domain}" + (f", samples: {self.samples}" if self.samples else "") + "}"
 
     def site(self) -> Site:
-        """Return the site that owns the training images."""
+        """Return the site that owns the training examples."""
         return self.config().roster[0]
 
-    def selected(self, images: Images) -> Images:
+    def selected(self, images: Examples) -> Examples:
         """Return the part of the site's images to train on: all, unless a subclass chooses."""
         return images
 
 
 @lru_cache(maxsize=8)
-def images(task: Task, part: str) -> Images:
+def images(task: Task, part: str) -> Examples:
     """Return the "train", "validation" or "test" images of a task, uint8 with labels. Nothing trains on "validation"."""
     config = task.config()
     if part == "train":
-        return task.selected(site_images(config, task.site()))
+        return task.selected(site_examples(config, task.site()))
     return {"validation": validation_images, "test": test_images}[part](config, SiteConfig(domain=task.domain))
 
 
 def probe_set(task: Task, samples: int = 200) -> Tensor:
-    """Return `samples` random training images, float32 [samples, c, size, size] in [-1, 1]."""
+    """Return `samples` random training examples, float32 [samples, c, size, size] in [-1, 1]."""
     train = images(task, "train")
     order = torch.randperm(len(train), generator=torch_generator(task.seed, task.domain, "probe"))
     return to_float(train.x[order[:samples]])

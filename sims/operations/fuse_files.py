@@ -34,7 +34,7 @@ class FusionOrder:
         depth: The file that sets the layers; "": the same as `into`.
         out: The file to write.
         weights: The networks' weights in the average; None: equal, or with `search` the best ones.
-        search: Whether to search for the best weights on validation images.
+        search: Whether to search for the best weights on validation examples.
         labels: The domain on whose images to measure accuracy; "": none.
     """
 
@@ -54,7 +54,7 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     if order.labels:
         find(order.labels)
     elif order.search:
-        raise UserError("--weights search: needs --labels, the domain whose validation images choose them")
+        raise UserError("--weights search: needs --labels, the domain whose validation examples choose them")
     networks, names, probe = files.load()
     if order.labels and not files.classes:
         _check_answers(files.paths, names, order.labels)
@@ -68,7 +68,7 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     tables = [_made(fused, settings, files), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.search:
         tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
-                               f"chosen on validation images of {order.labels}"))  # fmt: skip
+                               f"chosen on validation examples of {order.labels}"))  # fmt: skip
     if order.labels:
         control = fused_by(weights=[float(index == into) for index in range(len(networks))]).network
         tables.insert(0, measured.table(networks, fused.network, control, files.paths[into].name))
@@ -96,7 +96,7 @@ class _Measured:
     united: Sequence[str]
 
     def validation(self, network: nn.Module) -> float:
-        """Return the accuracy of a fused network on the validation images."""
+        """Return the accuracy of a fused network on the validation examples."""
         return accuracy(self._answering(network, self.united), self.task, "validation")
 
     def table(self, networks: Sequence[nn.Module], fused: nn.Module, control: nn.Module, name: str) -> Table:
@@ -108,7 +108,7 @@ class _Measured:
                  (f"control: {name} alone, fused the same way", self._answering(control, self.united))]  # fmt: skip
         with under_way("measuring"):
             cells = [[name, percent(accuracy(network, self.task, "test"))] for name, network in rows]
-        return Table(f"Accuracy on {self.task.domain}", ["network", "test images"], cells)
+        return Table(f"Accuracy on {self.task.domain}", ["network", "test examples"], cells)
 
     def _answering(self, network: nn.Module, own: Sequence[str]) -> nn.Module:
         return self.files.answering(network, own, self.task.domain, self.probe) if own else network

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, domain_specs, outputs, own_images, site_images, to_float
+from fedloom.clients.data import Examples, domain_specs, outputs, own_examples, site_examples, to_float
 from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
 from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.standardise import KEY, SITE, Standardisation, first_schema, sums_of
@@ -41,7 +41,7 @@ def standardisation_of(config: Config, folder: Path, site: str) -> Standardisati
     if not site:
         raise UserError(f"site: {KEY} is {SITE}, so name the site whose mean and deviation apply")
     named = _site(config, site)
-    return Standardisation.from_sums(sums_of(site_images(config, named), schema_of(config, named.spec)))
+    return Standardisation.from_sums(sums_of(site_examples(config, named), schema_of(config, named.spec)))
 
 
 def predicted(
@@ -71,12 +71,12 @@ def evaluated(
     return {each.facts.name: values[each.facts.name] for each in chosen.chosen if each.facts.name in values}
 
 
-def examples_of(config: Config, site: str, split: str) -> Images:
+def examples_of(config: Config, site: str, split: str) -> Examples:
     """Return a site's examples; arguments and result as in sims.api.Result.examples."""
     if split not in SPLITS:
         raise UserError(f"split: got '{split}', takes {', '.join(SPLITS)}")
     named = _site(config, site)
-    return site_images(config, named) if split == "train" else own_images(config, named, split)
+    return site_examples(config, named) if split == "train" else own_examples(config, named, split)
 
 
 def _pair(data: Any) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,7 @@ def _classes(config: Config, site: Site) -> str:
 
 def _scores(strategy: Recombining, view: View, giver: str, taker: str) -> list[list[Cell]]:
     """Return the accuracy of the pair, and of the extractor with its own head."""
-    at = f"on {taker}'s test images of the head's classes"
+    at = f"on {taker}'s test examples of the head's classes"
     for matrix in exchanges(strategy.summary_entries(view)):
         if (pair := matrix.of(taker, giver)) is not None:
             rows: list[list[Cell]] = [["accuracy", f"{percent(pair)} {at}"]]

@@ -223,7 +223,7 @@ def _measure_again(method: TrainingRun, listener: Listener) -> None:
     members = {site.name for site in method.state.members()}
     if counts := old.get("classes"):
         old["classes"] = {site: numbers for site, numbers in counts.items() if site in members}
-    listener.note("measuring on the test images")
+    listener.note("measuring on the test examples")
     with _measuring(method, listener):
         summary = {**old, **head(method.config, method.ledger), **method.measure()}
     try:

@@ -93,7 +93,7 @@ def _accuracy(evidence: dict[str, Any]) -> Table:
     an, worse = "An" if metric.name == ACCURACY else "A", "below" if metric.higher_is_better else "above"
     retrained = "that of a network retrained without the site is also a trace of the site."
     note = f"{an} {metric.title} on a forgotten domain {worse} {retrained}"
-    return Table(f"Test {metric.title}", ["domain", "test images", *stages], rows, note)
+    return Table(f"Test {metric.title}", ["domain", "test examples", *stages], rows, note)
 
 
 def _attacks(evidence: dict[str, Any]) -> Table:
@@ -105,9 +105,9 @@ def _attacks(evidence: dict[str, Any]) -> Table:
                 continue
             rows += [[site, stage, name, f"{each['auc']:.3f} ({each['low']:.3f} to {each['high']:.3f})",
                       f"{each['members']} / {each['others']}"] for name, each in sorted(attacks.items())]  # fmt: skip
-    note = ("AUC: how well an attack separates a site's training images from test images of its domain; 0.5 is chance. In "
-            "brackets: 95 % bootstrap interval. A value near 0.5 after forgetting is evidence only if the value before was "
-            "clearly higher.")  # fmt: skip
+    note = ("AUC: how well an attack separates a site's training examples from test examples of its domain; 0.5 is chance. "
+            "In brackets: 95 % bootstrap interval. A value near 0.5 after forgetting is evidence only if the value before "
+            "was clearly higher.")  # fmt: skip
     return Table("Membership inference", ["site", "network", "attack", "AUC", "members / others"], rows, note)
 
 
@@ -128,5 +128,5 @@ def _retrained(evidence: dict[str, Any]) -> list[Part]:
     if not (comparison := evidence.get("retrained")):
         return []
     rows = [[f"{name} distance of the weights", f"{value:.4g}"] for name, value in comparison["distance"].items()]
-    rows.append(["test images with different predicted classes", percent(comparison["disagreement"])])
+    rows.append(["test examples with different predicted classes", percent(comparison["disagreement"])])
     return [Table("Compared with a network retrained without the sites", ["what", "value"], rows)]

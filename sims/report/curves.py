@@ -22,7 +22,7 @@ Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 def accuracy_figure(
     metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True
 ) -> Figure | None:
-    """Plot the first metric on validation images over rounds: a line per domain and, for several domains, their union.
+    """Plot the first metric on validation examples over rounds: a line per domain and, for several domains, their union.
 
     None if not measured. Dashed lines show `baselines`, by name, on the union. `aggregated`: the metric is that of one
     network, else that of the sites' own networks.

@@ -61,7 +61,7 @@ def confusion_table(summary: Mapping[str, Any]) -> list[Table]:
     if not matrix or len(matrix) > MOST_NUMBERS:
         return []
     rows = [[label, *row] for label, row in zip(labels, matrix, strict=True)]
-    note = "Row: the true class. Column: the predicted class. Numbers of test images."
+    note = "Row: the true class. Column: the predicted class. Numbers of test examples."
     return [Table(f"Confusion matrix: {name}, all measured sites", ["true", *labels], rows, note)]
 
 

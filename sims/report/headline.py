@@ -49,7 +49,7 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 def worst_class(summary: Mapping[str, Any]) -> str:
     """Return ", but class `NAME` R of N" if the network is right far less often on one class than on the others.
 
-    Counts the answers on the sites' own test images. A class with so few images that chance explains it is not named.
+    Counts the answers on the sites' own test examples. A class with so few images that chance explains it is not named.
     """
     by_role = summary.get("per_site") or {}
     classes = (by_role.get("aggregate") or by_role.get("own") or {}).get("classes") or {}

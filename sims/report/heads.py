@@ -78,7 +78,7 @@ def heads_table(matrices: Sequence[HeadMatrix]) -> Table:
     rows = [[matrix.method, percent(matrix.own), percent(matrix.exchanged), _kilobytes(matrix.bytes),
              _kilobytes(matrix.fedavg_bytes), percent(matrix.share)] for matrix in matrices]  # fmt: skip
     columns = ["method", "own heads", "exchanged heads", "kB sent per site and round", "FedAvg's kB", "share of FedAvg's"]
-    note = "Means over extractors, on the test images of the extractor's site. exchanged heads: those of all other sites."
+    note = "Means over extractors, on the test examples of the extractor's site. exchanged heads: those of all other sites."
     return Table("Exchanged heads", columns, rows, note)
 
 
@@ -112,9 +112,7 @@ def heads_figure(matrices: Sequence[HeadMatrix], homes: Mapping[str, str]) -> Fi
     bar.outline.set(visible=False)
     bar.ax.tick_params(length=0, labelsize=8.5)
     figure.suptitle("Accuracy of every head on every extractor", x=0.01, ha="left", fontsize=12, color=INK)
-    legend = (
-        "row: extractor's site; column: head's site; framed: the same site\nin %, on the test images of the extractor's site"
-    )
+    legend = "row: extractor's site; column: head's site; framed: the same site\nin %, on the extractor site's test examples"
     figure.supxlabel(legend, x=0.01, ha="left", fontsize=8.5, color=INK)
     return figure
 

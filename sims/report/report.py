@@ -37,19 +37,19 @@ SUMMARY_KEYS = {
     "sites": list, "status": str,
 }  # fmt: skip
 CAPTIONS = {
-    "accuracy.png": "{metric} of the aggregated network on held-out validation images, by round.",
+    "accuracy.png": "{metric} of the aggregated network on held-out validation examples, by round.",
     "sites.png": "Test {name} of each network on each domain. A site's own network should be good on that site's domain, "
     "the aggregated network on all domains.",
-    "per_site.png": "Left: {name} on each site's own test images, sites sorted. Right: accuracy by class.",
+    "per_site.png": "Left: {name} on each site's own test examples, sites sorted. Right: accuracy by class.",
     "confusion.png": "Row: a true class. Column: the class that the network predicts. Darker: a larger share of the row.",
     "against.png": "Each dot is a group of test examples; a larger dot has more. Dots on the dashed line are right.",
-    "classes.png": "Training images of each class at each site. A larger dot means more images.",
+    "classes.png": "Training examples of each class at each site. A larger dot means more images.",
     "layers.png": "Probability that each group of layers is shared: a row for each site, rounds from left to right.",
     "heads.png": "Accuracy of every site's head on every site's extractor, without further training. Dark cells outside the "
     "frames mean that heads can be exchanged.",
 }
 APART = {
-    "accuracy.png": "{metric} of the sites' own networks on held-out validation images of their own domains, by round.",
+    "accuracy.png": "{metric} of the sites' own networks on held-out validation examples of their own domains, by round.",
     "sites.png": "Test {name} of each site's own network on each domain. A method's row is the mean over its sites.",
 }
 BROKEN = " Dashed lines: the baselines and the networks of other architectures"
@@ -60,7 +60,7 @@ GUARANTEE = (
 LIMITS = (
     "What subtraction does not guarantee: shared parameters and the other sites' networks were trained while site k "
     "participated. Subtraction does not change them, so they may still hold information from site k. The accuracies above "
-    "are measurements on test images. They do not prove that this information is gone."
+    "are measurements on test examples. They do not prove that this information is gone."
 )
 NO_TRACES = (
     "Each site started from a network that had seen no data, and received nothing from other sites. So the result without "
@@ -179,7 +179,7 @@ def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
 
 
 def _sites_table(summary: Mapping[str, Any]) -> Table:
-    keys = {"name": "site", "domain": "domain", "part": "part", "samples": "training images"}
+    keys = {"name": "site", "domain": "domain", "part": "part", "samples": "training examples"}
     if not any("part" in site for site in summary["sites"]):
         del keys["part"]
     rows, note = cut([[site.get(key, "") for key in keys] for site in summary["sites"]], "sites")

@@ -97,7 +97,7 @@ def methods_table(found: Sequence[Selection]) -> Table:
     groups = [f"shared: {_named(group)}" for group in found[0].groups]
     columns = ["layers", "own task", "peak", "final / peak", *groups, "kB sent per site and round", "FedAvg's kB"]
     note = (
-        "Means over sites, on the test images of their own tasks. peak: the best while the site trained; shared: the "
+        "Means over sites, on the test examples of their own tasks. peak: the best while the site trained; shared: the "
         "probability that the layers are shared."
     )
     return Table("Layer selection", columns, rows, note)

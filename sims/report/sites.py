@@ -24,7 +24,7 @@ MAX_DOT_AREA = 260.0  # area of the largest dot
 
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the summary's results on the sites' own test images, by network (server.run.final_evaluation)."""
+    """Return the summary's results on the sites' own test examples, by network (server.run.final_evaluation)."""
     names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
     return {names.get(name) or str(name): result for name, result in (summary.get("per_site") or {}).items()}
 
@@ -40,7 +40,7 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
                      *map(metric.text, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
     note = "Every site has the same weight. 10 %: a tenth of the sites are below this value. summary.json has all deciles."
-    return Table("On each site's own test images", columns, rows, _looked_at(summary) + _coarse(summary) + note)
+    return Table("On each site's own test examples", columns, rows, _looked_at(summary) + _coarse(summary) + note)
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
@@ -56,11 +56,11 @@ def sites_table(summary: Mapping[str, Any]) -> Table:
              *(metric.text(spot(result["sites"].get(name, {}))) for result in networks.values())]
             for name in names]  # fmt: skip
     kept, note = cut(rows, "sites")
-    return Table("Site by site, the worst first", ["site", "test images", *networks], kept, note)
+    return Table("Site by site, the worst first", ["site", "test examples", *networks], kept, note)
 
 
 def classes_table(summary: Mapping[str, Any]) -> list[Table]:
-    """Return, as a list, a table of accuracy by class on all measured sites' test images; no table if none is reported."""
+    """Return, as a list, a table of accuracy by class on all measured sites' test examples; no table if none is reported."""
     networks = {name: result["classes"] for name, result in at_home(summary).items() if result["classes"]}
     numbers = sorted({number for classes in networks.values() for number in classes}, key=int)
     names = summary.get("class_names") or {}
@@ -92,12 +92,12 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
     right.xaxis.get_major_locator().set_params(integer=True)
     _name_classes(right, summary, sorted({int(name) for result in networks.values() for name in result["classes"]}))
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
-    figure.suptitle(f"{metric.caption} on the sites' own test images", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.suptitle(f"{metric.caption} on the sites' own test examples", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
 
 def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the number of training images by site and class as the area of dots. None for one site."""
+    """Plot the number of training examples by site and class as the area of dots. None for one site."""
     counts = summary.get("classes") or {}
     if len(counts) < 2 or not any(counts.values()):
         return None
@@ -116,7 +116,7 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
     axes.set_xlim(classes[0] - 0.7, classes[-1] + 0.7)
     axes.set_xlabel("class")
     few = f", {len(shown)} of {len(summary['sites'])} sites" if len(shown) < len(summary["sites"]) else ""
-    figure.suptitle(f"Training images by class{few} (largest dot: {most})", x=0.01, ha="left", fontsize=12, color=INK)
+    figure.suptitle(f"Training examples by class{few} (largest dot: {most})", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
 
@@ -142,15 +142,15 @@ def _share(both: list[int] | None) -> float | None:
 
 def _looked_at(summary: Mapping[str, Any]) -> str:
     measured, sites = max((len(result["sites"]) for result in at_home(summary).values()), default=0), len(summary["sites"])
-    few = f"{measured} of {sites} sites, a random sample of those that trained and have test images (evaluation.sites). "
+    few = f"{measured} of {sites} sites, a random sample of those that trained and have test examples (evaluation.sites). "
     return few if measured < sites else ""
 
 
 def _coarse(summary: Mapping[str, Any]) -> str:
-    """Return a warning if sites have so few test images that their single accuracies mean little."""
+    """Return a warning if sites have so few test examples that their single accuracies mean little."""
     images = {name: site["images"] for result in at_home(summary).values() for name, site in result["sites"].items()}
     few = sum(number < FEW_IMAGES for number in images.values())
-    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test images: use only the mean. " if few else ""
+    return f"{few} of {len(images)} sites have fewer than {FEW_IMAGES} test examples: use only the mean. " if few else ""
 
 
 def _dress(axes: Axes, metric: Facts) -> None:

@@ -233,11 +233,11 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
         rows.append([titles.get(name, name), *cells, *([metric.text(scores.get("union"))] if several else [])])
     kept, note = cut(rows, "networks")
     starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
-    mark = "; ".join(filter(None, [starred, "union: test images of all domains together" if several else ""]))
+    mark = "; ".join(filter(None, [starred, "union: test examples of all domains together" if several else ""]))
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
     means = "" if has_aggregate(summary) else "Methods without an aggregated network: mean over the sites' own networks."
     own = PERSONAL in accuracies(summary)
-    personal = f"{PERSONAL}: the sites' own networks, each on its own site's test images." if own else ""
+    personal = f"{PERSONAL}: the sites' own networks, each on its own site's test examples." if own else ""
     notes = " ".join(filter(None, [f"{mark}." if mark else "", means, personal, note, few]))
     return Table(f"Test {metric.title}", ["network", *shown, *(["union"] if several else [])], kept, notes)
 

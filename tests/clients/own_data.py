@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from fedloom.clients import data
-from fedloom.clients.data.images import Images
+from fedloom.clients.data.examples import Examples
 from fedloom.conf import Config
 from fedloom.conf.load import from_mapping
 
@@ -18,9 +18,9 @@ def config(*sites: dict[str, Any], grey: bool = False, size: int = 6, **more: An
     return from_mapping({"experiment": "test", "sites": list(sites), "data": {"size": size, "grey": grey}, **more})
 
 
-def images(domain: str, **more: Any) -> Images:
+def images(domain: str, **more: Any) -> Examples:
     settings = config({"domain": domain}, **more)
-    return data.site_images(settings, settings.roster[0])
+    return data.site_examples(settings, settings.roster[0])
 
 
 def colours(root: Path, count: int, size: int = 6, suffix: str = ".png") -> Path:
@@ -33,7 +33,7 @@ def colours(root: Path, count: int, size: int = 6, suffix: str = ".png") -> Path
     return root
 
 
-def right(found: Images) -> bool:
+def right(found: Examples) -> bool:
     """Whether each image has the colour of its class."""
     channel = torch.tensor([2, 1, 0])[found.y]
     return bool((found.x.float().mean((2, 3)).argmax(1) == channel).all())

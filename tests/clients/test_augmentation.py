@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Form, site_images, to_float
+from fedloom.clients.data import Form, site_examples, to_float
 from fedloom.clients.objectives import resolve
 from fedloom.clients.training.augmentation import augmentation_of, check_augmentation
 from fedloom.clients.training.learner import batches
@@ -25,7 +25,7 @@ def configured(*words: str) -> Config:
 def seen(config: Config, round: int = 1, site: int = 0) -> Tensor:
     """All images that a site trains on in a round, in the order of its steps."""
     one = config.roster[site]
-    return torch.cat([images for _, images, _ in batches(site_images(config, one), resolve(config), one, round, CPU)])
+    return torch.cat([images for _, images, _ in batches(site_examples(config, one), resolve(config), one, round, CPU)])
 
 
 def augmented(images: Tensor, *augment: Any, seed: int = 0) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.clients.data import site_images
+from fedloom.clients.data import site_examples
 from fedloom.clients.networks import Network, initialise
 from fedloom.clients.objectives import Task, objective_of, resolve, state_of
 from fedloom.clients.protocol.messages import MEAN
@@ -44,7 +44,7 @@ def trained(config: Config) -> State:
         generator=torch_generator(0, "objective"),
     )
     session = objective_of(config).session(task)
-    learn(session, site_images(config, site), resolve(config), site, 1, CPU)
+    learn(session, site_examples(config, site), resolve(config), site, 1, CPU)
     state = session.local_state()
     assert state is not None
     return state

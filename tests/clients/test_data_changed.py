@@ -14,7 +14,7 @@ from PIL import Image
 from fedloom import run
 from fedloom.clients import data
 from fedloom.clients.data import listing
-from fedloom.clients.data.images import Images
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.protocol.configurations import parsed
 from fedloom.conf import Config, UserError, to_json
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -40,7 +40,7 @@ def folder(root: Path) -> Path:
     return root
 
 
-def bright(found: Images) -> int:
+def bright(found: Examples) -> int:
     return int((found.x.flatten(1).amax(1) == MARK).sum())
 
 
@@ -48,7 +48,7 @@ def everything(settings: Config) -> int:
     """Bright images in all that there is of a configuration of one site."""
     spec = settings.roster[0].spec
     parts = [
-        data.site_images(settings, settings.roster[0]),
+        data.site_examples(settings, settings.roster[0]),
         data.validation_images(settings, spec),
         data.test_images(settings, spec),
     ]
@@ -123,7 +123,7 @@ def test_shipped_domains_are_read_anew_as_well(tmp_path: Path):
 def test_an_image_that_is_replaced_by_one_of_the_same_size_and_time_is_read_anew(tmp_path: Path):
     place = folder(tmp_path / "pets") / "cats" / "0.png"
     domain, seen = f"images:{tmp_path / 'pets'}", place.stat()
-    before = data.site_images(settings := config({"domain": domain}, grey=True), settings.roster[0])
+    before = data.site_examples(settings := config({"domain": domain}, grey=True), settings.roster[0])
     for number in range(3):
         picture(tmp_path / "pets" / "cats" / f"{number}.png", 252)
     os.utime(place, ns=(seen.st_atime_ns, seen.st_mtime_ns))

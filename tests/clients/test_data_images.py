@@ -6,8 +6,8 @@ import torch
 from torchvision.transforms.functional import rotate as torchvision_rotate
 
 from fedloom.clients import data
-from fedloom.clients.data.cache import ImageCache
-from fedloom.clients.data.images import Images
+from fedloom.clients.data.cache import ExampleCache
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.transforms import Change, render, rotate
 from fedloom.conf.randomness import generator, torch_generator
 
@@ -38,10 +38,10 @@ def test_random_flip_mirrors_about_half_of_the_images(dtype: torch.dtype) -> Non
 
 
 def test_cache_keeps_the_newest_within_its_bytes() -> None:
-    def make(n: int) -> Images:
-        return Images(torch.zeros(n, 1, 4, 4, dtype=torch.uint8), torch.zeros(n, dtype=torch.int64))
+    def make(n: int) -> Examples:
+        return Examples(torch.zeros(n, 1, 4, 4, dtype=torch.uint8), torch.zeros(n, dtype=torch.int64))
 
-    cache = ImageCache(limit=5 * 24)
+    cache = ExampleCache(limit=5 * 24)
     first = cache.get("a", lambda: make(2))
     assert cache.get("a", lambda: make(9)) is first
     cache.get("b", lambda: make(3))

@@ -36,7 +36,7 @@ def saved(path: Path, **columns: Any) -> str:
 
 def classes(domain: str) -> tuple[int, tuple[str, ...]]:
     settings = config({"domain": domain, "partition": {"min_samples": 1}}, grey=True)
-    data.site_images(settings, settings.roster[0])
+    data.site_examples(settings, settings.roster[0])
     return data.num_classes(settings), data.class_names(settings.roster[0].spec)
 
 

@@ -24,7 +24,7 @@ def found(root: Path) -> tuple[int, str]:
     settings = config({"domain": f"images:{root}", "partition": {"min_samples": 1}}, grey=True)
     spec = settings.roster[0].spec
     parts = (
-        data.site_images(settings, settings.roster[0]),
+        data.site_examples(settings, settings.roster[0]),
         data.validation_images(settings, spec),
         data.test_images(settings, spec),
     )

@@ -37,7 +37,7 @@ def test_parts_are_disjoint_and_repeat(name: str, parts: int, alpha: float, clas
     try:
         divided = divide(LABELS, parts, how, seed, "x")
     except UserError as error:
-        assert name == "dirichlet" and "2000 training images cannot be divided" in str(error)
+        assert name == "dirichlet" and "2000 training examples cannot be divided" in str(error)
         return
     assert len(divided) == parts and all(len(mine) for mine in divided)
     together = np.concatenate(divided)
@@ -91,7 +91,7 @@ def test_sizes_in_numbers() -> None:
 def test_too_many_classes_per_site_and_too_few_images() -> None:
     with pytest.raises(UserError, match=r"classes_per_site=11; use fewer sites or fewer classes_per_site"):
         divide(LABELS, 2, PartitionConfig(name="classes", classes_per_site=11), 0, "x")
-    with pytest.raises(UserError, match=r"2000 training images for 201 sites are fewer than partition.min_samples=10"):
+    with pytest.raises(UserError, match=r"2000 training examples for 201 sites are fewer than partition.min_samples=10"):
         divide(LABELS, 201, PartitionConfig(), 0, "x")
 
 

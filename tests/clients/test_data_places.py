@@ -9,7 +9,7 @@ import torch
 
 from fedloom.clients import data
 from fedloom.clients.data import domains
-from fedloom.clients.data.images import Images
+from fedloom.clients.data.examples import Examples
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import from_mapping
 from fedloom.conf.schema import Config, DataConfig
@@ -22,8 +22,8 @@ def config(*sites: dict[str, Any], **more: Any) -> Config:
     return from_mapping({"experiment": "test", "sites": list(sites), **more})
 
 
-def images_of(settings: Config) -> list[Images]:
-    return [data.site_images(settings, site) for site in settings.roster]
+def images_of(settings: Config) -> list[Examples]:
+    return [data.site_examples(settings, site) for site in settings.roster]
 
 
 @pytest.fixture(params=[True, False], ids=["gz", "unpacked"])

@@ -96,12 +96,12 @@ def test_sites_of_several_domains() -> None:
     )
     assert data.site_sizes(settings) == [50, 50, 50, 60, 40, 1294]
     for site in settings.roster:
-        images = data.site_images(settings, site)
+        images = data.site_examples(settings, site)
         assert images.x.shape[1:] == (3, 20, 20) and images.x.dtype == torch.uint8 and images.x.float().std() > 10
     for label, spec in data.domain_specs(settings).items():
         assert len(data.test_images(settings, spec)) == 100, label
     assert data.num_classes(settings) == 100
-    assert data.site_images(settings, settings.roster[4]).y.unique().tolist() == [97, 99]
+    assert data.site_examples(settings, settings.roster[4]).y.unique().tolist() == [97, 99]
 
 
 @pytest.mark.parametrize("name", ["iid", "classes", "size"])
@@ -111,7 +111,7 @@ def test_ten_thousand_sites(name: str) -> None:
     sizes = data.site_sizes(settings)
     assert len(sizes) == 10000 and min(sizes) >= 1 and sum(sizes) == 59000
     site = settings.roster[1234]
-    assert len(data.site_images(settings, site)) == sizes[1234]
+    assert len(data.site_examples(settings, site)) == sizes[1234]
 
 
 def test_torchvision_agrees_on_fashion_mnist(tmp_path: Path) -> None:

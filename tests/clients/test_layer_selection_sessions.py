@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.data import site_images, to_float
+from fedloom.clients.data import site_examples, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Task, objective_of, resolve
@@ -40,7 +40,7 @@ def session_of(config: Config, round: int, stored: State | None = None, shared: 
 
 def trained(session: SelectionSession, round: int) -> SelectionSession:
     config, site = session.task.config, session.task.site
-    learn(session, site_images(config, site), resolve(config), site, round, torch.device("cpu"))
+    learn(session, site_examples(config, site), resolve(config), site, round, torch.device("cpu"))
     return session
 
 
@@ -85,9 +85,9 @@ def test_without_a_warm_up_own_layers_start_as_the_sites_name_draws_them(tmp_pat
 
 def test_images_for_the_expectation_step_are_never_trained_on_and_stay_the_same(tmp_path: Path):
     config = configured(tmp_path, "objective.held_out=0.25", "objective.m_steps=2")
-    images = site_images(config, config.roster[0])
+    images = site_examples(config, config.roster[0])
     session, other = session_of(config, 1), session_of(config, 2)
-    kept, again = session.training_images(images), other.training_images(images)
+    kept, again = session.training_examples(images), other.training_examples(images)
     assert session.evidence is not None and other.evidence is not None
     assert torch.equal(kept.x, again.x) and torch.equal(session.evidence[0], other.evidence[0])
     assert len(kept) == 45 and len(session.evidence[1]) == 15
@@ -103,9 +103,9 @@ def test_images_for_the_expectation_step_are_never_trained_on_and_stay_the_same(
 def test_the_posterior_is_that_of_the_images_held_out(search: str, tmp_path: Path):
     words = ["objective.held_out=0.25", f"objective.search={{name: {search}}}", "objective.likelihood=joint"]
     config = configured(tmp_path, *words)
-    images = site_images(config, config.roster[0])
+    images = site_examples(config, config.roster[0])
     session = session_of(config, 1)
-    kept = session.training_images(images)
+    kept = session.training_examples(images)
     assert session.evidence is not None
     inputs, labels = session.evidence
     weights, every = session.layers.weights(session.shared, session.added), session.belief.configurations

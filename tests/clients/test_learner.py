@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.clients.data import Images, site_images, to_float
+from fedloom.clients.data import Examples, site_examples, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import OBJECTIVES, Session, Task, resolve
@@ -54,10 +54,10 @@ def session(config: Config, index: int = 0, round: int = 1) -> Session:
     return OBJECTIVES.build({"name": "sum_aggregation", "mode": "fedavg"}, "objective").session(task)
 
 
-def learned(config: Config, round: int = 1, images: Images | None = None) -> tuple[Outcome, State]:
+def learned(config: Config, round: int = 1, images: Examples | None = None) -> tuple[Outcome, State]:
     """What site 0 makes of the shared initialisation in one round, on its own images or on those given."""
     site, at_work = config.roster[0], session(config, round=round)
-    outcome = learn(at_work, images or site_images(config, site), resolve(config), site, round, CPU)
+    outcome = learn(at_work, images or site_examples(config, site), resolve(config), site, round, CPU)
     return outcome, at_work.contribution()[ROUND]
 
 
@@ -84,9 +84,9 @@ class Watched(Session):
         return self.inner.local_state()
 
 
-def watched(config: Config, round: int = 1) -> tuple[Watched, Images]:
+def watched(config: Config, round: int = 1) -> tuple[Watched, Examples]:
     site, at_work = config.roster[0], Watched(session(config))
-    images = site_images(config, site)
+    images = site_examples(config, site)
     learn(at_work, images, resolve(config), site, round, CPU)
     return at_work, images
 
@@ -119,7 +119,7 @@ def test_the_order_of_images_depends_on_the_seed_the_round_and_the_site():
     first = torch.cat(watched(config)[0].labels)
     assert torch.equal(torch.cat(watched(config)[0].labels), first)
     assert not torch.equal(torch.cat(watched(config, round=2)[0].labels), first)
-    site, images = config.roster[0], site_images(config, config.roster[0])
+    site, images = config.roster[0], site_examples(config, config.roster[0])
     for other, named in [(configured("seed=1"), site), (config, dataclasses.replace(site, name="site-0001"))]:
         at_work = Watched(session(config))
         learn(at_work, images, resolve(other), named, 1, CPU)
@@ -133,7 +133,7 @@ def test_global_randomness_is_neither_used_nor_moved():
         at_work = session(config)
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        learn(at_work, site_images(config, site), resolve(config), site, 1, CPU)
+        learn(at_work, site_examples(config, site), resolve(config), site, 1, CPU)
         assert torch.equal(torch.get_rng_state(), before)
         states.append(digest(at_work.contribution()[ROUND]))
     assert states[0] == states[1]
@@ -165,7 +165,7 @@ def mirrored(config: Config) -> tuple[int, int]:
 
 def test_steps_go_on_over_as_many_passes_as_they_need_and_are_whole_passes_otherwise():
     config = load("digits", ["training.batch=30", "training.epochs=2", "sites=[{domain: digits, samples: 70}]"])
-    site, images = config.roster[0], site_images(config, config.roster[0])
+    site, images = config.roster[0], site_examples(config, config.roster[0])
 
     def sizes(steps: int) -> list[int]:
         training = dataclasses.replace(config.training, steps=steps)
@@ -182,7 +182,7 @@ REACHES_1 = ("network={name: resnet10, width: 0.1}", "data.size=8", "training.ba
 def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
     def sizes(*words: str) -> list[int]:
         config = load("digits", ["sites=[{domain: digits, samples: 70}]", *REACHES_1, *words])
-        site, images = config.roster[0], site_images(config, config.roster[0])
+        site, images = config.roster[0], site_examples(config, config.roster[0])
         return [len(labels) for _, _, labels in batches(images, resolve(config), site, 1, CPU)]
 
     assert sizes() == [23, 23, 23] * 2
@@ -194,7 +194,7 @@ def test_a_last_batch_of_one_is_left_out_where_batchnorm_takes_two():
     site = config.roster[0]
     at_work = FedAvg().session(Task(resolve(config), site, 1, 1, architecture_of(config).build().train(),
                                     {MEAN: initial_state(config)}, lambda: None, torch.Generator()))  # fmt: skip
-    assert learn(at_work, site_images(config, site), resolve(config), site, 1, CPU).samples == 70
+    assert learn(at_work, site_examples(config, site), resolve(config), site, 1, CPU).samples == 70
     assert at_work.steps == step_count(70, resolve(config)) == 6  # type: ignore[attr-defined]
 
 
@@ -219,7 +219,7 @@ def test_images_are_mirrored_only_where_the_site_asks_for_it():
 def test_the_rate_falls_within_a_round_and_ends_at_zero():
     """In the last round the last steps are nearly nothing: half of the steps move the weights by far more than half."""
     config = configured("training.momentum=0", "training.rate=0.1", "training.batch=7", "rounds=1")
-    images = site_images(config, config.roster[0])
+    images = site_examples(config, config.roster[0])
     at_work = session(config)
     trail: list[Tensor] = []
 
@@ -252,7 +252,7 @@ def test_divergence_names_the_site_the_round_and_the_option():
 
 def test_a_loss_that_is_no_single_number_is_refused():
     config = configured()
-    odd, images = session(config), site_images(config, config.roster[0])
+    odd, images = session(config), site_examples(config, config.roster[0])
     odd.loss = lambda images, labels: images.mean(dim=(1, 2, 3))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"^the loss of a batch has the shape \[32\]; return one number"):
         learn(odd, images, resolve(config), config.roster[0], 1, CPU)

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics.functional import classification, regression
 from torchmetrics.functional.text import perplexity
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.evaluation.accuracy import score
 from fedloom.clients.evaluation.metrics.bins import auroc, bins_of, histogram, margins, of_output
 from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics
@@ -192,7 +192,7 @@ def test_networks_with_other_targets_are_measured_by_batches(kind, generator):
         TOKENS: torch.randint(0, 2, (50, 2), generator=generator),
     }[kind]
     metrics = metrics_for(kind)
-    found = score(network.eval(), Images(pixels, targets), 7, torch.device("cpu"), metrics)
+    found = score(network.eval(), Examples(pixels, targets), 7, torch.device("cpu"), metrics)
     with torch.no_grad():
         whole = metrics.values(metrics.sums(network(to_float(pixels)), targets))
     assert found.images == 50 and metrics.values(found.sums) == pytest.approx(whole, rel=1e-5)

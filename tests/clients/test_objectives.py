@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.clients.data import site_images, to_float
+from fedloom.clients.data import site_examples, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import OBJECTIVES, Session, Task, resolve
@@ -69,7 +69,7 @@ def opened(config: Config, incoming: dict[str, State], own: State | None = None,
 @functools.cache
 def batch(n: int = 8) -> tuple[Tensor, Tensor]:
     config = configured("exact")
-    images = site_images(config, config.roster[0])
+    images = site_examples(config, config.roster[0])
     return to_float(images.x[:n]), images.y[:n]
 
 

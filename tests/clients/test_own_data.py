@@ -46,7 +46,7 @@ def test_sites_of_one_domain_share_its_test_images_by_chance_in_whatever_order_t
     x, y = np.tile((np.arange(400) % 251).astype(np.uint8)[:, None, None], (4, 4)), np.arange(400) % 2
     np.savez(tmp_path / "in_turn.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     settings = config({"domain": f"npz:{tmp_path}/in_turn.npz", "count": 2}, grey=True)
-    parts = [data.own_images(settings, site, "test") for site in settings.roster]
+    parts = [data.own_examples(settings, site, "test") for site in settings.roster]
     assert all(60 < int(part.y.sum()) < 140 for part in parts), "each has both classes"
     both = torch.cat([part.x[:, 0, 0, 0] for part in parts]).sort().values
     assert torch.equal(both, torch.from_numpy(x[:, 0, 0]).sort().values)
@@ -114,7 +114,7 @@ def test_a_data_set_on_disk_is_read_by_the_types_of_its_columns(tmp_path: Path, 
     for name, counts in {"whole": (43, 12), "split": (54, 30)}.items():
         settings = config({"domain": f"dataset:{tmp_path}/{name}"})
         spec = settings.roster[0].spec
-        found, test = data.site_images(settings, settings.roster[0]), data.test_images(settings, spec)
+        found, test = data.site_examples(settings, settings.roster[0]), data.test_images(settings, spec)
         assert (len(found), len(test)) == counts and right(found) and right(test)
         assert data.class_names(spec) == tuple(COLOURS) and data.label(spec) == name
     for name, message in {
@@ -139,7 +139,7 @@ def test_parts_of_a_data_set_whose_classes_are_named_in_another_order(tmp_path: 
     settings = config({"domain": f"dataset:{tmp_path}/turned"})
     spec = settings.roster[0].spec
     assert data.class_names(spec) == tuple(COLOURS)
-    assert right(data.site_images(settings, settings.roster[0])) and right(data.test_images(settings, spec))
+    assert right(data.site_examples(settings, settings.roster[0])) and right(data.test_images(settings, spec))
 
 
 def test_a_data_set_of_plain_columns_is_read_by_their_names(tmp_path: Path):

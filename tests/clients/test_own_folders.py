@@ -23,7 +23,7 @@ def test_a_folder_with_train_and_test_keeps_its_split_and_the_names_of_its_class
     (tmp_path / "flags" / "train" / "red" / "notes.txt").write_text("no image")
     domain = f"images:{tmp_path}/flags/"
     settings = config({"domain": domain})
-    found = data.site_images(settings, settings.roster[0])
+    found = data.site_examples(settings, settings.roster[0])
     spec = settings.roster[0].spec
     assert (len(found), len(data.test_images(settings, spec)), len(data.validation_images(settings, spec))) == (27, 12, 3)
     assert right(found) and right(data.test_images(settings, spec))
@@ -68,7 +68,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(UserError, match=r"domain 'flags': .*green/4\.png cannot be read \(.*\)\. Replace it with an intact"):
         settings = config({"domain": f"images:{tmp_path}/flags"}, data={"validation": 0.0, "size": 6})
-        data.site_images(settings, settings.roster[0])
+        data.site_examples(settings, settings.roster[0])
         data.test_images(settings, settings.roster[0].spec)
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 and no more")
     np.save(tmp_path / "one.npy", np.zeros(3))

@@ -112,7 +112,7 @@ def test_parts_that_name_their_classes_differently_have_those_of_both(package: s
     settings = config({"domain": f"{package}:apart"}, grey=True)
     spec = settings.roster[0].spec
     assert data.class_names(spec) == ("a", "b", "c", "d") and data.num_classes(settings) == 4
-    found, test = data.site_images(settings, settings.roster[0]), data.test_images(settings, spec)
+    found, test = data.site_examples(settings, settings.roster[0]), data.test_images(settings, spec)
     assert torch.equal(found.x[:, 0, 0, 0].long(), (found.y - 1) * 100)
     assert torch.equal(test.x[:, 0, 0, 0].long(), torch.tensor([0, 100, 0, 200])[test.y])
 

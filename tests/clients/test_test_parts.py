@@ -1,4 +1,4 @@
-"""Each site's own test images: divided as its training images are. And how many images of each class it has."""
+"""Each site's own test examples: divided as its training examples are. And how many images of each class it has."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_a_sites_number_of_test_images_follows_its_number_of_training_images():
 def test_the_parts_of_an_entrys_sites_are_its_test_images(way: str):
     settings = config(way)
     sites = settings.roster
-    whole, parts = data.test_images(settings, sites[0].spec), [data.own_images(settings, site, "test") for site in sites]
+    whole, parts = data.test_images(settings, sites[0].spec), [data.own_examples(settings, site, "test") for site in sites]
     trained = {name for site in sites for name in data.class_counts(settings, site)}
     rows = [image.tobytes() for image, label in zip(whole.x.numpy(), whole.y.tolist(), strict=True) if label in trained]
     assert sorted(image.tobytes() for part in parts for image in part.x.numpy()) == sorted(rows)
@@ -59,7 +59,7 @@ def test_a_dirichlet_sites_test_part_has_its_own_label_distribution():
     settings = config("dirichlet, alpha: 0.2")
     for site in settings.roster:
         train = data.class_counts(settings, site)
-        test = np.bincount(data.own_images(settings, site, "test").y.numpy(), minlength=5)
+        test = np.bincount(data.own_examples(settings, site, "test").y.numpy(), minlength=5)
         expected = np.array([train.get(name, 0) for name in range(5)]) * 0.25 * 1.12  # a fifth is test, a tenth held out
         assert np.abs(test - expected).max() < 3
         assert set(np.flatnonzero(test)) <= set(train)
@@ -69,7 +69,7 @@ def test_a_dirichlet_sites_test_part_has_its_own_label_distribution():
 def test_class_counts_are_those_of_the_images(samples: int):
     settings = config("dirichlet, alpha: 0.2", f"sites.0.samples={samples}")
     for site in settings.roster:
-        y, counts = data.site_images(settings, site).y.tolist(), data.class_counts(settings, site)
+        y, counts = data.site_examples(settings, site).y.tolist(), data.class_counts(settings, site)
         assert counts == {name: y.count(name) for name in sorted(set(y))}
         assert sum(counts.values()) == data.site_size(settings, site)
 
@@ -78,5 +78,5 @@ def test_validation_images_are_dealt_out_as_ever(tmp_path: Path):
     """What sites choose by stays what it was."""
     settings = config("dirichlet, alpha: 0.2")
     sites: list[Site] = settings.roster
-    sizes = [len(data.own_images(settings, site, "validation")) for site in sites]
+    sizes = [len(data.own_examples(settings, site, "validation")) for site in sites]
     assert max(sizes) - min(sizes) <= 1

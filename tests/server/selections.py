@@ -11,7 +11,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.data import own_images, to_float
+from fedloom.clients.data import own_examples, to_float
 from fedloom.clients.networks import HeadView, architecture_of
 from fedloom.clients.objectives import objective_of
 from fedloom.clients.objectives.layer_selection.objective import LayerSelection
@@ -116,7 +116,7 @@ def own_state(done: Done, place: int, round: int = 2) -> State:
 
 
 def accuracy_of(done: Done, place: int, shared: State, round: int = 2) -> float:
-    """On a site's own test images, of its own network with these parameters in the layers that it chose to share."""
+    """On a site's own test examples, of its own network with these parameters in the layers that it chose to share."""
     config, site, state = done.config, done.config.roster[place], own_state(done, place, round)
     objective = objective_of(config)
     assert isinstance(objective, LayerSelection)
@@ -125,7 +125,7 @@ def accuracy_of(done: Done, place: int, shared: State, round: int = 2) -> float:
     network = architecture_of(config, site).build()
     used = {name: tensor for name, tensor in made.items() if chosen[name.rpartition(".")[0]]}
     network.load_state_dict({**below(state, NETWORK), **used})
-    images = own_images(config, site, "test")
+    images = own_examples(config, site, "test")
     with torch.no_grad():
         scores = HeadView(network.eval(), slice(0, 2), "batch")(to_float(images.x))
     return float((scores.argmax(1) == images.y).double().mean())

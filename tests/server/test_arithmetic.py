@@ -308,7 +308,7 @@ def test_more_replies_than_a_sequential_round_can_have_are_asked_of_the_main_met
     (["strategy.search={by: grid, steps: [1e38]}"], "strategy.search.steps: got 1e.38, takes a number from"),
     ([f"strategy.coefficients.{A}=1e300"], f"strategy.coefficients.{A}: got 1e.300, takes a number of at most"),
     (["strategy.coefficients=[1, 2]"], "strategy"),
-    (["evaluation.statistics=recomputed", "data.validation=0"], "evaluation.statistics=recomputed needs validation images"),
+    (["evaluation.statistics=recomputed", "data.validation=0"], "statistics=recomputed needs validation examples"),
     (["evaluation.batch=1"], "evaluation.batch: got 1, but statistics=batch needs at least 2"),
     (["federation.partial_sums=true"], "federation.partial_sums"),
 ])  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedloom.clients.data import label, site_images, to_float
+from fedloom.clients.data import label, site_examples, to_float
 from fedloom.server.evaluation.per_client_metrics import at_sites, class_counts, costs, different_networks
 from tests.server.arithmetics import one_core
 from tests.server.runs import method_of
@@ -41,7 +41,7 @@ def test_own_lacking_and_union_are_what_they_say(method):
     for site, name in zip(sites, (SHALLOW, DEEP), strict=True):
         images, network = method.evaluator.images(label(site.spec), "test"), method.evaluator.loaded(models[name])
         right = network(to_float(images.x)).argmax(1) == images.y
-        labels = site_images(method.config, site).y.tolist()
+        labels = site_examples(method.config, site).y.tolist()
         own.append(sum(float(right[images.y == y].double().mean()) for y in labels) / len(labels))
         absent = [y for y in range(10) if y not in labels]
         lacking += [sum(float(right[images.y == y].double().mean()) for y in absent) / len(absent)] if absent else []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedloom.clients.data import site_images
+from fedloom.clients.data import site_examples
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Task, resolve
@@ -124,7 +124,7 @@ def personal_of(run: Run, site: int) -> State:
 def trained_alone(config: Config, place: int) -> State:
     """The network that a site makes of theta_0 in two rounds on its own."""
     site, state = config.roster[place], initial_state(config)
-    images = site_images(config, site)
+    images = site_examples(config, site)
     for number in (1, 2):
         network = architecture_of(config).build()
         task = Task(resolve(config), site, number, 3, network, {MEAN: state}, lambda: None, torch.Generator())
@@ -277,7 +277,7 @@ def test_fedavg_is_a_plain_loops_with_the_same_mini_batches(tmp_path: Path, monk
     def trained(network: Network, part: object, config: Config) -> None:
         site, number = next(turns)
         optimiser = torch.optim.SGD(network.parameters(), lr=config.training.rate)
-        for _, images, labels in batches(site_images(config, site), resolve(config), site, number, torch.device("cpu")):
+        for _, images, labels in batches(site_examples(config, site), resolve(config), site, number, torch.device("cpu")):
             optimiser.zero_grad()
             torch.nn.functional.cross_entropy(network(images), labels).backward()
             optimiser.step()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedloom.clients.app import app
-from fedloom.clients.data import Images, site_images
+from fedloom.clients.data import Examples, site_examples
 from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_statistics
 from fedloom.clients.objectives import resolve
 from fedloom.clients.storage.states import read_state
@@ -234,9 +234,9 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
         told, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
         for name in (SHALLOW, DEEP):
             images = [
-                site_images(config, site) for site in members if group_by_site(resolve(config))[site.name].name == name
+                site_examples(config, site) for site in members if group_by_site(resolve(config))[site.name].name == name
             ]
-            whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
+            whole = Examples(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
             found = class_statistics(plain.evaluator.loaded(before[name]), whole, 0, 500, torch.device("cpu"))
             told[name] = {key: tensor * len(whole) for key, tensor in found.items()}
     listener = Recorder()

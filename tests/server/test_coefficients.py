@@ -1,4 +1,4 @@
-"""Coefficients chosen on validation images: the best of a grid, or of a climb, by what the combinations really score."""
+"""Coefficients chosen on validation examples: the best of a grid, or of a climb, by what the combinations really score."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -194,7 +194,9 @@ def test_a_search_leaves_the_evaluator_as_good_as_new(trained: Done):
 
 @pytest.mark.parametrize("by", ["grid", "powell"])
 def test_without_validation_images_a_search_is_refused_before_anything_is_trained(tmp_path: Path, by):
-    with pytest.raises(UserError, match=rf"strategy\.search\.by={by} needs validation images; set data\.validation above 0"):
+    with pytest.raises(
+        UserError, match=rf"strategy\.search\.by={by} needs validation examples; set data\.validation above 0"
+    ):
         check(configured(tmp_path, f"strategy.search.by={by}", "data.validation=0"))
     check(configured(tmp_path, "data.validation=0"))
 

@@ -33,7 +33,7 @@ def _one_core() -> Iterator[None]:
 
 
 def measured(statistics: str, *overrides: str) -> Config:
-    """Validation images, more of one domain than of the other, and several batches of all."""
+    """Validation examples, more of one domain than of the other, and several batches of all."""
     words = ["data.test_limit=90", "data.validation_limit=1000", f"evaluation.batch={BATCH}"]
     return configured(Path(), *words, "network.affine=true", f"evaluation.statistics={statistics}", *overrides)
 
@@ -129,7 +129,7 @@ def test_a_state_is_measured_as_it_is_unless_its_statistics_are_made_anew(statis
 
 
 def seen_statistics(config: Config, network: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Mean and variance of each norm's inputs, over batches that have as many validation images of each domain."""
+    """Mean and variance of each norm's inputs, over batches that have as many validation examples of each domain."""
     parts = [Evaluator(config).images(domain, "validation").x for domain in DOMAINS]
     assert len(parts[0]) != len(parts[1])
     fewest = min(map(len, parts))
@@ -178,7 +178,9 @@ def test_recomputed_is_measured_with_the_new_statistics_and_making_them_anew_aga
 
 def test_without_validation_images_statistics_cannot_be_made_anew():
     config = measured("recomputed", "data.validation=0")
-    with pytest.raises(UserError, match=r"evaluation\.statistics=recomputed needs validation images; set data\.validation"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.statistics=recomputed needs validation examples; set data\.validation"
+    ):
         Evaluator(config).accuracy(model(config, state_of(config)), "test")
 
 

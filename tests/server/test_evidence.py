@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedloom.clients.data import Images, site_images, test_images, to_float
+from fedloom.clients.data import Examples, site_examples, test_images, to_float
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise
 from fedloom.clients.networks.small import Mlp
@@ -41,19 +41,19 @@ from fedloom.server.unlearning.attacks import (
 SCORES = st.lists(st.integers(-4, 4).map(lambda score: score / 4), min_size=1, max_size=30).map(np.array)
 
 
-def digits(part: str) -> Images:
-    """Real digits of 8x8 pixels: "members" and "strangers" are 200 training images each, "test" all test images."""
+def digits(part: str) -> Examples:
+    """Real digits of 8x8 pixels: "members" and "strangers" are 200 training examples each, "test" all test examples."""
     config = load("digits", ["sites=[{domain: digits, count: 2, samples: 200}]", "data.size=8"])
     if part == "test":
         return test_images(config, SiteConfig(domain="digits"))
-    return site_images(config, config.roster[["members", "strangers"].index(part)])
+    return site_examples(config, config.roster[["members", "strangers"].index(part)])
 
 
-def shown(images: Images, count: int) -> Images:
-    return Images(images.x[:count], images.y[:count])
+def shown(images: Examples, count: int) -> Examples:
+    return Examples(images.x[:count], images.y[:count])
 
 
-def few() -> Images:
+def few() -> Examples:
     """So few digits that a network which knows them by heart knows others clearly less well."""
     return shown(digits("members"), 80)
 
@@ -64,7 +64,7 @@ def fresh(seed: int = 0) -> nn.Module:
     return network.eval()
 
 
-def trained(images: Images, steps: int) -> nn.Module:
+def trained(images: Examples, steps: int) -> nn.Module:
     """By full-batch descent; 300 steps leave hardly any loss on the images."""
     network = fresh()
     lessons = itertools.repeat((0.1, to_float(images.x), images.y), steps)
@@ -144,7 +144,7 @@ def test_features_of_known_outputs() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return torch.tensor([[2.0, 0.0, 1.0], [0.0, 0.0, 0.0]])[: len(input)].log1p()
 
-    images = Images(torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.tensor([2, 0]))
+    images = Examples(torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.tensor([2, 0]))
     third = np.log(3.0)
     expected = [
         [third, 1 / 3, np.log(6.0) - np.log(3.0) / 2 - np.log(2.0) / 3, np.log(2 / 3), 0.0],

@@ -103,6 +103,6 @@ def test_a_strategy_comes_to_its_expected_accuracy(tmp_path: Path, strategy: str
 
 
 def accuracy(summary: dict[str, Any], network: str) -> float:
-    """Return a network's accuracy on all test images; of the sites' own networks, the mean."""
+    """Return a network's accuracy on all test examples; of the sites' own networks, the mean."""
     union = {name: domains["union"] for name, domains in summary["accuracy"].items()}
     return sum(union.values()) / len(union) if network == OWN else union[network]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.clients.data import site_images, to_float
+from fedloom.clients.data import site_examples, to_float
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.fedproto import COUNTS, KNOWN, MEANS, PROTOTYPES, SUMS
@@ -65,7 +65,7 @@ def test_networks_are_measured_at_their_sites_and_all_sums_hold(done):
 def test_a_prototype_is_the_mean_feature_over_all_sites_images_of_the_class(done):
     features, labels = [], []
     for place in (0, 1):
-        images = site_images(done.config, done.config.roster[place])
+        images = site_examples(done.config, done.config.roster[place])
         with torch.no_grad():
             features.append(own_network(done.config, place).extractor(to_float(images.x)))
         labels.append(images.y)

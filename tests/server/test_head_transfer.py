@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.clients.data import site_images, to_float
+from fedloom.clients.data import site_examples, to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.clients.objectives import Task, objective_of, resolve
 from fedloom.clients.objectives.components.session import AUXILIARY_HEADS, COMMON, FROZEN, NUMBER, class_tensors, head_of
@@ -192,7 +192,7 @@ def test_the_loss_is_that_of_the_paper_and_the_pull(tmp_path):
     )
     aux, places = heads(config, 4), torch.tensor([3, -1, 0, 1, -1, -1, 2, -1, -1, -1])
     started = session(config, {AUXILIARY_HEADS: aux, COMMON: {COMMON: places, NUMBER: torch.tensor(4)}})
-    images = to_float(site_images(config, config.roster[0]).x[:12])
+    images = to_float(site_examples(config, config.roster[0]).x[:12])
     labels = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 3])
     loss = started.loss(images, labels)
     features = started.network.extractor(images)
@@ -268,7 +268,7 @@ def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_pat
     done = run(configured(tmp_path, "objective.mode=fedgh"))
     with method_of(done.config) as method:
         view = method.state.view()
-        given, images = view.contribution("prototypes", "site-0000"), site_images(done.config, done.config.roster[0])
+        given, images = view.contribution("prototypes", "site-0000"), site_examples(done.config, done.config.roster[0])
         counts = torch.bincount(images.y, minlength=10) / len(images)
         torch.testing.assert_close(given["counts"], counts.float())
         before = view.server_state("head")

@@ -119,7 +119,7 @@ def test_accuracies_are_those_of_the_sites_networks_with_the_layers_that_they_ch
     last = [row[-1] for row in found(done)["accuracy"]]
     assert last == [pytest.approx(accuracy_of(done, place, shared)) for place in range(3)]
     said = done.summary["accuracy"]["personal"]  # which once were those before the last mean
-    assert list(said.values()) == [*last, pytest.approx(sum(last) / 3)]  # of 60 test images each
+    assert list(said.values()) == [*last, pytest.approx(sum(last) / 3)]  # of 60 test examples each
     chosen = ["".join(map(str, own_state(done, place)[CHOSEN].tolist())) for place in range(3)]
     assert found(done)["configuration"] == chosen
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedloom.clients.app import app
-from fedloom.clients.data import Images, site_images
+from fedloom.clients.data import Examples, site_examples
 from fedloom.clients.evaluation.statistics import COUNT, SQUARE, SUM, class_statistics
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import resolve
@@ -100,8 +100,8 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
         models, view = method.state.models(), method.state.view()
         for group in groups_of(resolve(config)):
             state, first = models[group.name].state, view.initial(site=group.site)["head.weight"]
-            images = [site_images(config, site) for site in config.roster if site.name in group.sites]
-            whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
+            images = [site_examples(config, site) for site in config.roster if site.name in group.sites]
+            whole = Examples(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
             found = class_statistics(method.evaluator.loaded(models[group.name]), whole, 0, 500, torch.device("cpu"))
             weight, bias = scaled(*discriminant(found[COUNT], found[SUM], found[SQUARE]), float(first.norm()))
             assert torch.allclose(state["head.weight"].double(), weight, rtol=1e-2, atol=1e-3)

@@ -9,7 +9,7 @@ from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
-from fedloom.clients.data import Images, site_images, to_float
+from fedloom.clients.data import Examples, site_examples, to_float
 from fedloom.clients.evaluation.statistics import (
     CLASS_STATISTICS,
     COUNT,
@@ -68,8 +68,8 @@ def test_the_head_is_the_discriminant_of_the_others_images_and_the_sums_stay(fin
         plain.state.forget([ONE], {})
         digest, model = plain.state.digest(), plain.state.aggregate()
         network = plain.evaluator.loaded(model)
-        images = [site_images(config, site) for site in plain.state.members()]
-        whole = Images(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
+        images = [site_examples(config, site) for site in plain.state.members()]
+        whole = Examples(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
         found = class_statistics(network, whole, 0, 500, CPU)
     recalibrated(config)
     with method_of(config) as method:
@@ -99,9 +99,9 @@ def test_statistics_of_several_sites_are_those_of_all_images(finished: Config):
     network = architecture_of(finished).build()
     initialise(network, torch.Generator().manual_seed(1))
     network.eval()
-    images = site_images(finished, finished.roster[0])
+    images = site_examples(finished, finished.roster[0])
     half = len(images) // 3
-    parts = [Images(images.x[:half], images.y[:half]), Images(images.x[half:], images.y[half:])]
+    parts = [Examples(images.x[:half], images.y[:half]), Examples(images.x[half:], images.y[half:])]
     whole, each = (
         class_statistics(network, images, 0, 7, CPU),
         [class_statistics(network, one, 0, 500, CPU) for one in parts],
@@ -114,7 +114,7 @@ def test_statistics_of_several_sites_are_those_of_all_images(finished: Config):
 def test_moments_of_batchnorm_are_those_of_recomputing_and_leave_the_network(tmp_path: Path):
     config = configured(tmp_path, "network={name: conv6, norm: batch}", "objective={name: local}",
                         "strategy={name: arithmetic}")  # fmt: skip
-    network, images = architecture_of(config).build(), site_images(config, config.roster[0])
+    network, images = architecture_of(config).build(), site_examples(config, config.roster[0])
     initialise(network, torch.Generator().manual_seed(1))
     network.eval()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}

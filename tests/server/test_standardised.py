@@ -8,9 +8,9 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from fedloom.clients.data import site_images
+from fedloom.clients.data import site_examples
+from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.form import FEATURES, SEQUENCE
-from fedloom.clients.data.images import Images
 from fedloom.clients.data.schema import REGRESSION, Schema
 from fedloom.clients.data.standardise import (
     STANDARDISATION,
@@ -95,7 +95,7 @@ def trained(method: TrainingRun, rounds: int | None = None) -> None:
 
 def pooled(config: Config, names: list[str]) -> np.ndarray:
     return np.concatenate(
-        [site_images(config, site).x.numpy() for site in config.roster if site.name in names]
+        [site_examples(config, site).x.numpy() for site in config.roster if site.name in names]
     ).astype(np.float64)  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_sums_are_exact_for_numbers_of_any_usual_size(size: float):
 
 def test_steps_of_sequences_share_a_mean_and_targets_come_back():
     schema = Schema(SEQUENCE, REGRESSION, (5, 2))
-    images = Images(torch.randn(40, 5, 2) * 9 + 4, torch.randn(40, 1) * 70 + 150)
+    images = Examples(torch.randn(40, 5, 2) * 9 + 4, torch.randn(40, 1) * 70 + 150)
     by = Standardisation.parsed(Standardisation.from_sums(sums_of(images, schema)).state())
     changed = standardised(images, by)
     assert changed.x.shape == (40, 5, 2)
@@ -127,7 +127,7 @@ def test_steps_of_sequences_share_a_mean_and_targets_come_back():
 
 
 def test_sums_that_no_examples_have_are_refused():
-    images = Images(torch.rand(9, 3) + 10, torch.zeros(9, dtype=torch.int64))
+    images = Examples(torch.rand(9, 3) + 10, torch.zeros(9, dtype=torch.int64))
     sums = sums_of(images, schema := Schema(FEATURES, shape=(3,)))
     check_sums(sums, schema)
     check_sums(sums, schema, 9)
@@ -140,12 +140,12 @@ def test_sums_that_no_examples_have_are_refused():
         with pytest.raises(ValueError, match=r"'inputs\.count' is more than the site's"):
             check_sums({**sums, "inputs.count": torch.tensor([count])}, schema, 9)
     with pytest.raises(UserError, match=r"data\.standardise: number 0 of the inputs has values beyond"):
-        sums_of(Images(torch.full((2, 1), 1e30), torch.zeros(2)), Schema(FEATURES, shape=(1,)))
+        sums_of(Examples(torch.full((2, 1), 1e30), torch.zeros(2)), Schema(FEATURES, shape=(1,)))
 
 
 def test_sums_of_inputs_and_targets_are_of_the_same_examples():
     schema = Schema(SEQUENCE, REGRESSION, (5, 2))
-    sums = sums_of(Images(torch.randn(6, 5, 2), torch.randn(6, 1)), schema)
+    sums = sums_of(Examples(torch.randn(6, 5, 2), torch.randn(6, 1)), schema)
     check_sums(sums, schema, 6)
     with pytest.raises(ValueError, match="different numbers of examples"):
         check_sums({**sums, "inputs.count": sums["inputs.count"] + 5}, schema, 9)
@@ -188,7 +188,7 @@ def test_three_sites_train_and_statistics_are_those_of_all_examples(tables: Path
     assert by.inputs is not None and by.targets is None
     assert np.allclose(by.inputs[0], numbers.mean(0), rtol=1e-6)
     assert np.allclose(by.inputs[1], numbers.std(0), rtol=1e-6)
-    changed = by.of_inputs(site_images(config, config.roster[0]).x)
+    changed = by.of_inputs(site_examples(config, config.roster[0]).x)
     assert float(by.inputs[1][-1]) == 0.0 and not changed[:, -1].any()  # the constant column
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.clients.data import domain_specs, num_classes, outputs, site_images, test_images, validation_images
+from fedloom.clients.data import domain_specs, num_classes, outputs, site_examples, test_images, validation_images
 from fedloom.clients.data.variants import class_count
 from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.networks.initial import initial_state
@@ -68,7 +68,7 @@ def test_relabelled_classes_count_from_0_in_ascending_order_whatever_the_order_g
         assert (num_classes(before), num_classes(after)) == (10, 2)
         one, other = before.roster[0], after.roster[0]
         assert class_count(other.spec) == 2
-        pairs = [(site_images(before, one), site_images(after, other))]
+        pairs = [(site_examples(before, one), site_examples(after, other))]
         pairs += [(load(before, one.spec), load(after, other.spec)) for load in (validation_images, test_images)]
         for old, new in pairs:
             assert set(old.y.tolist()) == {3, 7}
@@ -79,7 +79,7 @@ def test_relabelled_classes_count_from_0_in_ascending_order_whatever_the_order_g
 def test_without_classes_there_is_nothing_to_count_again():
     config = of("shared", "{domain: digits, samples: 100, relabel: true}")
     assert num_classes(config) == 10
-    assert set(site_images(config, config.roster[0]).y.tolist()) == set(range(10))
+    assert set(site_examples(config, config.roster[0]).y.tolist()) == set(range(10))
 
 
 def test_one_label_cannot_stand_for_classes_by_both_numbers():

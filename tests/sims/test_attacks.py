@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.networks import Model
 from fedloom.conf import UserError
 from fedloom.server.run.experiment import check
@@ -49,7 +49,7 @@ def moved(attack: Attack, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_poisoned_images_are_copies():
-    images = Images(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([1, 9]))
+    images = Examples(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([1, 9]))
     stamped = triggered(images)
     assert int((stamped.x > 0).sum()) == 2 * PATCH**2 and not images.x.any()
     assert stamped.x[0, 0, -1, -1] == 255 and stamped.y.tolist() == [1, 9]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks import parse_name
 from fedloom.conf.errors import UserError
@@ -151,7 +151,7 @@ def test_costs_are_measured(study: Study) -> None:
 
 
 def test_specialist_and_generalist_share_all_images_out() -> None:
-    whole = Images(torch.zeros(1000, 1, 2, 2, dtype=torch.uint8), torch.arange(1000) % 10)
+    whole = Examples(torch.zeros(1000, 1, 2, 2, dtype=torch.uint8), torch.arange(1000) % 10)
     one, other = (skill_transfer.Skill("digits", 8, True, seed=1, rest=rest).selected(whole).y for rest in (False, True))
     assert len(one) + len(other) == 1000 and (other != 4).all() and (one == 4).sum() == 100
     assert 0.06 < (len(one) - 100) / 900 < 0.14

@@ -156,7 +156,7 @@ def test_what_cannot_be_compared_is_told(fedloom: Command, swept: Path, run: Pat
     (half / "summary.json").unlink()
     said = fedloom("compare", swept, run, other, half)
     assert said.code == 0
-    assert f"note: {other}: left out, because its test images differ (data.test_limit)" in said.out
+    assert f"note: {other}: left out, because its test examples differ (data.test_limit)" in said.out
     assert f"note: {half}: left out, because it is stopped" in said.out
     refused(fedloom("compare", half), "no finished run", "is stopped")
     refused(fedloom("compare", swept, other, "--by", "mode"), "--by: unknown key 'mode'", f"note: {other}: left out")

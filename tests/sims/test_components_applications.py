@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.sims.experiments.components import adaptation, faster, one_head
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, built, fit, frozen, turns
 from fedloom.sims.operations.domain_task import Task, images
@@ -18,10 +18,10 @@ def _one_thread() -> None:
     one_thread()
 
 
-def data(size: int = 16) -> dict[str, Images]:
+def data(size: int = 16) -> dict[str, Examples]:
     task = Task("digits", size, False, samples=200)
     whole = images(task, "test")
-    return {"train": images(task, "train"), "test": Images(whole.x[:80], whole.y[:80])}
+    return {"train": images(task, "train"), "test": Examples(whole.x[:80], whole.y[:80])}
 
 
 def test_adapting_moves_the_extractor_alone():
@@ -66,7 +66,7 @@ def test_accuracy_counts_all_classes_alike():
     network, found = built(adaptation.NETWORK, 16, 10, 0), data()
     fit([network], answers(network.extractor, network.head), found["train"], Plan(60, 0.05), 0)
     few = found["test"].y != 3
-    test = Images(found["test"].x[few], found["test"].y[few])
-    each = [Images(test.x[test.y == label], test.y[test.y == label]) for label in range(10) if label != 3]
+    test = Examples(found["test"].x[few], found["test"].y[few])
+    each = [Examples(test.x[test.y == label], test.y[test.y == label]) for label in range(10) if label != 3]
     by_class = [accuracy(network.extractor, network.head, one, "running") for one in each]
     assert accuracy(network.extractor, network.head, test, "running") == pytest.approx(sum(by_class) / 9)

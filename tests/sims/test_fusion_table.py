@@ -134,7 +134,7 @@ def test_validation_images_have_results_of_their_own(elsewhere):
     reproduce("cpu", 1, ["pairs=disjoint", "methods=fuse;PLeaS", "part=validation", "most=30"], quiet=True)
     there = sorted(path.name for path in (elsewhere / "runs/fusion" / "results" / "validation-30").iterdir())
     assert there == ["disjoint-0-fuse.json", "disjoint-0-pleas.json"]
-    assert "the first 30 validation images" in (elsewhere / "runs/fusion" / "tables.md").read_text(encoding="utf-8")
+    assert "the first 30 validation examples" in (elsewhere / "runs/fusion" / "tables.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     said = fedloom("transfer-head", done, "--from", B, "--to", A, "--out", out)
     assert said.code == 0, said.err
     told = matrix(done).of(A, B)
-    assert f"{percent(told)} on {A}'s test images" in said.out
-    assert f"{percent(matrix(done).of(A, A))} on {A}'s test images" in said.out
+    assert f"{percent(told)} on {A}'s test examples" in said.out
+    assert f"{percent(matrix(done).of(A, A))} on {A}'s test examples" in said.out
     assert "| 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in said.out and "the statistics of each batch" in said.out
     network, name = load_network(out)
     whose = {"extractor.": read_state(done / "states" / f"{A}.safetensors"),

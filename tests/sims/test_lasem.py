@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.objectives.layer_selection.configurations import every
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
@@ -32,10 +32,10 @@ TINY = TaskSequence("made-up tasks", "made up", 1, 8, NETWORK, PLAN, "CIFAR-100"
 def made_up(size: int, number: int, seed: int) -> list[Task]:
     """Tasks of three classes of noisy images, each class as bright as its number."""
 
-    def images(count: int, place: int) -> Images:
+    def images(count: int, place: int) -> Examples:
         labels = torch.arange(count) % 3
         noise = torch.randint(0, 60, (count, 3, size, size), generator=torch_generator(seed, str(place), str(count)))
-        return Images((noise + 60 * labels[:, None, None, None]).to(torch.uint8), labels)
+        return Examples((noise + 60 * labels[:, None, None, None]).to(torch.uint8), labels)
 
     return [Task(f"task {place}", images(30, place), images(9, place), images(15, place), 3) for place in range(number)]
 
@@ -162,12 +162,12 @@ def test_brute_force_takes_each_tasks_best_configuration_by_validation_images():
 
 def test_tasks_have_as_many_images_as_the_papers(monkeypatch: pytest.MonkeyPatch):
     labels = torch.arange(100).repeat(30)
-    whole = Images(torch.arange(3000)[:, None, None, None].expand(-1, 3, 8, 8) % 255, labels)
+    whole = Examples(torch.arange(3000)[:, None, None, None].expand(-1, 3, 8, 8) % 255, labels)
     monkeypatch.setattr(sequences, "images", lambda domain, part: whole)
     found = sequences.cifar100(8, 12, 0)
     assert [len(part) for part in (found[0].train, found[0].validation)] == [170, 30]
     assert found[0].train.y.unique().tolist() == list(range(10))
-    digits = Images(whole.x.to(torch.uint8).repeat(3, 1, 1, 1), torch.arange(10).repeat(900))
+    digits = Examples(whole.x.to(torch.uint8).repeat(3, 1, 1, 1), torch.arange(10).repeat(900))
     monkeypatch.setattr(sequences, "images", lambda domain, part: digits)
     told = sequences.digits(8, 3, 0)
     assert [len(part) for part in (told[0].train, told[0].validation)] == [318, 57] and told[0].classes == 3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.clients.data import site_images
+from fedloom.clients.data import site_examples
 from fedloom.clients.storage.states import write_state
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
@@ -36,9 +36,9 @@ def test_each_federation_draws_half_of_the_pool_and_the_others_keep_their_images
     drawn = membership(first), membership(second)
     assert [int(one.sum()) for one in drawn] == [shadows.DRAWN] * 2
     assert 0 < np.logical_and(*drawn).sum() < shadows.DRAWN
-    leaver = site_images(first, first.roster[-1])
+    leaver = site_examples(first, first.roster[-1])
     assert torch.equal(everything(first).x[torch.from_numpy(drawn[0])], leaver.x)
-    same = [site_images(config, config.roster[0]) for config in (first, second)]
+    same = [site_examples(config, config.roster[0]) for config in (first, second)]
     assert torch.equal(same[0].x, same[1].x) and torch.equal(same[0].y, same[1].y)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fedloom.clients.data import Images, outputs, to_float
+from fedloom.clients.data import Examples, outputs, to_float
 from fedloom.clients.data.schema import CLASS
 from fedloom.clients.evaluation.accuracy import image_batches
 from fedloom.clients.networks import HeadView, Network
@@ -75,7 +75,7 @@ class Components(Objective):
             return CompatibleSession(task, self.sharing, self.same_start, self.tasks, self.pull, self.unit)
         return SharedParts(task, self.sharing)
 
-    def network(self, task: Task, images: Images) -> State | None:
+    def network(self, task: Task, images: Examples) -> State | None:
         """Return the network in the message, or the site's own, fitted to its images if the method says so."""
         if MODEL in task.incoming or task.own is None:
             return task.incoming.get(MODEL)
@@ -87,7 +87,7 @@ class Components(Objective):
         learn(session, images, task.experiment, task.site, task.round, task.device)
         return session.local_state()
 
-    def answer(self, kind: str, task: Task, images: Images) -> Answer:
+    def answer(self, kind: str, task: Task, images: Examples) -> Answer:
         """Answer PUBLISH (components), RECOMBINE (right answers with each head) or PROTOTYPES (features by class)."""
         known = {PUBLISH: self._published, RECOMBINE: self._recombined, PROTOTYPES: self._prototypes}
         if kind not in known:
@@ -108,7 +108,7 @@ class Components(Objective):
             raise unknown("objective.publish", odd, PARTS)
         return () if site in self.private else tuple(PARTS[part] for part in self.publish)
 
-    def _published(self, task: Task, images: Images) -> Answer:
+    def _published(self, task: Task, images: Examples) -> Answer:
         prefixes = self.published(task.site.name)
         state = {
             name: tensor.cpu()
@@ -117,8 +117,8 @@ class Components(Objective):
         }
         return Answer({COMPONENTS: state} if state else {})
 
-    def _recombined(self, task: Task, images: Images) -> Answer:
-        """Count right answers with each head on the site's test images of classes that the head knows."""
+    def _recombined(self, task: Task, images: Examples) -> Answer:
+        """Count right answers with each head on the site's test examples of classes that the head knows."""
         test, metrics = task.held_out("test"), dict[str, int | float]()
         own = task.architecture
         for record in [name for name in task.incoming if name.startswith(f"{MODEL}/")]:
@@ -130,7 +130,7 @@ class Components(Objective):
             metrics |= {right_of(record): right, f"{TOTAL}/{number}": total}
         return Answer(metrics=metrics)
 
-    def _prototypes(self, task: Task, images: Images) -> Answer:
+    def _prototypes(self, task: Task, images: Examples) -> Answer:
         classes, first = task.architecture.outputs, outputs(task.config, task.site.spec).start
         total, counts = torch.zeros(()), torch.zeros(classes)
         with torch.no_grad():
@@ -142,13 +142,13 @@ class Components(Objective):
         return Answer({PROTOTYPES: {SUMS: total / len(images), COUNTS: counts / len(images)}})
 
 
-def _right(task: Task, network: Network, kinds: State, test: Images, images: Images) -> tuple[int, int]:
+def _right(task: Task, network: Network, kinds: State, test: Examples, images: Examples) -> tuple[int, int]:
     """Return the number of right answers, and of images of classes that the head knows."""
     classes = kinds[LABELS][test.y]
     counts = torch.isin(classes, kinds[OUTPUTS]) & (classes >= 0)
     if not bool(counts.any()):
         return 0, 0
-    evaluation, chosen = task.config.evaluation, Images(test.x[counts], classes[counts])
+    evaluation, chosen = task.config.evaluation, Examples(test.x[counts], classes[counts])
     statistics, batch = evaluation.statistics, evaluation.batch
     if statistics == "recomputed":
         recompute_statistics(network, [to_float(pixels.to(task.device)) for pixels, _ in image_batches(images, batch)])

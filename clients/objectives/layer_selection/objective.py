@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fedloom.clients.data import Images, outputs
+from fedloom.clients.data import Examples, outputs
 from fedloom.clients.evaluation.accuracy import count_right
 from fedloom.clients.networks import HeadView
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
@@ -23,15 +23,15 @@ class LayerSelection(SelectionOptions):
     def session(self, task: Task) -> Session:
         return SelectionSession(self, task)
 
-    def network(self, task: Task, images: Images) -> State | None:
+    def network(self, task: Task, images: Examples) -> State | None:
         """Return the network in the message, or the site's own in its configuration."""
         if MODEL in task.incoming:
             return task.incoming[MODEL]
         result = composed(self, task, task.incoming.get(MEAN, {}))
         return None if result is None else result[0]
 
-    def answer(self, kind: str, task: Task, images: Images) -> Answer:
-        """Answer COMPOSED: right answers on the site's test images with the message's shared parameters."""
+    def answer(self, kind: str, task: Task, images: Examples) -> Answer:
+        """Answer COMPOSED: right answers on the site's test examples with the message's shared parameters."""
         if kind != COMPOSED:
             return super().answer(kind, task, images)
         state = self.network(task, images)

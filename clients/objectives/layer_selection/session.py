@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, outputs, to_float
+from fedloom.clients.data import Examples, outputs, to_float
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.objectives.layer_selection.configurations import LEARNED, Configuration
@@ -45,7 +45,7 @@ class SelectionSession(Session):
         self.evidence: tuple[Tensor, Tensor] | None = None
         self.pace, self.masses = Pace(objective.m_steps), list[Tensor]()
 
-    def training_images(self, images: Images) -> Images:
+    def training_examples(self, images: Examples) -> Examples:
         """Return the images not held out for the E-step. The held-out images are the same in all rounds."""
         number = round(self.objective.held_out * len(images))
         if not number or self.objective.mode != LEARNED or number == len(images):
@@ -53,7 +53,7 @@ class SelectionSession(Session):
         draw = torch_generator(self.task.config.seed, self.task.site.name, "held out")
         held, others = torch.randperm(len(images), generator=draw).split([number, len(images) - number])
         self.evidence = to_float(images.x[held].to(self.task.device)), images.y[held].to(self.task.device)
-        return Images(images.x[others], images.y[others])
+        return Examples(images.x[others], images.y[others])
 
     def parameters(self) -> list[nn.Parameter]:
         return [*self.network.parameters(), *self.shared.values(), *self.added.values()]

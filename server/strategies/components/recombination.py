@@ -1,7 +1,7 @@
 """Recombination: every published head on every site's extractor, and the accuracy of each pair.
 
 Recombination accuracy (Gygli et al. 2021, Sec. 4) is the accuracy of site j's head on site i's extractor without any
-training, on i's test images of the classes that j's head knows. Site i measures it and sends numbers.
+training, on i's test examples of the classes that j's head knows. Site i measures it and sends numbers.
 """
 
 import functools

@@ -33,7 +33,7 @@ SETTINGS = "temperature {:g}, weight {:g}"
 NOTE = (
     "Test accuracy in %, mean and standard deviation over seeds. Epochs and rates are those of fine-tuning. Loss: "
     "weight times the teacher's term (times T squared), plus (1 - weight) times cross-entropy. best: temperature "
-    "and weight chosen on validation images. average: over temperatures, each with its best weight. fused: "
+    "and weight chosen on validation examples. average: over temperatures, each with its best weight. fused: "
     "CLAFusion; ours: refitted."
 )
 

@@ -18,7 +18,7 @@ from fedloom.sims.report.tables import Table
 
 PAIR, COUNTS, REPEATS = "resnet", (2, 4, 6), 3
 KINDS = ("A", "B", "fused", "ensemble")
-NOTE = "Seconds for all test images on this machine, median of three. (paper): ResNets of full width on an A100."
+NOTE = "Seconds for all test examples on this machine, median of three. (paper): ResNets of full width on an A100."
 
 
 def table(study: Study) -> list[Table]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.study import Study, means
@@ -33,7 +33,7 @@ ROWS = {
     **{f"adapted by rotations, rate {rate:g}": "adaptation through RP" for rate in ADAPT},
 }
 NOTE = (
-    "Mean class accuracy in % on the target's test images, mean and standard deviation over seeds. target: trained "
+    "Mean class accuracy in % on the target's test examples, mean and standard deviation over seeds. target: trained "
     "on its labels. (paper): CIFAR-10 and STL-10, mean of both directions, WRN-28-16."
 )
 
@@ -52,20 +52,20 @@ def _of_domains(domains: tuple[str, str], seed: int) -> dict[str, float]:
     return measured(data(domains[0]), data(domains[1]), seed)
 
 
-def data(domain: str) -> dict[str, Images]:
+def data(domain: str) -> dict[str, Examples]:
     """Return a domain's images by part: "train" and "test"."""
     task = Task(domain, SIZE, False, samples=0 if domain == "usps" else SAMPLES)
     return {part: images(task, part) for part in ("train", "test")}
 
 
 def measured(
-    source: dict[str, Images],
-    target: dict[str, Images],
+    source: dict[str, Examples],
+    target: dict[str, Examples],
     seed: int,
     train: Plan = TRAIN,
     plans: Sequence[Plan] = tuple(ADAPT.values()),
 ) -> dict[str, float]:
-    """Return the accuracy on the target's test images by row."""
+    """Return the accuracy on the target's test examples by row."""
     network, rotating = _with_rotations(source["train"], seed, train)
     results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
@@ -79,7 +79,7 @@ def measured(
     return results
 
 
-def _with_rotations(train: Images, seed: int, plan: Plan) -> Any:
+def _with_rotations(train: Examples, seed: int, plan: Plan) -> Any:
     """Return a network for the classes, and the rotation head of its training."""
     network = built(NETWORK, SIZE, 10, seed, "classes")
     rotating = built(NETWORK, SIZE, 4, seed, "rotations").head

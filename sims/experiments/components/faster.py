@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.networks import Network
 from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
@@ -18,7 +18,7 @@ ROTATIONS, SOURCE, TARGETS = "fashion_mnist", "mnist", ("usps", "mnist_m")
 STEPS = (0, 1, 10, 30, 100, 300)
 TRAIN, TUNE = Plan(600, 0.05), 0.01
 NOTE = (
-    "Mean class accuracy in % on the target's test images after so many steps of fine-tuning on its training "
+    "Mean class accuracy in % on the target's test examples after so many steps of fine-tuning on its training "
     "images, mean and standard deviation over seeds. The extractor is from a network trained on MNIST, the head "
     "from one trained on the target. RP: both were trained with one frozen rotation head, from Fashion-MNIST. IIW: "
     "they started from the same weights. independent: with their own rotation heads. In the paper, recombined "
@@ -48,14 +48,14 @@ def _of_target(target: str, seed: int) -> dict[str, list[float]]:
 
 
 def measured(
-    rotations: dict[str, Images], source: dict[str, Images], target: dict[str, Images], seed: int, train: Plan = TRAIN
+    rotations: dict[str, Examples], source: dict[str, Examples], target: dict[str, Examples], seed: int, train: Plan = TRAIN
 ) -> dict[str, list[float]]:
     """Return the target's test accuracy after each of STEPS of fine-tuning, by row (how networks were trained)."""
     extractor = built(NETWORK, SIZE, 10, seed, "rotations").extractor
     rotating = _head(4, seed, "turns")
     fit([extractor, rotating], turns(extractor, rotating, seed), rotations["train"], train, seed, "rotations")
 
-    def network(images: Images, name: str, start: str, head: nn.Module | None) -> Network:
+    def network(images: Examples, name: str, start: str, head: nn.Module | None) -> Network:
         made = built(NETWORK, SIZE, 10, seed, start)
         turning = frozen(head) if head is not None else _head(4, seed, name, "own")
         loss = both(answers(made.extractor, made.head), turns(made.extractor, turning.train(), seed, name))
@@ -79,7 +79,7 @@ def _head(outputs: int, *purpose: Any) -> nn.Module:
     return built(NETWORK, SIZE, outputs, *purpose).head
 
 
-def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Images], seed: int) -> list[float]:
+def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Examples], seed: int) -> list[float]:
     extractor, head, done, reached = copy.deepcopy(extractor), copy.deepcopy(head), 0, []
     for step in STEPS:
         if step > done:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
 from fedloom.conf.randomness import torch_generator
@@ -160,7 +160,7 @@ def _loss(made: Trained, site: int, x: Tensor, labels: Tensor, rotations: Rotati
     return loss
 
 
-def _batches(every: Images, setting: Setting, seed: int, who: int | str) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(every: Examples, setting: Setting, seed: int, who: int | str) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch_generator(seed, "batches", str(who))
     for _ in itertools.count():
         for indices in torch.randperm(len(every), generator=generator).split(setting.batch):
@@ -181,7 +181,7 @@ def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
 def _right(made: Trained, site: int, head: int, task: Task) -> float:
     test = images(task, "test")
     labels = made.order[test.y] if head else test.y
-    return accuracy(made.networks[site].extractor, made.networks[head].head, Images(test.x, labels))
+    return accuracy(made.networks[site].extractor, made.networks[head].head, Examples(test.x, labels))
 
 
 ROWS = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.study import Study, means
@@ -65,11 +65,11 @@ def _of_task(task: Task, match: float, seed: int) -> dict[str, dict[str, float]]
 
 
 def measured(
-    data: dict[str, Images], seed: int, match: float, joint: Plan = JOINT, update: Plan = UPDATE
+    data: dict[str, Examples], seed: int, match: float, joint: Plan = JOINT, update: Plan = UPDATE
 ) -> dict[str, dict[str, float]]:
     """Return accuracies by column (what was trained) and extractor. `match`: weight of the distance between features."""
     some = data["train"].y < FIRST
-    few = Images(data["train"].x[some], data["train"].y[some])
+    few = Examples(data["train"].x[some], data["train"].y[some])
     extractors, head, rotating = _together(few, FIRST, seed, match, joint)
     results = {"before": _on_each(extractors, head, data["test"])}
     reference = next(iter(EXTRACTORS))
@@ -87,7 +87,7 @@ def measured(
 
 
 def _together(
-    train: Images, classes: int, seed: int, match: float, plan: Plan
+    train: Examples, classes: int, seed: int, match: float, plan: Plan
 ) -> tuple[dict[str, nn.Module], nn.Module, nn.Module]:
     """Return all extractors, trained with one head for the classes, and one for rotations."""
     networks = {name: built(_section(cut), SIZE, classes, seed, name) for name, cut in EXTRACTORS.items()}
@@ -128,5 +128,5 @@ def _extended(head: nn.Module, seed: int) -> nn.Module:
     return wider
 
 
-def _on_each(extractors: dict[str, nn.Module], head: nn.Module, test: Images) -> dict[str, float]:
+def _on_each(extractors: dict[str, nn.Module], head: nn.Module, test: Examples) -> dict[str, float]:
     return {name: accuracy(extractor, head, test) for name, extractor in extractors.items()}

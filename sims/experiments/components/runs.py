@@ -13,7 +13,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedloom.clients.data import Images, domain_specs, site_images, test_images, to_float
+from fedloom.clients.data import Examples, domain_specs, site_examples, test_images, to_float
 from fedloom.clients.networks import HeadView, Network, architecture_of
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
@@ -146,7 +146,7 @@ def way(results: Sequence[Measurements], upper: Sequence[float], classes: int) -
     return mean_and_spread(shares)
 
 
-MAX_IMAGES = 500  # test images of each domain whose features are compared
+MAX_IMAGES = 500  # test examples of each domain whose features are compared
 MAX_POSITIONS = 50_000  # of images and their pixels, of these
 
 
@@ -174,7 +174,7 @@ def correlations(first: Tensor, second: Tensor) -> Tensor:
 
 
 def shared_images(config: Config) -> Tensor:
-    """Return mixed test images of all domains, the same number of each, float [n, c, h, w]."""
+    """Return mixed test examples of all domains, the same number of each, float [n, c, h, w]."""
     parts = [test_images(config, spec).x for spec in domain_specs(config).values()]
     fewest = min(MAX_IMAGES, *(len(part) for part in parts)) if len(parts) > 1 else min(MAX_IMAGES, len(parts[0]))
     drawn = [part[torch.randperm(len(part), generator=torch_generator(config.seed, "looks"))[:fewest]] for part in parts]
@@ -210,12 +210,12 @@ def _missing(config: Config, networks: Mapping[str, Network]) -> dict[str, float
     sites = [site for site in config.roster if not site.spec.relabel]
     for site in sites:
         images = test_images(config, dataclasses.replace(site.spec, classes=[]))
-        has = set(site_images(config, site).y.unique().tolist())
+        has = set(site_examples(config, site).y.unique().tolist())
         lacks = [label for label in images.y.unique().tolist() if label not in has]
         for other in sites if lacks else ():
             network = Network(networks[site.name].extractor, networks[other.name].head)
             hits = _right(network, images, config.evaluation.statistics)
-            known = set(site_images(config, other).y.unique().tolist())
+            known = set(site_examples(config, other).y.unique().tolist())
             labels = lacks if other is site else [label for label in lacks if label in known]
             shares = [float(hits[images.y == label].float().mean()) for label in labels]
             (own if other is site else exchanged).extend(shares)
@@ -224,7 +224,7 @@ def _missing(config: Config, networks: Mapping[str, Network]) -> dict[str, float
 
 
 @torch.inference_mode()
-def _right(network: Network, images: Images, statistics_of: str) -> Tensor:
+def _right(network: Network, images: Examples, statistics_of: str) -> Tensor:
     """Return which answers are right, bool [n]. Batches are random draws."""
     view, hits = HeadView(network, slice(None), statistics_of).eval(), torch.zeros(len(images), dtype=torch.bool)
     order = torch.randperm(len(images), generator=torch_generator(0, "looks", "batches"))

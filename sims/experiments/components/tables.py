@@ -126,7 +126,7 @@ STORED = ("batch statistics", "stored statistics")  # also measured without IIW
 CORRELATED = (INDEPENDENT, IIW, "RP", DCC, ALL)
 CORRELATION_NOTE = (
     "Correlation of each channel of one extractor with the same channel of the other, mean over channels, on 500 "
-    "test images of each domain and all positions. permuted: channels in the best order (a linear assignment). "
+    "test examples of each domain and all positions. permuted: channels in the best order (a linear assignment). "
     "Accuracies in %, standard deviations over seeds. (paper): CIFAR-10 / STL-10, ResNet-56, where IIW starts from "
     "pre-trained weights."
 )

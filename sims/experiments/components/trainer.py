@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NETWORKS, HeadView, Network, initialise
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
@@ -40,13 +40,13 @@ def built(section: Mapping[str, Any], size: int, classes: int, *purpose: str | i
     return network
 
 
-def fit(parts: Sequence[nn.Module], loss: Loss, images: Images, plan: Plan, *purpose: Any) -> None:
+def fit(parts: Sequence[nn.Module], loss: Loss, images: Examples, plan: Plan, *purpose: Any) -> None:
     """Train the modules `parts` in place; `purpose` seeds the batches. Other modules do not change."""
     weights = [parameter for part in parts for parameter in part.train().parameters()]
     descend(weights, loss, _steps(images, plan, *purpose), recipe_of(TrainingConfig(batch=BATCH, rate=plan.rate)))
 
 
-def _steps(images: Images, plan: Plan, *purpose: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
+def _steps(images: Examples, plan: Plan, *purpose: Any) -> Iterator[tuple[float, Tensor, Tensor]]:
     generator = torch_generator(0, *map(str, purpose), "batches")
     for step in range(plan.steps):
         indices = torch.randint(len(images), (BATCH,), generator=generator)
@@ -80,7 +80,7 @@ def frozen(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).requires_grad_(False)
 
 
-def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: str = "batch") -> float:
+def accuracy(extractor: nn.Module, head: nn.Module, images: Examples, statistics: str = "batch") -> float:
     """Return the mean class accuracy: the share of right answers, with equal weight for each class.
 
     Args:
@@ -91,7 +91,7 @@ def accuracy(extractor: nn.Module, head: nn.Module, images: Images, statistics: 
     """
     view = HeadView(Network(extractor, head), slice(0, None), statistics).eval()
     order = torch.randperm(len(images), generator=torch_generator(0, "order"))  # a batch is a random draw of the domain
-    mixed = Images(images.x[order], images.y[order])
+    mixed = Examples(images.x[order], images.y[order])
     with torch.inference_mode():
         parts = zip(mixed.x.split(TEST_BATCH), mixed.y.split(TEST_BATCH), strict=True)
         hits = torch.cat([view(to_float(x)).argmax(1) == y for x, y in parts])

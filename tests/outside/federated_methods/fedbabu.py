@@ -5,7 +5,7 @@ Only the body is trained and averaged (Sec. 4). A site fine-tunes the head on it
 
 from dataclasses import dataclass
 
-from fedloom.clients.objectives import MEAN, MODEL, SITE, Images, Objective, PlainSession, State, Task, state_of
+from fedloom.clients.objectives import MEAN, MODEL, SITE, Examples, Objective, PlainSession, State, Task, state_of
 from fedloom.clients.training.learner import learn
 from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, Strategy, Sum, View
 
@@ -17,7 +17,7 @@ class Body(Objective):
     def session(self, task: Task) -> PlainSession:
         return PartSession(task, BODY)
 
-    def network(self, task: Task, images: Images) -> State:
+    def network(self, task: Task, images: Examples) -> State:
         learn(session := PartSession(task, "head."), images, task.experiment, task.site, task.round, task.device)
         return state_of(session.network)
 

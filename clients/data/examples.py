@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class Examples:
     """Examples with their targets. A cache may share them, so never write into them.
 
     Attributes:
