@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 from torch import Tensor
 
@@ -41,9 +41,9 @@ def decode(array: Array) -> Tensor:
     return torch.from_numpy(np.frombuffer(array.data, dtype, offset=begin).reshape(array.shape).copy())
 
 
-def encode_flat(state: FlatState) -> dict[str, Array]:
+def encode_flat(state: FlatState) -> ArrayRecord:
     """Encode a flat state's tensors with the same bytes as `encode`."""
-    array, arrays, begin = state.vector.contiguous().numpy(), {}, 0
+    array, arrays, begin = state.vector.contiguous().numpy(), ArrayRecord(), 0
     dtype = array.dtype.name
     for (name, shape), size in zip(state.layout.shapes, state.layout.sizes, strict=True):
         arrays[name] = Array(dtype, shape, NUMPY, b"".join((_header(dtype, shape), array[begin : begin + size].data)))

@@ -66,7 +66,7 @@ bf16: |x' - x| <= 2^-8 |x| + 2^-134. int16: |x' - x| <= (1/65534 + 2^-24) max|x|
 def packed(state: Mapping[str, Tensor], name: str) -> ArrayRecord:
     """Pack a state's float32 tensors by packing `name` into a Flower record; those that would become infinite stay whole."""
     if name == NONE and (whole := flat_of(state)) is not None:
-        return ArrayRecord(encode_flat(whole))
+        return encode_flat(whole)
     return ArrayRecord({key: _packed(tensor.detach().cpu(), name) for key, tensor in state.items()})
 
 

@@ -1,6 +1,7 @@
 """Content-addressed states on disk: a file's name is the sha256 of its bytes, so no file is ever overwritten."""
 
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -156,8 +157,8 @@ class Blobs:
             if not path.is_file():
                 raise LedgerError(f"{path}: this blob is missing; write it before the commit")
         if self.folder.is_dir():
-            with ledger_errors(self.folder), ThreadPoolExecutor(SYNCS) as threads:  # at once: the disk's journal groups them
-                list(threads.map(sync, paths))
+            with ledger_errors(self.folder):
+                list(_threads().map(sync, paths))  # at once: the disk's journal groups them
                 sync(self.folder)
 
     def get(self, digest: str) -> State:
@@ -201,8 +202,7 @@ class Blobs:
     def remove_all(self, digests: Iterable[str]) -> None:
         """Remove blobs by digest, here and on nodes; skip missing ones."""
         digests = list(digests)
-        with ThreadPoolExecutor(SYNCS) as threads:
-            list(threads.map(self.remove, digests))
+        list(_threads().map(self.remove, digests))
         if self.elsewhere is not None:
             self.elsewhere.remove(digests)
 
@@ -221,6 +221,15 @@ class Blobs:
 
     def _files(self) -> list[str]:
         return os.listdir(self.folder) if self.folder.is_dir() else []
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(SYNCS, thread_name_prefix="fedloom-blobs")
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads
 
 
 def file_digest(path: Path) -> str:

@@ -12,6 +12,7 @@ from fedloom.clients.objectives import Experiment
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, dequantise
+from fedloom.fusion.flat import copy_of
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
@@ -183,7 +184,7 @@ class View:
 
 def own(state: State) -> State:
     """Return a copy of a state, whose tensors the caller may change in place."""
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return copy_of(state)
 
 
 @functools.lru_cache(maxsize=4)

@@ -137,7 +137,7 @@ def bench(
     what: Annotated[
         str, typer.Argument(help="A benchmark: engines, faults, flat-memory, fusion, grid, memory, unlearning, ...")
     ],
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, about four minutes (engines only).")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds (engines, faults, federation, peers).")] = False,
     out: Annotated[Path, typer.Option(help="Folder for results (engines only).")] = Path("runs/bench"),
     as_json: Json = False,
 ) -> None:

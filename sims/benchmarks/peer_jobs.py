@@ -1,0 +1,262 @@
+"""The job of `fedloom bench peers` in each peer, as a user of that peer would write it.
+
+100 sites of 60 images, 20 sites in each round, one epoch of SGD in batches of 32. The images are random: they do not change
+the time. Each function runs the rounds in this process (and its workers), and returns the seconds of each.
+"""
+# pyright: reportMissingImports=false
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HERE = "fedloom.sims.benchmarks.peer_jobs"
+SITES, ASKED, IMAGES, BATCH, RATE = 100, 20, 60, 32, 0.05
+WORKERS = 2
+
+
+def network() -> nn.Module:
+    """Return a convolutional network of 69,742 weights for images [n, 1, 28, 28] of ten classes."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(512, 108), nn.ReLU(), nn.Linear(108, 10)),
+    )
+
+
+def images() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return random training and test images, uint8 [n, 28, 28], with their classes. A domain of the Fedloom runs."""
+    draw = np.random.default_rng(0)
+    sizes = {"train": SITES * IMAGES, "test": 100}
+    return {part: (draw.integers(0, 256, (n, 28, 28), np.uint8), np.arange(n) % 10) for part, n in sizes.items()}
+
+
+def site_tensors() -> list[tuple[Tensor, Tensor]]:
+    """Return the images of each site, float32 [60, 1, 28, 28], and their classes."""
+    x, y = images()["train"]
+    inputs, targets = torch.from_numpy(x).float().div(127.5).sub(1).unsqueeze(1), torch.from_numpy(y)
+    return list(zip(inputs.split(IMAGES), targets.split(IMAGES), strict=True))
+
+
+# Plain loops
+
+
+def train(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Train for an epoch."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    for batch in torch.randperm(len(y)).split(BATCH):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[batch]), y[batch]).backward()
+        optimizer.step()
+
+
+def sum_over(net: nn.Module, start: Tensor, sites: list[int], data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Train each site from the weights `start`, and return the sum of their weights."""
+    total = torch.zeros_like(start)
+    for site in sites:
+        nn.utils.vector_to_parameters(start.clone(), net.parameters())
+        train(net, *data[site])
+        total += nn.utils.parameters_to_vector(net.parameters()).detach()
+    return total
+
+
+def one_process(rounds: int) -> list[float]:
+    """A plain loop in one process."""
+    torch.set_num_threads(1)
+    net, data, draw, seconds = network(), site_tensors(), np.random.default_rng(0), []
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach()
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        weights = sum_over(net, weights, draw.choice(SITES, ASKED, replace=False).tolist(), data) / ASKED
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def _worker(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    net, data = network(), site_tensors()
+    while (order := pipe.recv()) is not None:
+        pipe.send(sum_over(net, torch.from_numpy(order[0]), order[1], data).numpy())
+
+
+def two_processes(rounds: int) -> list[float]:
+    """A plain loop that shares the sites of a round between two processes."""
+    start, draw, seconds = multiprocessing.get_context("spawn"), np.random.default_rng(0), []
+    pipes = [start.Pipe() for _ in range(WORKERS)]
+    workers = [start.Process(target=_worker, args=(theirs,), daemon=True) for _, theirs in pipes]
+    for worker in workers:
+        worker.start()
+    weights = nn.utils.parameters_to_vector(network().parameters()).detach().numpy()
+    for _ in range(rounds):
+        begin, chosen = time.perf_counter(), draw.choice(SITES, ASKED, replace=False).tolist()
+        for number, (pipe, _) in enumerate(pipes):
+            pipe.send((weights, chosen[number::WORKERS]))
+        weights = sum(pipe.recv() for pipe, _ in pipes) / np.float32(ASKED)
+        seconds.append(time.perf_counter() - begin)
+    for pipe, _ in pipes:
+        pipe.send(None)
+    return seconds
+
+
+# Fedloom
+
+
+def fedloom(rounds: int, *overrides: str) -> list[float]:
+    """FedAvg of Fedloom, with sums and contributions on disk, so that each site can be forgotten exactly."""
+    import tempfile
+
+    import fedloom as package
+
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "sites": [{"domain": f"{HERE}:images", "count": SITES}], "network": {"name": f"{HERE}:network"},
+            "strategy": "fedavg", "objective": "fedavg", "data": {"size": 28}, "federation": {"fraction": ASKED / SITES},
+            "training": {"batch": BATCH, "epochs": 1, "rate": RATE, "momentum": 0.0, "schedule": "constant"},
+            "evaluation": {"every": 10**6, "sites": 0}, "rounds": rounds, "run": {"root": folder},
+        }  # fmt: skip
+        package.run(config, *overrides, on_round=lambda record: times.append(time.perf_counter()))
+    return np.diff(times).tolist()
+
+
+def inline(rounds: int) -> list[float]:
+    """Fedloom in one process."""
+    return fedloom(rounds, "engine.name=inline")
+
+
+def ray(rounds: int) -> list[float]:
+    """Fedloom with two Ray workers."""
+    return fedloom(rounds, "engine.name=ray", f"engine.workers={WORKERS}")
+
+
+def ray_sums(rounds: int) -> list[float]:
+    """Fedloom with two Ray workers that add up their sites."""
+    return fedloom(rounds, "engine.name=ray", f"engine.workers={WORKERS}", "federation.partial_sums=true")
+
+
+# Others
+
+
+def flower(rounds: int) -> list[float]:
+    """Flower's simulation with its own FedAvg; a Ray actor on each of two CPUs."""
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    client, server, times = ClientApp(), ServerApp(), list[float]()
+
+    @client.train()
+    def _(message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)
+        net = network()
+        net.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
+        train(net, *_tensors()[int(context.node_config["partition-id"])])
+        record = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": IMAGES})})
+        return Message(record, reply_to=message)
+
+    @server.main()
+    def _(grid: Grid, context: Context) -> None:
+        FedAvg(fraction_train=ASKED / SITES, fraction_evaluate=0.0).start(
+            grid, ArrayRecord(network().state_dict()), num_rounds=rounds,
+            evaluate_fn=lambda number, arrays: times.append(time.perf_counter()),
+        )  # fmt: skip
+
+    run_simulation(server, client, SITES, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+    return np.diff(times).tolist()
+
+
+_DATA: list[tuple[Tensor, Tensor]] = []
+
+
+def _tensors() -> list[tuple[Tensor, Tensor]]:
+    if not _DATA:
+        _DATA.extend(site_tensors())
+    return _DATA
+
+
+def pfl(rounds: int) -> list[float]:
+    """pfl-research in one process, or in two by torchrun."""
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam import NNTrainHyperParams
+    from pfl.internal.ops import pytorch_ops
+    from pfl.internal.ops.selector import set_framework_module
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
+            return F.cross_entropy(self.net(x), y)
+
+        def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+            return {}
+
+    class Clock(TrainingProcessCallback):
+        def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+            times.append(time.perf_counter())
+            return False, Metrics()
+
+    times: list[float] = []
+    torch.set_num_threads(1)
+    set_framework_module(pytorch_ops)
+    np.random.seed(0)  # noqa: NPY002  # pfl draws from it; the same on all workers
+    torch.manual_seed(0)
+    data, model = _tensors(), Model()
+    sampler = get_user_sampler("random", list(range(SITES)))
+    users = FederatedDataset(lambda user: Dataset(raw_data=list(data[user]), user_id=str(user)), sampler)
+    pytorch = PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0))
+    FederatedAveraging().run(
+        algorithm_params=NNAlgorithmParams(rounds, 10**6, ASKED, 0),
+        backend=SimulatedBackend(training_data=users, val_data=users), model=pytorch,
+        model_train_params=NNTrainHyperParams(local_batch_size=BATCH, local_num_epochs=1, local_learning_rate=RATE),
+        callbacks=[Clock()],
+    )  # fmt: skip
+    return np.diff(times).tolist()
+
+
+PEERS = {
+    "plain loop, one process": one_process, "plain loop, two processes": two_processes,
+    "Fedloom, inline": inline, "Fedloom, Ray": ray, "Fedloom, Ray, partial sums": ray_sums,
+    "Flower": flower, "pfl-research, one process": pfl, "pfl-research, two processes": pfl,
+}  # fmt: skip
+TORCHRUN = "pfl-research, two processes"
+NEEDS = {"pfl-research, one process": "pfl", TORCHRUN: "pfl"}  # the package
+
+
+def measure(peer: str, rounds: int, python: str = "") -> list[float]:
+    """Run a peer's job in a new process, and return the seconds of each round but the first three.
+
+    `python`: the Python of an environment with the peer's package; "": this one.
+
+    Raises:
+        RuntimeError: The process failed; the message is its last line.
+    """
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORKERS}"] if peer == TORCHRUN else []
+    command = [python or sys.executable, "-P", *several, __file__, peer, str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    if done.returncode or not lines:
+        raise RuntimeError((done.stderr.strip() or "no message").splitlines()[-1])
+    return json.loads(lines[-1])[3:]
+
+
+if __name__ == "__main__":
+    print(json.dumps(PEERS[sys.argv[1]](int(sys.argv[2]))), flush=True)
