@@ -28,7 +28,7 @@ def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     bits).
     """
     whole = flat_of(state)
-    scaled = (flat(state) if whole is None else whole.vector.double()).mul_(2.0**bits)
+    scaled = (flat(state) if whole is None else whole.vector.to(torch.float64, copy=True)).mul_(2.0**bits)
     if len(scaled):
         low, high = torch.aminmax(scaled)
         if not max(-float(low), float(high)) < 2.0**62:
@@ -93,16 +93,28 @@ class ExactSum:
         self._accumulate(quantised, -times)
 
     def replace(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], before: int = 1, times: int = 1) -> None:
-        """Subtract `old` `before` times, and add `new` `times` times. On an ExactSumError the sum stays unchanged."""
-        self._check(new)
+        """Subtract `old` `before` times, and add `new` `times` times. On an ExactSumError the sum stays unchanged.
+
+        A state that counts 0 times may be empty.
+        """
+        if times:
+            self._check(new)
         if before:
             self._accumulate(old, -before)
         try:
-            self._accumulate(new, times)
+            if times:
+                self._accumulate(new, times)
         except ExactSumError:
             if before:
                 self._accumulate(old, before, checked=False)
             raise
+
+    def undo(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], before: int = 1, times: int = 1) -> None:
+        """Undo `replace` with these arguments: the sum is as it was before."""
+        if times:
+            self._accumulate(new, -times)
+        if before:
+            self._accumulate(old, before, checked=False)
 
     def merge(self, totals: Mapping[str, Tensor], addends: int) -> None:
         """Add `totals`, a sum (or difference of sums) of `addends` states. Raise ExactSumError as `add` does."""

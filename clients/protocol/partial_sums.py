@@ -161,7 +161,7 @@ class _Sums:
                 new, times = quantise(records[record], self.bits), samples if counted == SAMPLES else 1
                 old, weight = exact(before, self.bits), order.weight if before else 0
                 self.sums[record].replace(old, new, weight, times)
-                undo.callback(self.sums[record].replace, new, old, times, weight)
+                undo.callback(self.sums[record].undo, old, new, weight, times)
                 if record == order.slot and self.part is None:
                     self.new.add(new, times)
                     undo.callback(self.new.subtract, new, times)

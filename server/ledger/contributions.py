@@ -105,10 +105,10 @@ class Contributions:
         return exact(self._part(self._whole(site), slot), self.bits)
 
     def floats(self, site: str, slot: str) -> State:
-        """Return what the site put into the slot, as floats. Raises KeyError if it has put nothing."""
+        """Return what the site put into the slot, as floats: a copy. Raises KeyError if it has put nothing."""
         part = self._part(self._whole(site), slot)
         integers = dequantise({name: tensor for name, tensor in part.items() if tensor.dtype == torch.int64}, self.bits)
-        return {name: integers.get(name, tensor) for name, tensor in part.items()}
+        return copy_of({name: integers.get(name, tensor) for name, tensor in part.items()} if integers else part)
 
     def file(self, site: str) -> Path | None:
         """Return the path of the site's contribution, even if a node stores it; None if it has none."""

@@ -221,7 +221,8 @@ class Slots:
         if new is not None:
             known = self._sum_of_round(slot, round)
             known.total.merge(new, addends=new_addends)
-            known.of |= {site: self.contributions.here(site) for site in samples}
+            twice = known.of.keys() & samples.keys()  # what they put first is not at hand any more
+            known.of |= {site: None if site in twice else self.contributions.here(site) for site in samples}
 
     def keep(self, name: str, state: State) -> None:
         """Stage a state of the server under a name, in place of the previous one. ValueError: the name of a slot."""

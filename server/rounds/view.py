@@ -149,7 +149,7 @@ class View:
         """Return what a site last put into a slot, as int64 in units of 2**-bits. Raises KeyError if it has put nothing."""
         if not self.has(slot, site):
             raise KeyError(f"slot '{slot}': {site} has put nothing into it yet; check has('{slot}', '{site}') first")
-        return self.slots.contribution(slot, site)
+        return copy_of(self.slots.contribution(slot, site))
 
     def contribution(self, slot: str, site: str) -> State:
         """Return what a site last put into a slot, float32. Raises KeyError if it has put nothing."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, quantise
+from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import digest
 
 BITS = 32
@@ -190,3 +191,19 @@ def test_a_replacement_that_overflows_changes_nothing():
     with pytest.raises(ExactSumError, match="'w' would overflow"):
         result.replace({"w": torch.tensor([-(2**62)])}, {"w": torch.tensor([2**62])})
     assert int(result.totals["w"]) == 2**61 + 5 and result.addends == 2
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.booleans())
+def test_what_was_replaced_can_be_undone(before: int, times: int, flat: bool):
+    """Also where a state counts 0 times, and is empty."""
+    old = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    new = {"w": torch.tensor([0.5, -2.0]), "b": torch.tensor([7.0])}
+    parts = [quantise(flattened(state) if flat else state, 8) for state in (old, new)]
+    total = ExactSum(8)
+    total.add(parts[0], 3)
+    start = digest(total.totals)
+    replaced = ({} if not before else parts[0], {} if not times else parts[1], before, times)
+    total.replace(*replaced)
+    assert total.addends == 3 - before + times
+    total.undo(*replaced)
+    assert (digest(total.totals), total.addends) == (start, 3)

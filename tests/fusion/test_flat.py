@@ -85,3 +85,11 @@ def test_states_of_different_types_stay_as_they_are():
     mixed: dict[str, Tensor] = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)}
     assert flattened(mixed) is mixed and same(unpacked(to_arrays(mixed)), mixed)
     assert unpacked(ArrayRecord()) == {}
+
+
+@given(SHAPES, SEEDS)
+def test_reading_a_state_as_integers_does_not_change_it(shapes: dict[str, list[int]], seed: int):
+    for kind in (torch.float32, torch.float64):
+        state = flattened({name: tensor.to(kind) for name, tensor in drawn(shapes, seed).items()})
+        before = digest(state)
+        assert same(quantise(state, 20), quantise(state, 20)) and digest(state) == before

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from fedloom.clients.objectives import MEAN, SITE, Answer
+from fedloom.clients.objectives.sum_aggregation import ExactSession, SumAggregation
+from fedloom.clients.protocol.messages import ROUND
 from fedloom.server.strategies import TRAIN, RecordSpec, RoundContext, State, Sum
 from tests.outside.federated_methods.fedprox import FedProx, Prox
 
@@ -104,3 +106,18 @@ class Slashed(FedProx):
 class NoSlots(FedProx):
     def slots(self, experiment: Any) -> Any:
         return ["networks"]
+
+
+@dataclass(frozen=True)
+class Spoiled(SumAggregation):
+    def session(self, task: Any) -> Any:
+        return SpoiledSession(self, task) if task.site.name == "site-0001" else ExactSession(self, task)
+
+
+class SpoiledSession(ExactSession):
+    """Its head can be summed, and its network cannot."""
+
+    def contribution(self) -> dict[str, State]:
+        sent = super().contribution()
+        sent[ROUND] = {name: tensor + 50 for name, tensor in sent[ROUND].items()}
+        return {**sent, SITE: {name: 1e6 * tensor for name, tensor in sent[SITE].items()}}

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from fedloom.conf import UserError, load
-from fedloom.fusion.exact import ExactSum
-from fedloom.fusion.state import digest
+from fedloom.fusion.exact import ExactSum, quantise
+from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.declared import Sum, declared_sums
 from fedloom.server.ledger.ledger import Ledger
@@ -81,6 +81,19 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, to
         trained(tmp_path, strategy)
 
 
+def test_a_refused_site_leaves_nothing_in_what_workers_add_up(tmp_path: Path):
+    both = ["strategy={name: sum_aggregation}", f"objective={{name: '{HERE}:Spoiled', mode: exact}}"]
+    digests = {}
+    for engine, more in (("inline", []), ("ray", ["federation.partial_sums=true", "engine.workers=1"])):
+        name = f"{engine}-run"
+        simulate(load("digits", [*WORDS, *both, f"engine.name={engine}", f"run.root={tmp_path}", f"run.name={name}", *more]))
+        found = json.loads((tmp_path / name / "summary.json").read_text())
+        assert found["status"] == "finished" and all(found["checks"].values())
+        digests[engine] = found["digest"], (tmp_path / name / "states/aggregate.safetensors").read_bytes()
+        assert "largest_weight" in (tmp_path / name / "metrics.jsonl").read_text()
+    assert digests["inline"] == digests["ray"]
+
+
 def test_workers_add_up_weighted_sums(tmp_path: Path):
     partial = trained(tmp_path, "FedProx", "federation.partial_sums=true", "engine.workers=1", engine="ray")
     assert partial["digest"] == trained(tmp_path, "FedProx", "run.overwrite=true")["digest"]
@@ -101,6 +114,17 @@ def test_a_ledger_is_not_read_with_other_slots_than_it_was_made_with(tmp_path: P
 def test_with_the_whole_history_a_run_goes_back_to_before_its_first_round(tmp_path: Path):
     trained(tmp_path, "FedProx", "federation.history=all")
     unlearn(tmp_path / "FedProx", UnlearningRequest(["site-0001"], rollback=True))
+
+
+def merge(slots: Slots, site: str, state: State, samples: int, round: int) -> None:
+    """Put a site's state into the slot as a worker's partial sum does."""
+    new, change, times = ExactSum(32), ExactSum(32), slots.times("networks", samples)
+    new.add(quantise(state, 32), times)
+    there = slots.has("networks", site)
+    old = slots.contribution("networks", site) if there else {}
+    change.replace(old, quantise(state, 32), slots.weight("networks", site) if there else 0, times)
+    blob = slots.contributions.blob_of({"networks": state})
+    slots.merge("networks", change.totals, {site: samples}, round, {site: blob}, node=True, new=new.totals)
 
 
 NAMES: tuple[str, ...] = ("a", "b", "c", "d")
@@ -125,8 +149,11 @@ def test_a_sum_over_any_sites_is_that_of_their_contributions(
         for number, puts in enumerate(rounds, start=1):
             before = dict(last)
             for name, value, samples in puts:
-                update = SlotUpdate("networks", names[name], {"w": torch.tensor([value / 7])}, samples)
-                slots.put([update], number)
+                state = {"w": torch.tensor([value / 7])}
+                if data.draw(st.booleans(), "by a worker"):
+                    merge(slots, names[name], state, samples, number)
+                else:
+                    slots.put([SlotUpdate("networks", names[name], state, samples)], number)
                 last[name] = value, samples
             if data.draw(st.booleans(), "commit"):
                 slots.commit(number, {"round": number})
