@@ -63,7 +63,7 @@ from fedloom.fusion.state import State
 if TYPE_CHECKING:
     from fedloom.clients.privacy.protection import Protection
 
-_SCRATCH: WeakKeyDictionary[Experiment, dict[Architecture, Network]] = WeakKeyDictionary()  # reused by all sites
+_SCRATCH: WeakKeyDictionary[Experiment, dict[tuple[Architecture, int], Network]] = WeakKeyDictionary()  # reused by all sites
 
 
 class HiddenError(RuntimeError):
@@ -183,9 +183,12 @@ def task_of(job: Job, network: Network | None = None) -> Task:
     )
 
 
-def session_of(job: Job) -> Session:
-    """Return the objective's session for this job: the site's state is loaded, nothing is trained yet."""
-    return job.experiment.objective.session(task_of(job))
+def session_of(job: Job, place: int = 0) -> Session:
+    """Return the objective's session for this job: the site's state is loaded, nothing is trained yet.
+
+    `place`: the number of the network object that it trains (scratch_model).
+    """
+    return job.experiment.objective.session(task_of(job, scratch_model(job, place)))
 
 
 def protection_of(job: Job) -> "Protection | None":
@@ -229,12 +232,15 @@ def update(
     return reply
 
 
-def scratch_model(job: Job) -> Network:
-    """Return the network object that this process reuses for all sites of an architecture. Sessions load all weights."""
+def scratch_model(job: Job, place: int = 0) -> Network:
+    """Return the network object that this process reuses for all sites of an architecture. Sessions load all weights.
+
+    `place`: which of several objects, for sites that are trained together.
+    """
     known, architecture = _SCRATCH.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
-    if architecture not in known:
-        known[architecture] = architecture.build().to(pick_device(job.config.engine.device))
-    return known[architecture]
+    if (architecture, place) not in known:
+        known[architecture, place] = architecture.build().to(pick_device(job.config.engine.device))
+    return known[architecture, place]
 
 
 # Questions

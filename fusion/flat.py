@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.fusion.state import State
 
@@ -62,12 +62,32 @@ def flat_of(state: Mapping[str, Tensor]) -> FlatState | None:
 
 
 def flattened(state: Mapping[str, Tensor]) -> State:
-    """Return a flat copy of the state, or the state itself if it is flat, or if its tensors differ in type or device."""
+    """Return a flat copy of the state on the CPU; the state itself if it is flat, or its tensors differ in type."""
     kinds = {(tensor.dtype, tensor.device) for tensor in state.values()}
     if len(kinds) != 1 or flat_of(state) is not None:
         return state if isinstance(state, dict) else dict(state)
     layout = layout_of(state)
-    return layout.state(torch.cat([state[name].detach().reshape(-1) for name, _ in layout.shapes]))
+    vector = torch.cat([state[name].detach().reshape(-1) for name, _ in layout.shapes])
+    return layout.state(vector.cpu())  # one transfer from a GPU
+
+
+def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy a state into a module's parameters and buffers. Raises RuntimeError for other names or shapes."""
+    own, whole = module.state_dict(), flat_of(state)
+    alike = own.keys() == state.keys() and all(own[name].shape == state[name].shape for name in own)
+    if whole is None or not alike or not all(map(_loads_plainly, module.modules())):
+        module.load_state_dict(state)
+        return
+    first = next(iter(own.values()))
+    views = whole.layout.state(whole.vector.to(first.device))  # one transfer to a GPU
+    with torch.no_grad():
+        torch._foreach_copy_(list(own.values()), [views[name] for name in own])
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Return whether load_state_dict only copies tensors into the module."""
+    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+    return not hooks and type(module)._load_from_state_dict is nn.Module._load_from_state_dict
 
 
 def copy_of(state: Mapping[str, Tensor]) -> State:

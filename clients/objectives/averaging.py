@@ -75,8 +75,9 @@ class AveragedSession(PlainSession):
         super().__init__(task)
 
     def start(self) -> State:
-        sent = {name: self.task.incoming[MEAN][name] for name in self.network.state_dict()}
-        return {**sent, **self.objective.own_batchnorm(self.task)}
+        sent, own = self.task.incoming[MEAN], self.objective.own_batchnorm(self.task)
+        names = self.network.state_dict().keys()
+        return sent if sent.keys() == names and not own else {**{name: sent[name] for name in names}, **own}
 
     @functools.cached_property
     def sent(self) -> State:

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from fedloom.clients.data import outputs
 from fedloom.clients.objectives.base import Session, Task
 from fedloom.clients.protocol.messages import MEAN
-from fedloom.fusion.flat import flattened
+from fedloom.fusion.flat import fill, flattened
 from fedloom.fusion.state import State
 
 
@@ -22,7 +22,7 @@ class PlainSession(Session):
         self.task = task
         self.outputs = outputs(task.config, task.site.spec)
         self.network = task.network
-        self.network.load_state_dict(self.start())
+        fill(self.network, self.start())
         self.parts = dict(self.network.named_parameters())
 
     def start(self) -> State:

@@ -66,7 +66,7 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     torch.set_num_threads(jobs[0].config.engine.threads)
     if len(jobs) == 1:
         return [_attempt(train, jobs[0])]
-    opened = [_attempt(session_of, job) for job in jobs]
+    opened = [_attempt(session_of, job, place) for place, job in enumerate(jobs)]
     starts = [None if isinstance(session, Exception) else started(job, session)
               for job, session in zip(jobs, opened, strict=True)]  # fmt: skip
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
@@ -112,10 +112,9 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
         return of_each(stacked, drawn, images, labels)
 
     losses = descend(list(stacked.values()), loss, _stacked_batches(jobs), first.experiment.training, clip_each)
-    with torch.no_grad():
-        for index, session in enumerate(sessions):
-            for name, weight in session.weights().items():
-                weight.copy_(stacked[name][index])
+    for index, session in enumerate(sessions):
+        for name, weight in session.weights().items():
+            weight.data = stacked[name].detach()[index]
     return losses
 
 

@@ -203,7 +203,7 @@ class Opaque(Session):
 def test_a_session_that_cannot_be_stacked_is_trained_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = Run(tmp_path)
     made = vectorised.session_of
-    monkeypatch.setattr(vectorised, "session_of", lambda job: Opaque(made(job)))
+    monkeypatch.setattr(vectorised, "session_of", lambda job, place: Opaque(made(job, place)))
     for site, reply in enumerate(train_cohort(run.jobs(1))):
         assert_same_reply(reply, run.alone(1, site))
 

@@ -2,19 +2,20 @@
 
 import pickle
 
+import pytest
 import torch
 from flwr.app import ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.clients.protocol.codec import encode
 from fedloom.clients.protocol.messages import to_arrays
 from fedloom.clients.protocol.packing import unpacked
 from fedloom.clients.storage.states import safetensors_of
 from fedloom.fusion.exact import ExactSum, dequantise, quantise
-from fedloom.fusion.flat import copy_of, flat_of, flattened
+from fedloom.fusion.flat import copy_of, fill, flat_of, flattened
 from fedloom.fusion.state import State, digest
 
 SHAPES = st.dictionaries(
@@ -93,3 +94,21 @@ def test_reading_a_state_as_integers_does_not_change_it(shapes: dict[str, list[i
         state = flattened({name: tensor.to(kind) for name, tensor in drawn(shapes, seed).items()})
         before = digest(state)
         assert same(quantise(state, 20), quantise(state, 20)) and digest(state) == before
+
+
+class Doubled(nn.Linear):
+    """Loads twice its weights."""
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *arguments: object) -> None:
+        super()._load_from_state_dict({name: 2 * tensor for name, tensor in state_dict.items()}, prefix, *arguments)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+def test_a_module_is_filled_as_it_would_load_the_state(kind: type[nn.Linear]):
+    one, other = (nn.Sequential(kind(3, 4), nn.ReLU(), kind(4, 2)) for _ in range(2))
+    state = flattened({name: torch.randn(tensor.shape) for name, tensor in one.state_dict().items()})
+    fill(one, state)
+    other.load_state_dict(dict(state))
+    assert same(one.state_dict(), other.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        fill(one, flattened({"0.weight": torch.zeros(4, 3)}))
