@@ -81,7 +81,7 @@ def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
     candidates = named or (_typed_images(fit) if use == "image" else _typed_labels(fit, parts))
     if len(candidates) == 1:
         return candidates[0]
-    choose = f"Choose with 'dataset:PATH?{use}=COLUMN'."
+    choose = f"Write ?{use}=COLUMN behind the path."
     if candidates:
         raise wrong(domain, f"has several columns that may be the {use}s: {', '.join(candidates)}. {choose}")
     kinds = "one column of images and one of class labels"

@@ -65,9 +65,9 @@ FINE, COARSE = (FOUR, list("abcd")), (TWO, list("xy"))
     ({"image": X, "fine_label": FINE, "coarse_label": COARSE}, r"may be the labels: fine_label, coarse_label\. "),
     ({"image": X, "label": TWO.tolist(), "labels": FINE}, r"columns that may be the labels: label, labels\. "),
     ({"image": X, "writer": WRITER, "digit": TWO.tolist()}, r"columns that may be the labels: writer, digit\. "),
-    ({"photo": X, "mask": X, "label": TWO.tolist()}, r"columns that may be the images: photo, mask\. Choose with"),
+    ({"photo": X, "mask": X, "label": TWO.tolist()}, r"columns that may be the images: photo, mask\. Write \?image=COLUMN"),
     ({"image": X, "img": X, "label": TWO.tolist()}, r"columns that may be the images: image, img\. "),
-    ({"image": X, "digit": TWO.tolist()}, r"takes one column of images .*\. Choose with 'dataset:PATH\?label="),
+    ({"image": X, "digit": TWO.tolist()}, r"takes one column of images .*\. Write \?label=COLUMN behind"),
 ])  # fmt: skip
 def test_where_several_columns_fit_one_is_to_be_chosen(tmp_path: Path, columns: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):

@@ -91,7 +91,7 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({}, "target=sick,smoker", r"the target 'smoker' is text; several targets are numbers"),
     ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', which categories"),
     ({}, "target=sick&features=smoker&categories=smoker:#1", r"'smoker' is hashed into 1 columns; write smoker:#2 to"),
-    ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write \?missing=drop"),
+    ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write &missing=drop"),
     ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick&missing=mean", r"missing=mean fills in numbers of features only"),
     ({"name": [f"p{k}" for k in range(ROWS)]}, "target=sick", r"'name' has 60 different texts in 60 rows\. Leave it out"),
     ({"target": np.arange(ROWS) * 3}, "", r"different labels for 60 examples, nearly one per example"),
@@ -122,9 +122,9 @@ def test_the_option_that_makes_the_categories_of_all_sites_agree_is_printed_and_
         written(tmp_path / name, clinic=values)
     domains = [f"table:{tmp_path / name}/patients.csv?target=sick" for name in clinics]
     entries = [{"domain": domain, "label": name} for name, domain in zip(clinics, domains, strict=True)]
-    with pytest.raises(UserError, match=r"same inputs and targets\. Write \?categories=clinic:") as caught:
+    with pytest.raises(UserError, match=r"same inputs and targets\. Write &categories=clinic:") as caught:
         data.site_sizes(config(*entries))
-    option = str(caught.value).partition("Write ?")[2].partition(" in the domain of each site.")[0]
+    option = str(caught.value).partition("Write &")[2].partition(" in the domain of each site.")[0]
     assert option == "categories=clinic:east|far west|north|south"
     assert data.site_sizes(config(*({**entry, "domain": f"{entry['domain']}&{option}"} for entry in entries)))
 
