@@ -39,7 +39,8 @@ def read_dataset(path: Path, domain: str) -> Contents:
     if not _are_images(parts, image) or query_of(domain).get("inputs", IMAGE) != IMAGE:
         return of_arrays({part: _numeric(named(rows), rows, image, domain) for part, rows in parts.items()}, domain)
     with fitting(domain):
-        labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()})
+        certain = bool(query_of(domain).get("task"))
+        labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()}, certain)
 
     def reader(part: str) -> Select:
         rows = parts[part].select_columns([image])

@@ -158,8 +158,8 @@ def left_out(domain: str) -> str:
 
 
 def notes(domain: str) -> list[str]:
-    """Return warnings about the contents of a domain with a path."""
-    return [f"domain '{short(domain)}': {line}" for line in (contents(domain).notes if has_path(domain) else ())]
+    """Return warnings about the contents of a user's domain."""
+    return [f"domain '{short(domain)}': {line}" for line in contents(domain).notes]
 
 
 def _npz(path: Path, domain: str) -> Contents:

@@ -193,11 +193,25 @@ def test_names_of_columns_can_be_url_quoted(tmp_path: Path):
 def test_what_is_assumed_of_the_target_is_reported(tmp_path: Path):
     domain = written(tmp_path, outcome=[3, 4, 8] * 20)
     assert notes(domain) == [
-        "domain 'patients': the targets are whole numbers from 3 to 8, taken as 9 classes; write ?task=regression to "
-        "predict numbers",
+        "domain 'patients': the targets are whole numbers from 3 to 8, taken as 3 classes with these numbers as names; "
+        "write ?task=regression to predict numbers, or ?task=class for all classes from 0 to 8",
         "domain 'patients': the target is the column 'outcome'; write ?target=COLUMN to choose another",
     ]
     assert not notes(f"{domain}?target=outcome&task=class") and not notes(f"{domain}?target=sick")
+
+
+def test_class_numbers_with_gaps_are_names_that_sites_must_share(tmp_path: Path):
+    gaps = written(tmp_path, sick=[1, 2] * 30) + "?target=sick"
+    assert (find(gaps).classes, find(gaps).names) == (2, ("1", "2"))
+    assert find(gaps).sources[0].labels(tmp_path, "all")[:3].tolist() == [0, 1, 0]
+    assert (find(f"{gaps}&task=class").classes, find(f"{gaps}&task=class").names) == (3, ())
+    (tmp_path / "b").mkdir()
+    second = {"domain": written(tmp_path / "b") + "?target=sick", "label": "b"}
+    with pytest.raises(UserError, match=r"class 0 is '1' in patients and '0' in b\. Use the same .* \?task=class behind"):
+        data.num_classes(config({"domain": gaps}, second))
+    assert data.num_classes(config({"domain": f"{gaps}&task=class"}, second)) == 3
+    (line,) = data.remarks(config({"domain": gaps}))
+    assert line.endswith("taken as 2 classes with these numbers as names; write &task=class for all classes from 0 to 2")
 
 
 def test_a_column_that_divides_sites_and_is_a_feature_is_a_warning(tmp_path: Path):
