@@ -229,8 +229,10 @@ def _check_classes(array: np.ndarray) -> None:
     are_numbers = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
     classes = int(values[-1]) + 1 if are_numbers and values[-1] < MOST_CLASSES else len(values)
     if len(values) >= MANY and len(array) < MIN_PER_CLASS * classes:
+        measured = "?task=regression behind the path for measurements, " if array.dtype.kind in "iuf" else ""
+        other = "" if measured else ", or choose another target"
         raise ValueError(f"has {len(values)} different labels for {len(array)} examples, nearly one per example. Write "
-                         "?task=regression behind the path for measurements, ?task=class for classes.")  # fmt: skip
+                         f"{measured}?task=class for classes{other}.")  # fmt: skip
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 from fedloom.clients import data
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.own import notes
+from fedloom.clients.data.tables import rows_of
 from fedloom.conf import UserError
 from fedloom.server.evaluation.evaluator import site_rows
 from tests.clients.own_data import config
@@ -76,6 +77,27 @@ def test_missing_values_are_dropped_or_become_the_mean(tmp_path: Path):
     assert inputs[:, 0] == pytest.approx(np.nanmean(ages))
 
 
+def test_rows_that_are_dropped_are_reported_and_gaps_of_categories_are_a_value(tmp_path: Path):
+    domain = written(tmp_path, smoker=[None, "no", "yes"] * 20, age=[*AGES[:-1], None], sick=[None, *[0, 1] * 29, 1])
+    query = "?target=sick&features=age,smoker,clinic"
+    filled = find(f"{domain}{query}&missing=mean")
+    assert filled.schema.columns == ("age", "smoker=missing", "smoker=no", "smoker=yes", "clinic=north", "clinic=south")
+    assert notes(f"{domain}{query}&missing=mean") == ["domain 'patients': 1 of 60 rows have no target, and are not read"]
+    assert notes(f"{domain}{query}&missing=drop") == [
+        "domain 'patients': 21 of 60 rows have a missing value, and are not read"
+    ]
+    rows = {"age": [np.nan], "smoker": [None], "clinic": ["north"]}
+    assert rows_of(f"{domain}{query}&missing=mean", rows).tolist() == [[pytest.approx(np.mean(AGES[1:-1])), 1, 0, 0, 1, 0]]
+    with pytest.raises(UserError, match=r"inputs: .*'clinic' has the value 'west', takes north, south$"):
+        rows_of(f"{domain}{query}&missing=mean", {**rows, "clinic": ["west"]})
+
+
+def test_a_table_with_another_separator_is_refused(tmp_path: Path):
+    (tmp_path / "odd.csv").write_text("age;sick\n" + "1,5;0\n2,5;1\n" * 20, encoding="utf-8")
+    with pytest.raises(UserError, match="has one column, with ';' in its name; separate its columns by commas"):
+        find(f"table:{tmp_path}/odd.csv?target=sick")
+
+
 def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Path):
     domain = find(written(tmp_path) + "?target=sick&features=smoker&categories=smoker:never|no|former|yes")
     assert domain.schema.columns == tuple(f"smoker={value}" for value in ("never", "no", "former", "yes"))
@@ -89,14 +111,18 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({}, "target=sick&task=ranking", r"task: got 'ranking', takes class, multilabel, regression, tokens"),
     ({}, "target=sick&missing=zero", r"missing: got 'zero', takes refuse, drop, mean"),
     ({}, "target=sick,smoker", r"the target 'smoker' is text; several targets are numbers"),
-    ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', which categories"),
+    ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', takes no, yes$"),
     ({}, "target=sick&features=smoker&categories=smoker:#1", r"'smoker' is hashed into 1 columns; write smoker:#2 to"),
     ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write &missing=drop"),
-    ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick&missing=mean", r"missing=mean fills in numbers of features only"),
+    ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick", r"&missing=mean to .* mean \(texts: the value 'missing'\)\.$"),
+    ({"sick": [None] * 2 + [1.0] * 58}, "target=sick", r"in sick \(2\)\. Write &missing=drop to drop these rows\.$"),
+    ({"age": np.nan}, "target=sick&missing=mean", r"has no values in 'age'; leave it out with &?without=age"),
+    ({"age": [f"{k},5" for k in range(ROWS)]}, "target=sick", r"'age' has numbers with commas, such as 0,5; write"),
+    ({"name": [f"p{k}" for k in range(ROWS)]}, "target=name", r"nearly one per example\. Write &task=class for classes, or"),
     ({"name": [f"p{k}" for k in range(ROWS)]}, "target=sick", r"'name' has 60 different texts in 60 rows\. Leave it out"),
     ({"target": np.arange(ROWS) * 3}, "", r"different labels for 60 examples, nearly one per example"),
     ({"age": 1.0, "smoker": "no", "clinic": "a", "days": 2.0}, "target=sick", r"the same value in every row of all"),
-    ({"age": [np.inf] + [1.0] * 59}, "target=sick&features=age", r"has 1 inputs with missing or infinite values"),
+    ({"age": [np.inf] + [1.0] * 59}, "target=sick&features=age", r"has infinite values in age; correct them"),
 ])  # fmt: skip
 def test_tables_that_do_not_fit_are_refused_in_one_line(
     tmp_path: Path, changed: dict[str, object], query: str, message: str

@@ -75,5 +75,5 @@ def test_a_table_gets_the_columns_categories_and_means_of_the_run(tmp_path: Path
     pd.DataFrame(rows).to_csv(tmp_path / "new.csv", index=False)
     for inputs in (rows, pd.DataFrame(rows), tmp_path / "new.csv", f"{tmp_path}/new.csv"):
         torch.testing.assert_close(result.predict(inputs, scores=True), wanted)
-    with pytest.raises(UserError, match="inputs: the dict 'kind' has the value 'd', which categories does not list"):
+    with pytest.raises(UserError, match="inputs: the dict 'kind' has the value 'd', takes a, b, c"):
         result.predict({"kind": ["d"], "age": [1.0]})
