@@ -34,7 +34,7 @@ def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, .
 
 def _assumed(classes: Labels, names: tuple[str, ...], features: bool, domain: str) -> tuple[str, ...]:
     """Return a line that says that whole numbers are classes: those with gaps (`names`), and more than two of features."""
-    values = names or tuple(map(str, np.unique(classes)))
+    values = list(map(str, np.unique(classes))) if not names else list(names)
     known = f" with these {'numbers' if len(values) > 1 else 'number'} as names" if names else ""
     numbers = f"the targets are whole numbers from {values[0]} to {values[-1]}, taken as {len(values)} classes{known}"
     write = [f"{asking(domain, 'task=regression')} to predict numbers"] if features and len(values) > 2 else []

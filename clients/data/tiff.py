@@ -23,9 +23,10 @@ def read_channels(file: Path) -> np.ndarray | None:
     from tifffile import TiffFile
 
     with TiffFile(file) as tiff:
-        page: Any = tiff.pages[0]
-        if (pages := sum(not each.subfiletype & SMALL_OR_MASK for each in tiff.pages)) > 1:
-            raise UserError(f"{file} has {pages} pages, takes one; save one page per file, or an array of all as npz:PATH")
+        pages: list[Any] = list(tiff.pages)
+        page = pages[0]
+        if (images := sum(not each.subfiletype & SMALL_OR_MASK for each in pages)) > 1:
+            raise UserError(f"{file} has {images} pages, takes one; save one page per file, or an array of all as npz:PATH")
         if not _is_data(page):
             return None
         array = page.asarray()
