@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from fedloom.conf.errors import UserError
 from fedloom.conf.package import NAME
 from fedloom.conf.plugins import offered, outside
-from fedloom.conf.typed import build
+from fedloom.conf.typed import UnknownKeyError, build
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -101,7 +101,17 @@ class Registry(Generic[T]):
             importlib.import_module(self._adapter)
         if self._adapt and not self._fits(entry):
             return self._adapt(name, entry, options, where)
-        return build(self.get(name, where), options, where)
+        try:
+            return build(self.get(name, where), options, where)
+        except UnknownKeyError as error:
+            raise error if error.near else self._of_others(name, error, where) or error from None
+
+    def _of_others(self, name: str, error: UnknownKeyError, where: str) -> UserError | None:
+        """Return an error that names the classes of this project with an unknown option, or None."""
+        option = error.key.removeprefix(f"{where}.")
+        owners = [each for each in sorted(self._shipped()) if self._fits(entry := self.find(each))
+                  and any(field.name == option for field in dataclasses.fields(entry))]  # fmt: skip
+        return UserError(f"{error.key}: an option of {', '.join(owners)}, not of {name}") if owners else None
 
     def _shipped(self) -> set[str]:
         return {*self._modules, *self._classes}

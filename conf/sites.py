@@ -39,7 +39,7 @@ class SiteConfig:
     domain: str = option(
         "",
         "a domain's name (`fedloom doctor` lists them), images:PATH, npz:PATH, dataset:PATH, table:PATH?target=COLUMN or "
-        "module:attribute",
+        "module:function",
     )
     label: str = option("", "name of this domain in tables; empty: made from the domain and its transformation")
     name: str = option("", "the site's name; empty: site-0000, site-0001, ... in order")

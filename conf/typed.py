@@ -53,8 +53,9 @@ class UnknownKeyError(UserError):
 
     def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
         self.key, self.known = key, known
-        near = near or nearest(key, known)
-        hint = f"; did you mean '{near}'?" if near else ""
+        by_end = {each.rpartition(".")[2]: each for each in known}
+        self.near = near or by_end.get(nearest(key.rpartition(".")[2], by_end), "")
+        hint = f"; did you mean '{self.near}'?" if self.near else ""
         super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
 
     def suggesting(self, near: str) -> "UnknownKeyError":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Examples
-from fedloom.clients.networks import architecture_of, load_network
+from fedloom.clients.networks import architecture_of, form_of, load_network
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, unknown
@@ -223,7 +223,14 @@ class Result:
         with as_usual():
             return evaluator.headline("test", network=copied)  # pyright: ignore[reportArgumentType]
 
-    def predict(self, inputs: Any, *, network: str = "", site: str = "", scores: bool = False) -> Tensor:
+    def class_names(self) -> list[str]:
+        """Return the names of the network's outputs in order: of classes or labels; the number of one without a name."""
+        names = self.summary.get("class_names") or {}
+        return [names.get(str(number), str(number)) for number in range(form_of(self.config).outputs)]
+
+    def predict(
+        self, inputs: Any, *, network: str = "", site: str = "", scores: bool = False, probabilities: bool = False
+    ) -> Tensor:
         """Return a network's predictions for inputs, such as `result.examples(site).x`.
 
         Args:
@@ -234,16 +241,17 @@ class Result:
             site: The site whose head answers, if sites have heads of their own (data.heads), or whose mean and deviation
                 apply (data.standardise=site).
             scores: Return the network's raw outputs [n, outputs] instead.
+            probabilities: Return the probability of each class or label [n, outputs] instead.
 
         Returns:
-            The class numbers, int64 [n]; for several labels, bool [n, labels]; for numbers, float32 [n, outputs] in the
-                targets' unit.
+            The class numbers, int64 [n], in the order of `class_names`; for several labels, bool [n, labels]; for numbers,
+            float32 [n, outputs] in the targets' unit.
 
         Raises:
             UserError: The run has no such network or site, or the inputs do not fit.
         """
         by = standardisation_of(self.config, self.folder, site)
-        return predicted(self.config, self._named(network), inputs, site, scores, by)
+        return predicted(self.config, self._named(network), inputs, site, scores, probabilities, by)
 
     def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
         """Return the value of each metric of a network on any data.

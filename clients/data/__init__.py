@@ -26,6 +26,7 @@ from fedloom.clients.data.variants import (
     domain_specs,
     label,
     num_classes,
+    numbers_named,
     outputs,
     variant,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "input_form",
     "label",
     "num_classes",
+    "numbers_named",
     "outputs",
     "own_examples",
     "random_flip",

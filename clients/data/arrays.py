@@ -161,7 +161,8 @@ def _levels(array: np.ndarray) -> Pixels:
 def numbered(parts: Mapping[str, Labelled], certain: bool = False) -> tuple[dict[str, Labels], int, tuple[str, ...]]:
     """Return class numbers from 0 for each part (such as train), the number of classes, and their names (empty: none).
 
-    Text labels, and parts with different names, are numbered by the names of all parts in the order of `in_order`. Raises
+    Text labels, and parts with different names, are numbered by the names of all parts in the order of `in_order`. Numbers
+    with gaps from 0 are names, too, unless it is `certain` that they are class numbers. Raises
     ValueError for a label that is not a class number or has no name, and for names in only some parts.
     """
     labels, own = {}, {}
@@ -172,7 +173,10 @@ def numbered(parts: Mapping[str, Labelled], certain: bool = False) -> tuple[dict
         fault = ", ".join(f"{'names' if is_named else 'numbers'} in {part}" for part, is_named in named.items())
         raise ValueError(f"has classes that are {fault}; use names in all parts, or numbers in all")
     if not any(named.values()):
-        return labels, max(int(array.max()) for array in labels.values()) + 1, ()
+        values = np.unique(np.concatenate(list(labels.values())))
+        if certain or len(values) > values[-1]:
+            return labels, int(values[-1]) + 1, ()
+        return {part: np.searchsorted(values, array) for part, array in labels.items()}, len(values), tuple(map(str, values))
     if len(set(own.values())) == 1:
         names = next(iter(own.values()))
         return labels, len(names), names
@@ -225,8 +229,10 @@ def _check_classes(array: np.ndarray) -> None:
     are_numbers = array.dtype.kind in "iuf" and len(values) and values[0] >= 0
     classes = int(values[-1]) + 1 if are_numbers and values[-1] < MOST_CLASSES else len(values)
     if len(values) >= MANY and len(array) < MIN_PER_CLASS * classes:
+        measured = "?task=regression behind the path for measurements, " if array.dtype.kind in "iuf" else ""
+        other = "" if measured else ", or choose another target"
         raise ValueError(f"has {len(values)} different labels for {len(array)} examples, nearly one per example. Write "
-                         "?task=regression behind the path for measurements, ?task=class for classes.")  # fmt: skip
+                         f"{measured}?task=class for classes{other}.")  # fmt: skip
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -18,8 +18,8 @@ NARROW = 0.25  # of the whole range
 
 
 @lru_cache(maxsize=64)
-def check_not_blank(place: Place) -> str:
-    """Check that a sample of a user's images is not blank.
+def check_not_blank(place: Place, white: int = 0) -> str:
+    """Check that a sample of a user's images is not blank. `white`: the level of 16 bits that is white; 0: WORD.
 
     Returns:
         A warning about single colours or a small part of 16 bits; "" if all is well, for shipped data sets, and for inputs
@@ -30,11 +30,11 @@ def check_not_blank(place: Place) -> str:
     """
     if not isinstance(place.source, Own) or place.schema.kind != IMAGE:
         return ""
-    odd = [_check_part(place, part) for part in place.source.parts]
+    odd = [_check_part(place, part, white) for part in place.source.parts]
     return next(filter(None, odd), "")
 
 
-def _check_part(place: Place, part: str) -> str:
+def _check_part(place: Place, part: str, white: int) -> str:
     count = len(place.labels(part))
     if count < MIN_IMAGES:
         return ""
@@ -46,8 +46,9 @@ def _check_part(place: Place, part: str) -> str:
     if (alike := max(flat.values(), default=0)) >= NEARLY_ALL * len(seen):
         raise UserError(f"{where}: {alike} {of} show only the same single colour (such as light ink on transparency, which "
                         "becomes white on white). Save them without transparency.")  # fmt: skip
-    if high - low < NARROW * place.schema.levels:
-        few = f"{where}: all {of} use only the levels {low:g} to {high:g} of 0 to {place.schema.levels}"
+    top = (white or WORD) if place.schema.levels == WORD else place.schema.levels
+    if high - low < NARROW * top:
+        few = f"{where}: all {of} use only the levels {low:g} to {high:g} of 0 to {top}"
         if place.schema.levels == WORD:
             return f"{few}; set data.white to the level that is white (such as 4095 for 12 bits)"
         raise UserError(f"{few}. Rescale their values to the whole range.")

@@ -26,17 +26,20 @@ def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, .
         return lambda index: held[index] if isinstance(held, np.ndarray) else [held[position] for position in index]
 
     notes = _padded([held for held, _ in read.values()]) if schema.kind == TOKENS else ()
-    if schema.kind == FEATURES and schema.task == CLASS and not (names or first.task):
-        notes += _assumed(np.concatenate(list(labels.values())), domain)
+    if schema.task == CLASS and not (first.names or first.task or isinstance(np.asarray(first.targets).flat[0], str)):
+        notes += _assumed(np.concatenate(list(labels.values())), names, schema.kind == FEATURES, domain)
     selects = {part: reader(part) for part in read}
     return Contents(labels, selects, outputs, names, left_out=left_out, schema=schema, notes=notes)
 
 
-def _assumed(classes: Labels, domain: str) -> tuple[str, ...]:
-    """Return a line that says that whole numbers are classes, if there are more than two."""
-    values = np.unique(classes)
-    numbers = f"the targets are whole numbers from {values[0]} to {values[-1]}, taken as {values[-1] + 1} classes"
-    return (f"{numbers}; write {asking(domain, 'task=regression')} to predict numbers",) if len(values) > 2 else ()
+def _assumed(classes: Labels, names: tuple[str, ...], features: bool, domain: str) -> tuple[str, ...]:
+    """Return a line that says that whole numbers are classes: those with gaps (`names`), and more than two of features."""
+    values = list(map(str, np.unique(classes))) if not names else list(names)
+    known = f" with these {'numbers' if len(values) > 1 else 'number'} as names" if names else ""
+    numbers = f"the targets are whole numbers from {values[0]} to {values[-1]}, taken as {len(values)} classes{known}"
+    write = [f"{asking(domain, 'task=regression')} to predict numbers"] if features and len(values) > 2 else []
+    write += [f"{asking(domain, 'task=class')} for all classes from 0 to {values[-1]}"] if names else []
+    return (f"{numbers}; write {', or '.join(write)}",) if write else ()
 
 
 def _padded(parts: list[np.ndarray]) -> tuple[str, ...]:

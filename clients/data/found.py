@@ -1,6 +1,7 @@
 """The contents, name and path of a user's own domain, and the errors about it."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ KEYS = {  # of the query in a domain such as npz:PATH?KEY=VALUE&KEY=VALUE
     "dataset": ("image", "label", "inputs", "task"),
     "table": ("target", "features", "without", "categories", "missing", "task"),
 }
+OF_FUNCTIONS = ("inputs", "task")  # keys of module:function?KEY=VALUE
 
 Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
@@ -69,16 +71,22 @@ def query_of(domain: str) -> dict[str, str]:
 
     The values are URL-quoted, as the user wrote them: see `unquoted`.
     """
-    kind, _, text = domain.partition(":")
-    asked = "" if _exists(text) else text.partition("?")[2]
+    kind = domain.partition(":")[0]
+    text = domain.partition(":")[2] if kind in KINDS else domain
+    asked, keys = "" if _exists(text) else text.partition("?")[2], KEYS.get(kind, OF_FUNCTIONS)
     query = {key: value for key, _, value in (part.partition("=") for part in asked.split("&") if part)}
-    if odd := [key for key in query if key not in KEYS[kind]]:
-        takes = f"takes ?{'&'.join(f'{key}=' for key in KEYS[kind])}" if KEYS[kind] else "takes no keys"
+    if odd := [key for key in query if key not in keys]:
+        takes = f"takes ?{'&'.join(f'{key}=' for key in keys)}" if keys else "takes no keys"
         raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; {takes} (write & in a name as %26)")
     for key, known in (("inputs", INPUTS), ("task", TASKS)):
         if query.get(key, known[0]) not in known:
             raise UserError(f"domain '{domain}': {key}: got '{query[key]}', takes {', '.join(known)}")
     return query
+
+
+def function_of(domain: str) -> str:
+    """Return the name of a domain without a path, such as module:function?task=class, without its query."""
+    return domain.partition("?")[0]
 
 
 def unquoted(text: str) -> str:
@@ -101,11 +109,12 @@ def _path(text: str) -> Path:
 
 def short(domain: str) -> str:
     """Return a domain's name in tables: the last part of a path, or the attribute of `module:attribute`."""
-    kind, _, rest = domain.partition(":")
+    kind = domain.partition(":")[0]
     if kind in KINDS:
         path = path_of(domain)
         return (path.stem if kind in ("npz", "table") else path.name) or kind
-    return rest.rpartition(".")[2] if is_reference(domain) else domain
+    name = function_of(domain)
+    return name.partition(":")[2].rpartition(".")[2] if is_reference(name) else name
 
 
 def absolute(domain: str) -> str:
@@ -123,7 +132,11 @@ def origin(domain: str) -> str:
 
 
 def wrong(domain: str, why: str) -> UserError:
-    """Return a UserError about a domain. `why` continues the sentence that begins with the domain's path or name."""
+    """Return a UserError about a domain. `why` continues the sentence that begins with the domain's path or name.
+
+    A `?KEY=` in it becomes `&KEY=` if the domain already has a query.
+    """
+    why = re.sub(r"(?<= )\?(?=[a-z]+=)", "&", why) if query_of(domain) else why
     return UserError(f"domain '{short(domain)}': {origin(domain)} {why}")
 
 

@@ -39,7 +39,8 @@ def read_dataset(path: Path, domain: str) -> Contents:
     if not _are_images(parts, image) or query_of(domain).get("inputs", IMAGE) != IMAGE:
         return of_arrays({part: _numeric(named(rows), rows, image, domain) for part, rows in parts.items()}, domain)
     with fitting(domain):
-        labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()})
+        certain = bool(query_of(domain).get("task"))
+        labels, classes, names = numbered({part: named(rows) for part, rows in parts.items()}, certain)
 
     def reader(part: str) -> Select:
         rows = parts[part].select_columns([image])
@@ -81,7 +82,7 @@ def _column(use: str, parts: Mapping[str, Any], domain: str) -> str:
     candidates = named or (_typed_images(fit) if use == "image" else _typed_labels(fit, parts))
     if len(candidates) == 1:
         return candidates[0]
-    choose = f"Choose with 'dataset:PATH?{use}=COLUMN'."
+    choose = f"Write ?{use}=COLUMN behind the path."
     if candidates:
         raise wrong(domain, f"has several columns that may be the {use}s: {', '.join(candidates)}. {choose}")
     kinds = "one column of images and one of class labels"

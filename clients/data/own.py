@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from fedloom.clients.data.found import (
     KINDS,
     Contents,
     fitting,
+    function_of,
     has_path,
     legible,
     origin,
@@ -35,6 +36,7 @@ MEMBERS = {  # names of arrays in npz files, lower-case
     "test": (("x_test", "y_test"), ("test_images", "test_labels")),
     "all": (("x", "y"), ("images", "labels")),
 }
+ENDINGS = [("npz:{}", ".npz"), *(("table:{}?target=COLUMN", ending) for ending in (".csv", ".csv.gz", ".tsv", ".parquet"))]
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,8 @@ def left_out(domain: str) -> str:
 
 
 def notes(domain: str) -> list[str]:
-    """Return warnings about the contents of a domain with a path."""
-    return [f"domain '{short(domain)}': {line}" for line in (contents(domain).notes if has_path(domain) else ())]
+    """Return warnings about the contents of a user's domain."""
+    return [f"domain '{short(domain)}': {line}" for line in contents(domain).notes]
 
 
 def _npz(path: Path, domain: str) -> Contents:
@@ -175,9 +177,8 @@ def _npz(path: Path, domain: str) -> Contents:
             raise wrong(domain, f"has {', '.join(archive.files)}; takes x and y, or x_train, y_train, x_test and y_test")
         arrays = {part: tuple(_member(archive, members[name], domain) for name in chosen[part]) for part in parts}
     read = {members[name] for part in parts for name in chosen[part]}
-    left, query = tuple(f"the array '{plain(name)}'" for name in archive.files if name not in read), query_of(domain)
-    asked = {"kind": query.get("inputs", ""), "task": query.get("task", "")}
-    return of_arrays({part: Labelled(*pair, **asked) for part, pair in arrays.items()}, domain, left)
+    left = tuple(f"the array '{plain(name)}'" for name in archive.files if name not in read)
+    return of_arrays({part: _asked(Labelled(*pair), domain) for part, pair in arrays.items()}, domain, left)
 
 
 def _pair(members: Iterable[str], part: str, domain: str) -> tuple[str, ...]:
@@ -218,12 +219,22 @@ def _function(domain: str) -> Contents:
     if set(parts) not in ({*OFFICIAL}, {*WHOLE}):
         raise wrong(domain, f"returned {', '.join(map(str, parts)) or 'nothing'}; takes train and test")
     with legible(domain), fitting(domain):
-        return of_arrays({part: Labelled.of(made) for part, made in parts.items()}, domain)
+        return of_arrays({part: _asked(Labelled.of(made), domain) for part, made in parts.items()}, domain)
+
+
+def _asked(examples: Labelled, domain: str) -> Labelled:
+    """Return examples with the kind of inputs and targets in the domain's query, if it has them."""
+    query = query_of(domain)
+    return replace(examples, kind=query.get("inputs", examples.kind), task=query.get("task", examples.task))
 
 
 def lookup(domain: str, known: Iterable[str] = ()) -> Any:
     """Return the object that a domain names in a user's package. Raises UserError for an unknown name."""
-    return outside("domain", domain, [*known, *(f"{kind}:PATH" for kind in READERS)], "domain")
+    name = function_of(domain)
+    if meant := next((kind for kind, ending in ENDINGS if name.lower().endswith(ending)), ""):
+        raise UserError(f"unknown domain '{domain}'; write {meant.format(name)}")
+    names = [*known, *(f"{kind}:PATH" for kind in READERS), "module:function"]
+    return outside("domain", domain if name in known else name, names, "domain")
 
 
 def _folder(path: Path, domain: str) -> Contents:

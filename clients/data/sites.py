@@ -16,7 +16,7 @@ from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.found import short
 from fedloom.clients.data.listing import held, once
-from fedloom.clients.data.own import check_files, left_out, notes
+from fedloom.clients.data.own import Own, check_files, left_out, notes
 from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
 from fedloom.clients.data.remembered import while_same
 from fedloom.clients.data.schema import CLASS, WORD
@@ -99,14 +99,15 @@ def site_sizes(config: Config) -> list[int]:
         check_files(domain)
     sizes = [_share(config, site)[2] for site in config.roster]
     for domain in config.domains:
-        check_not_blank(locate(domain, config.data))
+        check_not_blank(locate(domain, config.data), config.data.white)
     return sizes
 
 
 @held()
 def remarks(config: Config) -> list[str]:
     """Return warnings about the domains: files that are not read, images of a single colour, features of little use."""
-    found = [(left_out(domain), check_not_blank(locate(domain, config.data)), *notes(domain)) for domain in config.domains]
+    found = [(left_out(domain), check_not_blank(place := locate(domain, config.data), config.data.white),
+              *(notes(domain) if isinstance(place.source, Own) else ())) for domain in config.domains]  # fmt: skip
     divided = {(site.spec.domain, site.spec.partition.column): None for site in config.roster if site.parts > 1}
     return [*(line for lines in found for line in lines if line), *filter(None, starmap(_disclosed, divided))]
 
@@ -193,7 +194,7 @@ def _chosen(place: Place, selection: Selection, change: Variant, limit: int, see
 
 def _images(place: Place, chosen: Selection, change: Variant, data: DataConfig) -> Examples:
     y = labels(place, chosen)
-    check_not_blank(place)
+    check_not_blank(place, data.white)
     inputs = place.images(chosen.part, chosen.index)
     if place.schema.kind == IMAGE:
         size, levels = image_size(data), place.schema.levels

@@ -3,6 +3,7 @@
 `table:PATH?target=COLUMN&features=A,B&categories=C,D:no|yes&missing=mean`. Without `features`, all columns are used but the
 target and those in `without`. Columns of text, and those in `categories`, become one column of 0 and 1 per value. If sites
 have separate files, list the values of all sites (`D:no|yes`), so that their columns agree, or hash them into 16 (`D:#16`).
+With `missing=mean`, gaps get the column's mean, those of categories the value `missing`; rows without a target are not read.
 Names are URL-quoted: `%2C` is a comma.
 """
 
@@ -25,7 +26,9 @@ from fedloom.conf.errors import UserError, listed, nearest, plain
 TARGETS = ("target", "label", "class", "y", "outcome")  # names of a target column, lower-case
 SUFFIXES = {".csv", ".csv.gz", ".tsv", ".parquet"}
 MISSING = ("refuse", "drop", "mean")
+GAP = "missing"  # with missing=mean, the value of a category's gaps
 MOST_VALUES = 100  # of a column of text
+NUMBER = r"\s*[-+]?\d[\d.,]*\s*"  # also with commas
 MOST_BUCKETS = 1024  # of hashed values
 
 
@@ -35,7 +38,8 @@ def read_table(path: Path, domain: str) -> Contents:
     with fitting(domain):
         table, unnamed = _loaded(path)
         wanted, features, categories = _asked(table, query)
-        table = _complete(table, [*features, *wanted], wanted, query.get("missing", MISSING[0]))
+        _check_commas(table, [name for name in (*features, *wanted) if name not in categories])
+        table, dropped = _complete(table, features, wanted, categories, query.get("missing", MISSING[0]))
         columns, names, notes = _numbers(table, features, _values(table, features, categories))
         example = Labelled(columns, _targets(table, wanted), kind=FEATURES, task=query.get("task", ""), columns=names)
         if len(wanted) > 1:
@@ -43,6 +47,7 @@ def read_table(path: Path, domain: str) -> Contents:
     content = of_arrays({"all": example}, domain)
     groups = {name: table[name].to_numpy() for name in table.columns}
     notes = (*content.notes, *notes)
+    notes += (dropped,) if dropped else ()
     notes += (f"{unnamed} columns without a name are not read",) if unnamed else ()
     if not query.get("target"):
         notes += (
@@ -71,13 +76,14 @@ def rows_of(domain: str, rows: Any) -> np.ndarray:
         learned = _loaded(path_of(domain))[0]
         wanted, features, categories = _asked(learned, query)
         missing = query.get("missing", MISSING[0])
-        learned = _complete(learned, [*features, *wanted], wanted, missing)
+        learned, _ = _complete(learned, features, wanted, categories, missing)
     values = _values(learned, features, categories)
     try:
         table: Any = _loaded(Path(rows))[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
         _check(table, features, "inputs")
         if missing == "mean":
             table = table.fillna(learned[[name for name in features if name not in values]].mean())
+            table = table.assign(**{name: _filled(table[name], True) for name in features if GAP in values.get(name, ())})
         if lacking := [plain(name) for name in features if table[name].isna().any()]:
             raise ValueError(f"has missing values in {', '.join(lacking[:5])}; fill them in, or leave these rows out")
         return np.stack([part for name in features for part in _parts(table[name], values.get(name))], axis=1)
@@ -153,6 +159,10 @@ def _loaded(path: Path) -> tuple[Any, int]:
     else:
         how: dict[str, Any] = {"sep": "\t" if name.endswith(".tsv") else ",", "skipinitialspace": True}
         first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how)
+        if len(first.columns) == 1 and (other := next((mark for mark in ";\t" if mark in first.iloc[0, 0]), "")):
+            sign, takes = "a tab" if other == "\t" else f"'{other}'", "tabs" if how["sep"] == "\t" else "commas"
+            raise ValueError(f"has one column, with {sign} in its name; separate its columns by {takes}, and write decimals "
+                             "with points")  # fmt: skip
         _check_twice([str(name).strip() for name in first.iloc[0]])  # read_csv renames the second one
         table = pandas.read_csv(path, **how)
     table.columns = [str(name).strip() for name in table.columns]
@@ -196,27 +206,55 @@ def _check(table: Any, columns: list[str], key: str, only: list[str] | None = No
             raise ValueError(f"'{plain(name)}' is in categories, but not in features; add it to features, or remove it")
 
 
-def _complete(table: Any, columns: list[str], wanted: list[str], missing: str) -> Any:
-    """Return the table without rows with missing values, or with means in their place, as `missing` says."""
+def _complete(
+    table: Any, features: list[str], wanted: list[str], categories: Iterable[str], missing: str
+) -> tuple[Any, str]:
+    """Return the table without gaps, as `missing` says, and a line about rows that are not read."""
+    import pandas
+
     if missing not in MISSING:
         raise ValueError(f"missing: got '{plain(missing)}', takes {', '.join(MISSING)}")
-    counts = table[columns].isna().sum()
-    counts = counts[counts > 0]
-    if not len(counts):
-        return table
-    if missing == "drop":
-        table = table.dropna(subset=columns)
-        if not len(table):
-            raise ValueError("has missing values in every row; remove the column with most of them from features")
-        return table
-    text = [name for name in counts.index if table[name].dtype.kind not in "fiub"]
-    if missing == "mean" and not text and not set(counts.index) & set(wanted):
-        return table.fillna(table[list(counts.index)].mean())
-    listed = ", ".join(f"{plain(str(name))} ({number})" for name, number in counts.head(5).items())
-    why = f"has missing values in {listed}"
-    if missing == "mean":
-        raise ValueError(f"{why}; missing=mean fills in numbers of features only. Write ?missing=drop to drop these rows.")
-    raise ValueError(f"{why}. Write ?missing=drop to drop these rows, or ?missing=mean to fill in the column's mean.")
+    columns, rows = [*features, *wanted], len(table)
+    if endless := [name for name in columns if table[name].dtype.kind == "f" and np.isinf(table[name]).any()]:
+        raise ValueError(f"has infinite values in {', '.join(map(plain, endless[:5]))}; correct them, or leave them empty")
+    gaps = table[columns].isna().sum()
+    gaps = gaps[gaps > 0]
+    if len(gaps) and missing == "refuse":
+        text = any(not pandas.api.types.is_numeric_dtype(table[name]) for name in gaps.index)
+        mean = f", or ?missing=mean to fill in the column's mean{f' (texts: the value {GAP!r})' if text else ''}"
+        where = ", ".join(f"{plain(str(name))} ({gaps[name]})" for name in gaps.index[:5])
+        mean = "" if set(gaps.index) & set(wanted) else mean
+        raise ValueError(f"has missing values in {where}. Write ?missing=drop to drop these rows{mean}.")
+    table = table.dropna(subset=columns if missing == "drop" else wanted)
+    if not len(table):
+        raise ValueError("has missing values in every row; remove the column with most of them from features")
+    for name in features if missing == "mean" else ():
+        table = table.assign(**{name: _filled(table[name], name in categories)})
+    why = "a missing value" if missing == "drop" else "no target"
+    return table, f"{rows - len(table)} of {rows} rows have {why}, and are not read" if len(table) < rows else ""
+
+
+def _filled(column: Any, is_category: bool) -> Any:
+    """Return a column with its mean in place of missing values, or GAP for texts and categories."""
+    import pandas
+
+    if not column.isna().any():
+        return column
+    if is_category or not pandas.api.types.is_numeric_dtype(column):
+        return _texts(column.dropna(), []).reindex(column.index, fill_value=GAP)
+    if column.isna().all():
+        raise ValueError(f"has no values in '{plain(column.name)}'; leave it out with ?without={quote(column.name)}")
+    return column.fillna(column.mean())
+
+
+def _check_commas(table: Any, columns: list[str]) -> None:
+    """Raise ValueError for a column of texts that are numbers with commas."""
+    for name in columns:
+        texts = table[name].dropna()
+        if texts.dtype.kind in "fiub" or not all(isinstance(text, str) and re.fullmatch(NUMBER, text) for text in texts):
+            continue
+        if odd := next((text for text in texts if "," in text), ""):
+            raise ValueError(f"'{plain(name)}' has numbers with commas, such as {odd}; write decimals with points")
 
 
 def _values(table: Any, features: list[str], categories: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -245,7 +283,7 @@ def _parts(column: Any, values: list[str] | None) -> list[np.ndarray]:
         return [column.to_numpy(np.float32)]
     texts = _texts(column, values)
     if odd := set(texts) - set(values):
-        raise ValueError(f"'{name}' has the value '{plain(sorted(odd)[0])}', which categories does not list")
+        raise ValueError(f"'{name}' has the value '{plain(new := sorted(odd)[0])}', takes {plain(listed(new, values))}")
     return [(texts == value).to_numpy(np.float32) for value in values]
 
 

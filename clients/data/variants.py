@@ -110,6 +110,13 @@ def differing(names: Sequence[str], others: Sequence[str]) -> int | None:
     return next((k for k, (name, other_name) in enumerate(zip(names, others, strict=False)) if name != other_name), None)
 
 
+def numbers_named(named: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return class names, where classes without names have their numbers as names if others' names are numbers, too."""
+    with_gaps = [names for names in named.values() if names and all(map(str.isdigit, names))]
+    numbers = tuple(map(str, range(max(map(len, with_gaps), default=0))))
+    return {name: names or numbers for name, names in named.items()}
+
+
 @held()
 def check_shared(config: Config) -> None:
     """Raise UserError if domains that share data.classes outputs have more classes than that, or different class names."""
@@ -131,11 +138,12 @@ def _highest(spec: SiteConfig) -> int:
 
 def _check_names(specs: Mapping[str, SiteConfig]) -> None:
     """Raise UserError if domains that share their outputs have different names for one of them."""
-    names = {name: class_names(spec) for name, spec in specs.items()}
+    names = numbers_named({name: class_names(spec) for name, spec in specs.items()})
     for first, second in combinations(names, 2):
         if (k := differing(names[first], names[second])) is not None:
             fault = f"class {k} is '{names[first][k]}' in {first} and '{names[second][k]}' in {second}"
-            raise UserError(f"data.heads: {fault}. Use the same classes in both, or set data.heads=task or own.")
+            numbers = ", write ?task=class behind the paths if they are class numbers" if names[first][k].isdigit() else ""
+            raise UserError(f"data.heads: {fault}. Use the same classes in both{numbers}, or set data.heads=task or own.")
 
 
 def num_classes(config: Config) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedloom.clients.data import differing
+from fedloom.clients.data import differing, numbers_named
 from fedloom.clients.data.schema import categories_of
 from fedloom.clients.protocol.messages import METRICS
 from fedloom.clients.protocol.reply_checks import ReplyError, read_names
@@ -100,12 +100,14 @@ def _odd_number(names: Sequence[str], number: int) -> str:
 
 
 def _unlike_classes(names_of: Mapping[int, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
-    named = {site: names for _, (site, names) in sorted(names_of.items()) if names}
+    all_named = numbers_named(dict(pair for _, pair in sorted(names_of.items())))
+    named = {site: names for site, names in all_named.items() if names}
     usual, first = _usual(named)
     reasons = {}
     for site, names in named.items():
         if (k := differing(usual, names)) is not None:
             reasons[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
+            reasons[site] += "; write ?task=class behind its path if these are class numbers" if names[k].isdigit() else ""
     return reasons
 
 

@@ -61,7 +61,7 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
         "request": request.id,
         "run": ledger.run().run,
         "sites": list(request.sites),
-        **({"parts": parts} if (parts := _parts_of(aggregation.config, request.sites)) else {}),
+        **({"parts": parts} if (parts := parts_of(aggregation.config, request.sites)) else {}),
         "reason": request.reason,
         "options": request.options,
         "times": {kind: each.time for kind in TIMES for each in ledger.events(kind) if each.body["id"] == request.id},
@@ -86,7 +86,7 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
     }
 
 
-def _parts_of(config: Config, sites: Sequence[str]) -> dict[str, str]:
+def parts_of(config: Config, sites: Sequence[str]) -> dict[str, str]:
     """Return "COLUMN=VALUE" of sites that have the rows of a table with this value, if this machine has the table."""
     named = [site for site in config.roster if site.name in sites] if has_data(config) else []
     with contextlib.suppress(UserError):

@@ -55,7 +55,8 @@ def about(path: Path, request: str = "", sites: Sequence[str] = ()) -> list[Find
     content = read(path)
     times = ", ".join(f"{kind} {time}" for kind, time in content["times"].items())
     wanted, where = (request, "asked for") if request else (path.stem, "the file's name")
-    lacking = sorted(set(sites) - set(content["sites"]))
+    parts = content.get("parts", {}).values()
+    lacking = sorted(set(sites) - {*content["sites"], *parts, *(part.partition("=")[2] for part in parts)})
     findings = [
         _found(f"request '{plain(content['request'])}'", content["request"] == wanted, f"{where}: '{plain(wanted)}'"),
         Finding(f"run {plain(content['run'])}", SAYS),

@@ -18,6 +18,7 @@ from flwr.app import Message
 from ray._private import ray_constants
 
 from fedloom.clients.data.domains import SHIPPED, data_folder, known
+from fedloom.clients.data.found import function_of
 from fedloom.clients.data.own import lookup
 from fedloom.clients.data.partition import find_way
 from fedloom.clients.networks import NETWORKS
@@ -181,7 +182,11 @@ def _modules(config: Config) -> Iterator[tuple[str, str]]:
     }
     for (kind, find), used in names.items():
         for name in sorted(name for name in used if name):
-            module = present_name(name.partition(":")[0]) if is_reference(name) else getattr(find(name), "__module__", "")
+            module = (
+                present_name(name.partition(":")[0])
+                if is_reference(function_of(name))
+                else getattr(find(name), "__module__", "")
+            )
             yield f"{kind} '{name}'", module or ""
 
 

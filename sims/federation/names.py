@@ -43,10 +43,10 @@ def _known(key: str) -> list[str]:
 
 def _check_domain(domain: str, where: str) -> None:
     from fedloom.clients.data.domains import domain_names
-    from fedloom.clients.data.found import KINDS
+    from fedloom.clients.data.found import KINDS, function_of
 
     kind, _, rest = domain.partition(":")
-    if is_reference(domain) or (kind in KINDS and rest):
+    if is_reference(function_of(domain)) or (kind in KINDS and rest):
         return
     names = [*domain_names(), *offered("domain")]
     if domain not in names:

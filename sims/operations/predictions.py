@@ -45,11 +45,16 @@ def standardisation_of(config: Config, folder: Path, site: str) -> Standardisati
 
 
 def predicted(
-    config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, by: Standardisation | None = None
-) -> Tensor:
-    """Return predictions or raw outputs; arguments and result as in sims.api.Result.predict."""
+    config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, probabilities: bool,
+    by: Standardisation | None = None,
+) -> Tensor:  # fmt: skip
+    """Return predictions, raw outputs or probabilities; arguments and result as in sims.api.Result.predict."""
     raw = _raw(config, network, inputs, site, by)
     kind = metrics_of(config).kind
+    if probabilities:
+        if kind not in (CLASS, MULTILABEL, TOKENS):
+            raise UserError("probabilities: the run predicts numbers; leave probabilities out")
+        return raw.sigmoid() if kind == MULTILABEL else raw.softmax(-1)
     if scores or kind not in (CLASS, MULTILABEL, TOKENS):
         return raw
     return raw > 0 if kind == MULTILABEL else raw.argmax(-1)

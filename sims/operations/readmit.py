@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.formatting import count
+from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run.training_run import TrainingRun
@@ -13,13 +14,15 @@ from fedloom.sims.engines import SIMULATED
 from fedloom.sims.federation.machines import registered
 from fedloom.sims.federation.plan import KEYS, server_of
 from fedloom.sims.federation.programs import running
+from fedloom.sims.operations.site_names import site_names
 
 
 def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:
     """Readmit forgotten sites, or with `node` move one site to that node. Return a message for the user."""
-    if node is not None:
-        return _vouch(path, sites, node)
     config = read_config(path)
+    sites = site_names(path, config, sites)
+    if node is not None:
+        return _vouch(path, config, sites, node)
     with Ledger.open(path) as ledger:
         method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config))
         for request in ledger.waiting(applied=True):
@@ -36,13 +39,12 @@ def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:
     return f"{', '.join(sites)} can participate again. {start} {rounds}"
 
 
-def _vouch(path: Path, sites: Sequence[str], node: int) -> str:
+def _vouch(path: Path, config: Config, sites: Sequence[str], node: int) -> str:
     """Record in the ledger that a site is at another node, which then owns the site's contributions."""
     if len(sites) != 1:
         raise UserError(f"--node: takes one site, got {len(sites)} sites")
     if not 0 < node < 2**64:
         raise UserError(f"--node: got {node}, takes the id of a Flower node, as shown in the server's warning")
-    config = read_config(path)
     if config.engine.name in SIMULATED:
         reason = f"the sites of this run are simulated (engine.name={config.engine.name}) and have no nodes"
         raise UserError(f"--node: {reason}")

@@ -4,7 +4,7 @@ import contextlib
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
 from fedloom.server.unlearning.client_erasure import Erasure, outstanding
 from fedloom.server.unlearning.requests import receive, wants_training
 from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
+from fedloom.sims.operations.site_names import site_names
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.report.certificates import write_pages
 from fedloom.sims.report.report import write_report
@@ -71,6 +72,7 @@ class Unlearned(NamedTuple):
 def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = None) -> Unlearned:
     """Fulfil a request on a run, or queue it if a server is running."""
     config, id = read_config(path), order.id or uuid.uuid4().hex[:12]
+    order = replace(order, sites=site_names(path, config, order.sites))
     try:
         ledger = Ledger.open(path)
     except BusyError:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_PANELS, ACROSS = 6, 3  # of sites in a picture
 MOST_CLASSES, MOST_NUMBERS = 40, 15  # of a drawn matrix; with numbers in its cells
+PER_CLASS = {"balanced_accuracy": "recall"}  # what a metric is for a single class
 PAIR_DIGITS = 13  # as in clients.evaluation.metrics.sums
 
 
@@ -40,7 +41,8 @@ def by_class_table(summary: Mapping[str, Any]) -> list[Table]:
     name, union = next(
         ((name, result["union"]) for name, result in at_home(summary).items() if result.get("union")), ("", {})
     )
-    metrics: Mapping[str, Mapping[str, float]] = union.get("by_class") or {}
+    by_class: Mapping[str, Mapping[str, float]] = union.get("by_class") or {}
+    metrics = {name: values for name, values in by_class.items() if PER_CLASS.get(name) not in by_class}
     if not metrics:
         return []
     numbers, names = sorted({number for values in metrics.values() for number in values}, key=int), names_of(summary)
@@ -49,7 +51,7 @@ def by_class_table(summary: Mapping[str, Any]) -> list[Table]:
          *(facts_of(metric).text(values.get(number)) for metric, values in metrics.items())] for number in numbers
     ]  # fmt: skip
     kept, note = cut(rows, "classes")
-    titles = [facts_of(metric).title.removeprefix("macro ") for metric in metrics]
+    titles = [facts_of(PER_CLASS.get(metric, metric)).title.removeprefix("macro ") for metric in metrics]
     return [Table(f"Metrics by class: {name}, all measured sites", ["class", *titles], kept, note)]
 
 

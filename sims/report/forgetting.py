@@ -38,7 +38,8 @@ def forgetting_table(summary: Mapping[str, Any]) -> Table:
     shared = "A domain that another site also holds counts as retained." if any(row[-1] for row in kept) else ""
     rest = ["mean of retained", "union"] if several else []
     title = f"Forgetting: test {metric.title} before{ARROW}after"
-    columns = ["site", "domain", "own domain", *rest, "also held by"]
+    whose = "whole domain" if all(row[-1] for row in rows) else "own domain"
+    columns = ["site", "domain", whose, *rest, "also held by"]
     return Table(title, columns, kept, " ".join(filter(None, [shared, note])))
 
 

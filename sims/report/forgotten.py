@@ -1,5 +1,6 @@
 """List the sites that a run has forgotten, with their requests and certificates."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
-from fedloom.server.unlearning.certificate import CERTIFICATES
+from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.sims.report.tables import Cell, Link, Table, cut
 
 UNCERTIFIED = "not yet; `fedloom resume` completes it"
@@ -16,17 +17,26 @@ UNCERTIFIED = "not yet; `fedloom resume` completes it"
 
 @dataclass(frozen=True)
 class Forgotten:
-    """A forgotten site. `request`, `time` and `page` are empty where unknown. `page` is relative to the run's folder."""
+    """A forgotten site. `request`, `time`, `page` and `part` are empty where unknown.
+
+    `page` is relative to the run's folder. `part`: "COLUMN=VALUE" of a site that has the rows of a table with this value.
+    """
 
     site: str
     request: str = ""
     time: str = ""
     page: str = ""
+    part: str = ""
+
+    @property
+    def title(self) -> str:
+        """The site's name in tables."""
+        return f"{self.site} ({self.part})" if self.part else self.site
 
     def row(self) -> list[Cell]:
         """Return the site's row in `forgotten_table`."""
         certificate = Link(self.page, self.page) if self.page else UNCERTIFIED if self.request else None
-        return [self.site, self.request or None, self.time[:19].replace("T", " ") or None, certificate]
+        return [self.title, self.request or None, self.time[:19].replace("T", " ") or None, certificate]
 
 
 def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]:
@@ -59,8 +69,15 @@ def _of_ledger(folder: Path) -> list[Forgotten]:
     for site in gone:
         request = last[site].body.get("request") or ""
         page = Path(CERTIFICATES) / f"{request}.html"
-        forgotten.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else ""))
+        part = _parts(folder / page.with_suffix(".json")).get(site, "")
+        forgotten.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else "", part))
     return forgotten
+
+
+def _parts(certificate: Path) -> dict[str, str]:
+    with contextlib.suppress(UserError):
+        return read(certificate).get("parts", {})
+    return {}
 
 
 def _of_summary(summary: Mapping[str, Any]) -> list[Forgotten]:

@@ -19,7 +19,7 @@ from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
 from fedloom.sims.report.privacy import privacy_parts
 from fedloom.sims.report.selection import methods_table, selections, sites_table
-from fedloom.sims.report.sites import classes_table, spread_table
+from fedloom.sims.report.sites import classes_table, has_classes, spread_table
 from fedloom.sims.report.sites import sites_table as per_site_table
 from fedloom.sims.report.tables import (
     Cell,
@@ -40,10 +40,10 @@ CAPTIONS = {
     "accuracy.png": "{metric} of the aggregated network on held-out validation examples, by round.",
     "sites.png": "Test {name} of each network on each domain. A site's own network should be good on that site's domain, "
     "the aggregated network on all domains.",
-    "per_site.png": "Left: {name} on each site's own test examples, sites sorted. Right: accuracy by class.",
+    "per_site.png": "{metric} on each site's own test examples, sites sorted.",
     "confusion.png": "Row: a true class. Column: the class that the network predicts. Darker: a larger share of the row.",
     "against.png": "Each dot is a group of test examples; a larger dot has more. Dots on the dashed line are right.",
-    "classes.png": "Training examples of each class at each site. A larger dot means more images.",
+    "classes.png": "Training examples of each class at each site. A larger dot means more examples.",
     "layers.png": "Probability that each group of layers is shared: a row for each site, rounds from left to right.",
     "heads.png": "Accuracy of every site's head on every site's extractor, without further training. Dark cells outside the "
     "frames mean that heads can be exchanged.",
@@ -59,7 +59,7 @@ GUARANTEE = (
 )
 LIMITS = (
     "What subtraction does not guarantee: shared parameters and the other sites' networks were trained while site k "
-    "participated. Subtraction does not change them, so they may still hold information from site k. The accuracies above "
+    "participated. Subtraction does not change them, so they may still hold information from site k. The values above "
     "are measurements on test examples. They do not prove that this information is gone."
 )
 NO_TRACES = (
@@ -100,6 +100,8 @@ def _captions(
     metric = metric_of(summary, metrics)
     captions = {name: text.format(metric=metric.caption, name=metric.title)
                 for name, text in (CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}).items()}  # fmt: skip
+    if has_classes(summary):
+        captions["per_site.png"] = f"Left: {captions['per_site.png']} Right: accuracy by class."
     broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
     return {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
 

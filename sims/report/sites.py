@@ -40,7 +40,9 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
                      *map(metric.text, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
     note = "Every site has the same weight. 10 %: a tenth of the sites are below this value. summary.json has all deciles."
-    return Table("On each site's own test examples", columns, rows, _looked_at(summary) + _coarse(summary) + note)
+    return Table(
+        "On each site's own test examples", columns, rows, _looked_at(summary) + _coarse(summary) + _lacking(summary) + note
+    )
 
 
 def sites_table(summary: Mapping[str, Any]) -> Table:
@@ -70,27 +72,37 @@ def classes_table(summary: Mapping[str, Any]) -> list[Table]:
     return [Table("Class by class", ["class", *(["name"] if names else []), *networks], kept, note)] if networks else []
 
 
+def has_classes(summary: Mapping[str, Any]) -> bool:
+    """Return whether the sites report accuracies by class."""
+    return any(result["classes"] for result in at_home(summary).values())
+
+
 def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
     """Plot the sites' values in ascending order and the accuracy by class, for each network. None for one site."""
     networks = {name: result for name, result in at_home(summary).items() if len(result["sites"]) > 1}
     if not networks:
         return None
     metric = metric_of(summary)
-    figure, ((left, right),) = new_panels(9.5, 4.2, 1, 2, sharey=metric.share)
+    by_class = has_classes(summary)
+    figure, (panels,) = new_panels(9.5 if by_class else 5.2, 4.2, 1, 2 if by_class else 1, sharey=metric.share)
+    left = panels[0]
     for index, (name, result) in enumerate(networks.items()):
         colour = PALETTE[index % len(PALETTE)]
         values = sorted(value for each in result["sites"].values() if (value := spot(each)) is not None)
         left.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
                   marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=short(name, 40))  # fmt: skip
-        classes = sorted(result["classes"], key=int)
-        right.plot([int(name) for name in classes], [_share(result["classes"][name]) for name in classes], color=colour,
-                   linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
-    for axes, name in ((left, f"share of sites, sorted by {metric.title}"), (right, "class")):
-        _dress(axes, metric if axes is left else facts_of(ACCURACY))
-        axes.set_xlabel(name)
+        for axes in panels[1:]:
+            classes = sorted(result["classes"], key=int)
+            axes.plot([int(name) for name in classes], [_share(result["classes"][name]) for name in classes], color=colour,
+                      linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
+    _dress(left, metric)
+    left.set_xlabel(f"share of sites, sorted by {metric.title}")
     percent_axis(left.xaxis)
-    right.xaxis.get_major_locator().set_params(integer=True)
-    _name_classes(right, summary, sorted({int(name) for result in networks.values() for name in result["classes"]}))
+    for axes in panels[1:]:
+        _dress(axes, facts_of(ACCURACY))
+        axes.set_xlabel("class")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _name_classes(axes, summary, sorted({int(name) for result in networks.values() for name in result["classes"]}))
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
     figure.suptitle(f"{metric.caption} on the sites' own test examples", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
@@ -144,6 +156,17 @@ def _looked_at(summary: Mapping[str, Any]) -> str:
     measured, sites = max((len(result["sites"]) for result in at_home(summary).values()), default=0), len(summary["sites"])
     few = f"{measured} of {sites} sites, a random sample of those that trained and have test examples (evaluation.sites). "
     return few if measured < sites else ""
+
+
+def _lacking(summary: Mapping[str, Any]) -> str:
+    """Return a sentence if the first metric is not defined at some sites."""
+    sites = [spot(each) for each in next(iter(at_home(summary).values()))["sites"].values()]
+    defined = sum(value is not None for value in sites)
+    return (
+        f"Mean over {defined} of {len(sites)} sites (others' examples do not define it, such as one class only). "
+        if defined < len(sites)
+        else ""
+    )
 
 
 def _coarse(summary: Mapping[str, Any]) -> str:

@@ -77,6 +77,13 @@ def twelve_bits(number: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(number).integers(0, 4096, (12, 12)).astype(np.uint16))
 
 
+def test_the_level_that_is_white_is_the_top_of_the_range(tmp_path: Path):
+    site = {"domain": folder(tmp_path / "scans", twelve_bits)}
+    (line,) = data.remarks(config(site, size=12))
+    assert "of 0 to 65535; set data.white to the level that is white" in line
+    assert not data.remarks(config(site, data={"size": 12, "white": 4095}))
+
+
 @pytest.mark.parametrize("make, ending, message", [
     (lambda _: rgba(255), "png", "show only the same single colour"),
     (lambda _: Image.new("L", (12, 12), 7), "png", "show only the same single colour"),

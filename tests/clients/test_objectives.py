@@ -313,6 +313,7 @@ def test_fedavg_starts_from_the_aggregate_and_keeps_nothing():
         ("subset_probability=1.5", r"objective\.subset_probability: got 1\.5, takes a number from 0\.0 to 1\.0"),
         ("own_weight=-1", r"objective\.own_weight: got -1"),
         ("strenght=1", r"unknown key 'objective\.strenght'; did you mean 'objective\.strength'\?"),
+        ("mu=0.1", r"objective\.mu: an option of fedprox, not of sum_aggregation$"),
         ("name=sum", r"unknown objective 'sum'"),
     ],
 )

@@ -194,6 +194,32 @@ def test_tiff_files_of_wide_whole_numbers_share_one_range(tmp_path: Path):
     assert levels == pytest.approx([level / 32767.5 - 1 for level in (100, 4000)], abs=1e-6)
 
 
+def scans(root: Path, array: np.ndarray, **how: Any) -> str:
+    """A folder of two classes, with TIFF files as tifffile writes the array."""
+    for place in range(2):
+        (root / str(place)).mkdir(parents=True)
+        for number in range(20):
+            tifffile.imwrite(root / str(place) / f"{number}.tif", array, **how)
+    return f"images:{root}"
+
+
+def test_sixteen_bits_of_four_channels_are_data_and_eight_bits_are_transparency(tmp_path: Path):
+    levels = np.random.default_rng(0).integers(0, 60_000, (8, 8, 4), np.uint16)
+    deep = images(scans(tmp_path / "deep", levels), grey=False, size=8).x[0]
+    assert torch.allclose(deep, torch.from_numpy(levels.astype(np.float32)).permute(2, 0, 1) / 32767.5 - 1, atol=1e-6)
+    flat = images(scans(tmp_path / "flat", (levels // 256).astype(np.uint8)), grey=False, size=8).x[0]
+    assert flat.shape == (3, 8, 8) and flat.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("array, message", [
+    (np.zeros((3, 8, 8), np.uint8), r"0\.tif has 3 pages, takes one; save one page per file, or an array of all as npz:P"),
+    (np.full((8, 8), 300, np.float32), r"0\.tif has floats from 300 to 300, takes 0 to 1; divide all images by one number"),
+])  # fmt: skip
+def test_tiff_files_that_do_not_fit_are_refused(tmp_path: Path, array: np.ndarray, message: str):
+    with pytest.raises(UserError, match=message):
+        images(scans(tmp_path / "scans", array, photometric="minisblack"))
+
+
 def test_padding_before_the_tokens_is_a_warning(tmp_path: Path):
     tokens = np.array([[1, 2, 0], [0, 1, 2], [0, 0, 0]] * 10)
     np.savez(tmp_path / "left.npz", x=tokens, y=np.arange(30) % 2)

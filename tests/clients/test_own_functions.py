@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedloom.clients import data
+from fedloom.clients.data.domains import find
 from fedloom.clients.data.listing import of_run
 from fedloom.conf import UserError
 from tests.clients.own_data import config, images
@@ -65,6 +66,10 @@ def half_named(split):
     return Set(train=True) if split == "train" else (X[:30], Y[:30])
 
 
+def seqs():
+    return Y[:, None] + np.arange(1, 5), Y * 1.5
+
+
 def nothing():
     return None
 
@@ -117,9 +122,30 @@ def test_parts_that_name_their_classes_differently_have_those_of_both(package: s
     assert torch.equal(test.x[:, 0, 0, 0].long(), torch.tensor([0, 100, 0, 200])[test.y])
 
 
+def test_a_function_takes_the_kinds_of_its_inputs_and_targets_in_a_query(package: str):
+    domain = f"{package}:seqs?inputs=tokens"
+    spec = config({"domain": domain}).roster[0].spec
+    assert data.label(spec) == "seqs" and (find(domain).schema.kind, find(domain).schema.task) == ("tokens", "regression")
+    assert find(f"{package}:seqs?inputs=features").schema.kind == "features"
+
+
+@pytest.mark.parametrize("domain, message", [
+    ("patients.csv", r"unknown domain 'patients\.csv'; write table:patients\.csv\?target=COLUMN$"),
+    ("data/x.npz?task=class", r"; write npz:data/x\.npz$"),
+    ("patients", r"unknown domain 'patients'.*module:function"),
+    ("digits?task=class", r"unknown domain 'digits\?task=class'; did you mean 'digits'\?"),
+])  # fmt: skip
+def test_an_unknown_domain_is_refused_with_what_to_write(domain: str, message: str):
+    with pytest.raises(UserError, match=message):
+        find(domain)
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
+        ("seqs", r"has inputs of whole numbers, \[60, 4\]\. Write \?inputs=tokens behind the path"),
+        ("seqs?task=class", r"has inputs of whole numbers, \[60, 4\]\. Write &inputs=tokens behind the path"),
+        ("seqs?label=kind", r"unknown key 'label'; takes \?inputs=&task="),
         ("nothing", r"domain 'nothing': my_images:nothing returned a NoneType; takes arrays \(images, labels\)"),
         ("other", r"returned a; takes train and test"),
         ("half_named", r"has classes that are names in train, numbers in test; use names in all parts, or numbers in all"),

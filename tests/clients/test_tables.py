@@ -9,6 +9,7 @@ import pytest
 from fedloom.clients import data
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.own import notes
+from fedloom.clients.data.tables import rows_of
 from fedloom.conf import UserError
 from fedloom.server.evaluation.evaluator import site_rows
 from tests.clients.own_data import config
@@ -76,6 +77,27 @@ def test_missing_values_are_dropped_or_become_the_mean(tmp_path: Path):
     assert inputs[:, 0] == pytest.approx(np.nanmean(ages))
 
 
+def test_rows_that_are_dropped_are_reported_and_gaps_of_categories_are_a_value(tmp_path: Path):
+    domain = written(tmp_path, smoker=[None, "no", "yes"] * 20, age=[*AGES[:-1], None], sick=[None, *[0, 1] * 29, 1])
+    query = "?target=sick&features=age,smoker,clinic"
+    filled = find(f"{domain}{query}&missing=mean")
+    assert filled.schema.columns == ("age", "smoker=missing", "smoker=no", "smoker=yes", "clinic=north", "clinic=south")
+    assert notes(f"{domain}{query}&missing=mean") == ["domain 'patients': 1 of 60 rows have no target, and are not read"]
+    assert notes(f"{domain}{query}&missing=drop") == [
+        "domain 'patients': 21 of 60 rows have a missing value, and are not read"
+    ]
+    rows = {"age": [np.nan], "smoker": [None], "clinic": ["north"]}
+    assert rows_of(f"{domain}{query}&missing=mean", rows).tolist() == [[pytest.approx(np.mean(AGES[1:-1])), 1, 0, 0, 1, 0]]
+    with pytest.raises(UserError, match=r"inputs: .*'clinic' has the value 'west', takes north, south$"):
+        rows_of(f"{domain}{query}&missing=mean", {**rows, "clinic": ["west"]})
+
+
+def test_a_table_with_another_separator_is_refused(tmp_path: Path):
+    (tmp_path / "odd.csv").write_text("age;sick\n" + "1,5;0\n2,5;1\n" * 20, encoding="utf-8")
+    with pytest.raises(UserError, match="has one column, with ';' in its name; separate its columns by commas"):
+        find(f"table:{tmp_path}/odd.csv?target=sick")
+
+
 def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Path):
     domain = find(written(tmp_path) + "?target=sick&features=smoker&categories=smoker:never|no|former|yes")
     assert domain.schema.columns == tuple(f"smoker={value}" for value in ("never", "no", "former", "yes"))
@@ -89,14 +111,18 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({}, "target=sick&task=ranking", r"task: got 'ranking', takes class, multilabel, regression, tokens"),
     ({}, "target=sick&missing=zero", r"missing: got 'zero', takes refuse, drop, mean"),
     ({}, "target=sick,smoker", r"the target 'smoker' is text; several targets are numbers"),
-    ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', which categories"),
+    ({}, "target=sick&features=smoker&categories=smoker:yes|no", r"'smoker' has the value 'former', takes no, yes$"),
     ({}, "target=sick&features=smoker&categories=smoker:#1", r"'smoker' is hashed into 1 columns; write smoker:#2 to"),
-    ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write \?missing=drop"),
-    ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick&missing=mean", r"missing=mean fills in numbers of features only"),
+    ({"age": [np.nan] * 2 + [1.0] * 58}, "target=sick", r"has missing values in age \(2\)\. Write &missing=drop"),
+    ({"smoker": [None] * 2 + ["no"] * 58}, "target=sick", r"&missing=mean to .* mean \(texts: the value 'missing'\)\.$"),
+    ({"sick": [None] * 2 + [1.0] * 58}, "target=sick", r"in sick \(2\)\. Write &missing=drop to drop these rows\.$"),
+    ({"age": np.nan}, "target=sick&missing=mean", r"has no values in 'age'; leave it out with &?without=age"),
+    ({"age": [f"{k},5" for k in range(ROWS)]}, "target=sick", r"'age' has numbers with commas, such as 0,5; write"),
+    ({"name": [f"p{k}" for k in range(ROWS)]}, "target=name", r"nearly one per example\. Write &task=class for classes, or"),
     ({"name": [f"p{k}" for k in range(ROWS)]}, "target=sick", r"'name' has 60 different texts in 60 rows\. Leave it out"),
     ({"target": np.arange(ROWS) * 3}, "", r"different labels for 60 examples, nearly one per example"),
     ({"age": 1.0, "smoker": "no", "clinic": "a", "days": 2.0}, "target=sick", r"the same value in every row of all"),
-    ({"age": [np.inf] + [1.0] * 59}, "target=sick&features=age", r"has 1 inputs with missing or infinite values"),
+    ({"age": [np.inf] + [1.0] * 59}, "target=sick&features=age", r"has infinite values in age; correct them"),
 ])  # fmt: skip
 def test_tables_that_do_not_fit_are_refused_in_one_line(
     tmp_path: Path, changed: dict[str, object], query: str, message: str
@@ -122,9 +148,9 @@ def test_the_option_that_makes_the_categories_of_all_sites_agree_is_printed_and_
         written(tmp_path / name, clinic=values)
     domains = [f"table:{tmp_path / name}/patients.csv?target=sick" for name in clinics]
     entries = [{"domain": domain, "label": name} for name, domain in zip(clinics, domains, strict=True)]
-    with pytest.raises(UserError, match=r"same inputs and targets\. Write \?categories=clinic:") as caught:
+    with pytest.raises(UserError, match=r"same inputs and targets\. Write &categories=clinic:") as caught:
         data.site_sizes(config(*entries))
-    option = str(caught.value).partition("Write ?")[2].partition(" in the domain of each site.")[0]
+    option = str(caught.value).partition("Write &")[2].partition(" in the domain of each site.")[0]
     assert option == "categories=clinic:east|far west|north|south"
     assert data.site_sizes(config(*({**entry, "domain": f"{entry['domain']}&{option}"} for entry in entries)))
 
@@ -193,11 +219,25 @@ def test_names_of_columns_can_be_url_quoted(tmp_path: Path):
 def test_what_is_assumed_of_the_target_is_reported(tmp_path: Path):
     domain = written(tmp_path, outcome=[3, 4, 8] * 20)
     assert notes(domain) == [
-        "domain 'patients': the targets are whole numbers from 3 to 8, taken as 9 classes; write ?task=regression to "
-        "predict numbers",
+        "domain 'patients': the targets are whole numbers from 3 to 8, taken as 3 classes with these numbers as names; "
+        "write ?task=regression to predict numbers, or ?task=class for all classes from 0 to 8",
         "domain 'patients': the target is the column 'outcome'; write ?target=COLUMN to choose another",
     ]
     assert not notes(f"{domain}?target=outcome&task=class") and not notes(f"{domain}?target=sick")
+
+
+def test_class_numbers_with_gaps_are_names_that_sites_must_share(tmp_path: Path):
+    gaps = written(tmp_path, sick=[1, 2] * 30) + "?target=sick"
+    assert (find(gaps).classes, find(gaps).names) == (2, ("1", "2"))
+    assert find(gaps).sources[0].labels(tmp_path, "all")[:3].tolist() == [0, 1, 0]
+    assert (find(f"{gaps}&task=class").classes, find(f"{gaps}&task=class").names) == (3, ())
+    (tmp_path / "b").mkdir()
+    second = {"domain": written(tmp_path / "b") + "?target=sick", "label": "b"}
+    with pytest.raises(UserError, match=r"class 0 is '1' in patients and '0' in b\. Use the same .* \?task=class behind"):
+        data.num_classes(config({"domain": gaps}, second))
+    assert data.num_classes(config({"domain": f"{gaps}&task=class"}, second)) == 3
+    (line,) = data.remarks(config({"domain": gaps}))
+    assert line.endswith("taken as 2 classes with these numbers as names; write &task=class for all classes from 0 to 2")
 
 
 def test_a_column_that_divides_sites_and_is_a_feature_is_a_warning(tmp_path: Path):

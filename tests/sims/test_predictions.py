@@ -33,6 +33,8 @@ def test_predictions_are_in_the_unit_of_the_targets(prices: Result):
     found = prices.predict(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
     assert 4000 < found[0, 0] < 6000 and found[1, 0] - found[0, 0] > 300
     assert torch.equal(prices.predict(torch.tensor([[0, 0], [1, 0]], dtype=torch.uint8)), found), "whole numbers, too"
+    with pytest.raises(UserError, match="probabilities: the run predicts numbers"):
+        prices.predict(torch.zeros(1, 2), probabilities=True)
     whole = prices.evaluate(prices.examples("site-0000", "test"), metrics=["rmse"])
     assert whole["rmse"] < 1000
 
@@ -63,7 +65,7 @@ def test_tokens_that_the_network_does_not_know_are_refused_in_one_line(tmp_path:
 
 def test_a_table_gets_the_columns_categories_and_means_of_the_run(tmp_path: Path):
     random = np.random.default_rng(0)
-    columns = {"age": random.normal(size=120), "kind": ["a", "b", "c"] * 40, "sick": [0, 1] * 60, "name": "x"}
+    columns = {"age": random.normal(size=120), "kind": ["a", "b", "c"] * 40, "sick": ["no", "yes"] * 60, "name": "x"}
     columns["age"][:5] = np.nan
     domain = f"{frame(tmp_path, **columns)}?target=sick&without=name&missing=mean"
     settings = {**SETTINGS, "rounds": 1, "sites": [{"domain": domain, "count": 2}]}
@@ -75,5 +77,7 @@ def test_a_table_gets_the_columns_categories_and_means_of_the_run(tmp_path: Path
     pd.DataFrame(rows).to_csv(tmp_path / "new.csv", index=False)
     for inputs in (rows, pd.DataFrame(rows), tmp_path / "new.csv", f"{tmp_path}/new.csv"):
         torch.testing.assert_close(result.predict(inputs, scores=True), wanted)
-    with pytest.raises(UserError, match="inputs: the dict 'kind' has the value 'd', which categories does not list"):
+    assert result.class_names() == ["no", "yes"]
+    torch.testing.assert_close(result.predict(rows, probabilities=True), wanted.softmax(-1))
+    with pytest.raises(UserError, match="inputs: the dict 'kind' has the value 'd', takes a, b, c"):
         result.predict({"kind": ["d"], "age": [1.0]})

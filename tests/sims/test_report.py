@@ -248,7 +248,7 @@ def test_a_single_domain_is_shown_once(tmp_path: Path) -> None:
     metrics, summary = results(3, ["shapes"])
     assert accuracy_table(summary).columns == ["network", "shapes"] and "union" not in accuracy_table(summary).note
     table = forgetting_table(summary)
-    assert list(table.columns) == ["site", "domain", "own domain", "also held by"]
+    assert list(table.columns) == ["site", "domain", "whole domain", "also held by"]
     assert list(table.rows[0]) == ["site-0000", "shapes", "80.0% → 80.0%", "2 other sites"]
     dots, grid, curves = forgetting_figure(summary), sites_figure(summary), accuracy_figure(metrics, {"fedavg": metrics})
     assert dots is not None and grid is not None and curves is not None

@@ -9,12 +9,12 @@ from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, facts_of
 from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.run_folder.scores import first_metric, headline, metric_of
 from fedloom.sims.report.curves import accuracy_figure
-from fedloom.sims.report.errors import against_figure, confusion_figure, confusion_table
+from fedloom.sims.report.errors import against_figure, by_class_table, confusion_figure, confusion_table
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.headline import headline as sentence
 from fedloom.sims.report.plots import draw_all
 from fedloom.sims.report.results import closing_lines
-from fedloom.sims.report.sites import sites_table, spread_table
+from fedloom.sims.report.sites import sites_table, spread_figure, spread_table
 from fedloom.sims.report.tables import accuracy_table
 from fedloom.sims.tracking.numbers import round_numbers
 
@@ -70,6 +70,22 @@ def test_pictures_show_predicted_against_true_numbers_per_site_and_over_sites(su
     assert confusion_figure(summary) is None and confusion_table(summary) == []
     names = {path.name for path in draw_all(tmp_path, RECORDS, summary)}
     assert {"accuracy.png", "against.png", "per_site.png", "sites.png", "forgetting.png"} <= names
+
+
+def test_without_classes_there_is_one_panel_and_sites_without_a_value_are_counted(summary):
+    figure = spread_figure(summary)
+    assert figure is not None and len(figure.axes) == 1
+    assert "Mean over" not in spread_table(summary).note
+    summary["per_site"]["aggregate"]["sites"]["a"]["score"] = None
+    assert "Mean over 1 of 2 sites (others' examples do not define it" in spread_table(summary).note
+
+
+def test_balanced_accuracy_of_a_class_is_recall():
+    by_class = {"balanced_accuracy": {"0": 0.5}, "f1": {"0": 0.25}}
+    summary = {"per_site": {"aggregate": {"union": {"by_class": by_class}}}, "aggregate": "sum"}
+    assert by_class_table(summary)[0].columns == ["class", "recall", "F1"]
+    by_class["recall"] = {"0": 0.5}
+    assert by_class_table(summary)[0].columns == ["class", "F1", "recall"]
 
 
 def test_records_have_the_first_metric_and_trackers_all():

@@ -18,6 +18,7 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.requests import receive
 from fedloom.sims.api import run as api_run
+from fedloom.sims.operations.readmit import readmit
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.operations.verify import verify_certificate
 from fedloom.sims.report.forgetting import forgetting_table
@@ -347,8 +348,15 @@ def test_a_site_that_has_the_rows_of_a_value_is_named_with_it(tmp_path: Path):
     result = api_run({**few, **place, "sites": sites})
     assert [row[0] for row in forgetting_table(result.summary).rows][1] == "site-0001 (hospital=B)"
     assert "site-0001 (hospital=B)" in [row[0] for row in sites_table(result.summary).rows]
-    text, certificate = unlearn(tmp_path / "hospitals", UnlearningRequest(["site-0001"], "r1"))
+    folder = tmp_path / "hospitals"
+    with pytest.raises(UserError, match=r"unknown site 'hospital=D'; .*known: site-0000 \(hospital=A\), site-0001 \(h"):
+        unlearn(folder, UnlearningRequest(["hospital=D"]))
+    text, certificate = unlearn(folder, UnlearningRequest(["hospital=B"], "r1"))
     assert certificate["parts"] == {"site-0001": "hospital=B"} and "site-0001 (hospital=B) forgotten" in text
     assert "site-0001 (hospital=B)" in (tmp_path / "hospitals/certificates/r1.html").read_text(encoding="utf-8")
     table, matches = verify_certificate(tmp_path / "hospitals/certificates/r1.json", tmp_path / "hospitals")
     assert matches and "sites site-0001 (hospital=B)" in table.plain()
+    assert "<td>site-0001 (hospital=B)</td>" in (folder / "report.html").read_text(encoding="utf-8")
+    for site, fits in {"B": True, "hospital=B": True, "hospital=A": False}.items():
+        assert verify_certificate(folder / "certificates/r1.json", folder, sites=[site]).good == fits
+    assert "site-0001 can participate again" in readmit(folder, ["B"])
