@@ -175,6 +175,8 @@ class ServerState:
         Raises UserError if not.
         """
         self.membership.check_forgetting(names, rollback)
+        if not rollback:
+            self.features.check_forgetting(names)
 
     def check_recalibration(self, names: Sequence[str]) -> None:
         """Raise UserError if the aggregate without these sites cannot be recalibrated."""
