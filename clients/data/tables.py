@@ -27,15 +27,16 @@ SUFFIXES = {".csv", ".csv.gz", ".tsv", ".parquet"}
 MISSING = ("refuse", "drop", "mean")
 MOST_VALUES = 100  # of a column of text
 MOST_BUCKETS = 1024  # of hashed values
+_WHOLE = r"^(-?\d+)\.0+$|^(\d{4}-\d\d-\d\d) 00:00:00$"
 
 
 def read_table(path: Path, domain: str) -> Contents:
     """Read table:PATH. Raises UserError for columns that are missing, of the wrong kind or with missing values."""
     query = query_of(domain)
     with fitting(domain):
-        table, unnamed = _loaded(path)
+        table, unnamed = _loaded(path, _categories(query.get("categories", "")))
         wanted, features, categories = _asked(table, query)
-        table = _complete(table, [*features, *wanted], wanted, query.get("missing", MISSING[0]))
+        table = _complete(table, [*features, *wanted], [*wanted, *categories], query.get("missing", MISSING[0]))
         columns, names, notes = _numbers(table, features, _values(table, features, categories))
         example = Labelled(columns, _targets(table, wanted), kind=FEATURES, task=query.get("task", ""), columns=names)
         if len(wanted) > 1:
@@ -68,13 +69,13 @@ def rows_of(domain: str, rows: Any) -> np.ndarray:
 
     query = query_of(domain)
     with fitting(domain):
-        learned = _loaded(path_of(domain))[0]
+        learned = _loaded(path_of(domain), _categories(query.get("categories", "")))[0]
         wanted, features, categories = _asked(learned, query)
         missing = query.get("missing", MISSING[0])
-        learned = _complete(learned, [*features, *wanted], wanted, missing)
+        learned = _complete(learned, [*features, *wanted], [*wanted, *categories], missing)
     values = _values(learned, features, categories)
     try:
-        table: Any = _loaded(Path(rows))[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
+        table: Any = _loaded(Path(rows), values)[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
         _check(table, features, "inputs")
         if missing == "mean":
             table = table.fillna(learned[[name for name in features if name not in values]].mean())
@@ -124,10 +125,11 @@ def _buckets(number: int) -> list[str]:
 
 
 def _texts(column: Any, values: list[str]) -> Any:
-    """Return a categorical column as texts, or as the names of the buckets in `values` (sha256, equal on all machines)."""
-    if column.dtype.kind == "f" and bool((column % 1 == 0).all()):
-        column = column.astype("int64")  # in a table with missing values, whole numbers are floats
-    texts = column.astype(str)
+    """Return a categorical column as texts, or as the names of the buckets in `values` (sha256, equal on all machines).
+
+    A value's text depends on no other row: 1.0 is "1", and midnight is its day.
+    """
+    texts = column.astype(str).str.replace(_WHOLE, r"\1\2", regex=True)
     if not values or values != _buckets(len(values)):
         return texts
     digests = {text: int.from_bytes(hashlib.sha256(text.encode()).digest()) for text in texts.unique()}
@@ -141,8 +143,8 @@ def _listed(text: str) -> list[str]:
     return parts
 
 
-def _loaded(path: Path) -> tuple[Any, int]:
-    """Return the table, and how many columns without a name it had."""
+def _loaded(path: Path, texts: Iterable[str] = ()) -> tuple[Any, int]:
+    """Return the table, and how many columns without a name it had. Columns in `texts` are read as they are written."""
     import pandas
 
     name = path.name.lower()
@@ -154,7 +156,7 @@ def _loaded(path: Path) -> tuple[Any, int]:
         how: dict[str, Any] = {"sep": "\t" if name.endswith(".tsv") else ",", "skipinitialspace": True}
         first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how)
         _check_twice([str(name).strip() for name in first.iloc[0]])  # read_csv renames the second one
-        table = pandas.read_csv(path, **how)
+        table = pandas.read_csv(path, dtype={name: str for name in first.iloc[0] if str(name).strip() in texts}, **how)
     table.columns = [str(name).strip() for name in table.columns]
     _check_twice(table.columns)
     if not len(table):
@@ -196,8 +198,11 @@ def _check(table: Any, columns: list[str], key: str, only: list[str] | None = No
             raise ValueError(f"'{plain(name)}' is in categories, but not in features; add it to features, or remove it")
 
 
-def _complete(table: Any, columns: list[str], wanted: list[str], missing: str) -> Any:
-    """Return the table without rows with missing values, or with means in their place, as `missing` says."""
+def _complete(table: Any, columns: list[str], without: list[str], missing: str) -> Any:
+    """Return the table without rows with missing values, or with means in their place, as `missing` says.
+
+    Columns in `without` get no mean.
+    """
     if missing not in MISSING:
         raise ValueError(f"missing: got '{plain(missing)}', takes {', '.join(MISSING)}")
     counts = table[columns].isna().sum()
@@ -210,7 +215,7 @@ def _complete(table: Any, columns: list[str], wanted: list[str], missing: str) -
             raise ValueError("has missing values in every row; remove the column with most of them from features")
         return table
     text = [name for name in counts.index if table[name].dtype.kind not in "fiub"]
-    if missing == "mean" and not text and not set(counts.index) & set(wanted):
+    if missing == "mean" and not text and not set(counts.index) & set(without):
         return table.fillna(table[list(counts.index)].mean())
     listed = ", ".join(f"{plain(str(name))} ({number})" for name, number in counts.head(5).items())
     why = f"has missing values in {listed}"

@@ -6,7 +6,7 @@ sum, so they equal those of a run without the site, bit for bit.
 
 Under secure aggregation, the new sites of a round are a cohort: they answer with one masked sum, which the server saves. A
 single new site uses the others' mean and deviation. To forget a site, the rest of its cohort answers again. Both sums differ
-by that site's. If only one site of the cohort remains, the cohort has no sum any more.
+by that site's. If only one site of the cohort remains, the cohort no longer has a sum.
 """
 
 from collections.abc import Mapping, Sequence

@@ -142,6 +142,26 @@ def test_hashed_categories_have_the_same_columns_at_all_sites_and_tell_no_value(
     assert rows[0].tolist() == rows[1].tolist()
 
 
+def test_a_value_of_a_category_depends_on_no_other_row(tmp_path: Path):
+    query = "?target=y&features=code&missing=drop&categories=code:#1024"
+    days = pd.to_datetime(["2020-01-01 00:00"] * 2 + ["2020-01-02 10:00"] * 2)
+    columns = {
+        "a.csv": ["01000", "2", "SW1A", "2.5"], "b.csv": ["01000", "2", "3", "4"], "c.csv": ["01000", "2.0", "", "4"],
+        "a.parquet": [1.0, 2.0, 2.5, np.nan], "b.parquet": [1, 2, 3, 4],
+        "d.parquet": days, "e.parquet": days[[0, 0, 2, 2]].normalize(),
+    }  # fmt: skip
+    rows = {}
+    for name, values in columns.items():
+        table = pd.DataFrame({" code ": values, "x": range(4), "y": [0, 1, 0, 1]})
+        table.to_parquet(tmp_path / name) if name.endswith("parquet") else table.to_csv(tmp_path / name, index=False)
+        rows[name] = np.asarray(find(f"table:{tmp_path}/{name}{query}").sources[0].images(tmp_path, "all", np.arange(2)))
+    assert rows["a.csv"].tolist() == rows["b.csv"].tolist() == rows["c.csv"].tolist() != rows["b.parquet"].tolist()
+    assert rows["a.parquet"].tolist() == rows["b.parquet"].tolist()
+    assert rows["d.parquet"].tolist() == rows["e.parquet"].tolist()
+    with pytest.raises(UserError, match="missing=mean fills in numbers of features only"):
+        find(f"table:{tmp_path}/a.parquet{query.replace('drop', 'mean')}")
+
+
 def test_sites_with_columns_in_another_order_are_refused_with_what_to_write(tmp_path: Path):
     domain = written(tmp_path) + "?target=sick&features="
     with pytest.raises(UserError, match=r"the same columns in another order; list them in one order with \?features=A,B"):
