@@ -1,7 +1,7 @@
 """The contents, name and path of a user's own domain, and the errors about it."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,21 @@ KEYS = {  # of the query in a domain such as npz:PATH?KEY=VALUE&KEY=VALUE
 Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How the rows of a table become inputs.
+
+    Attributes:
+        features: The columns, in the order of the inputs.
+        values: By categorical column, the values that become a column of 0 and 1 each.
+        means: By column, the number in place of a missing value.
+    """
+
+    features: Sequence[str]
+    values: Mapping[str, Sequence[str]]
+    means: Mapping[str, float]
+
+
 @dataclass(frozen=True, eq=False)
 class Contents:
     """The content of a user's domain. Its parts are "train" and "test", or only "all".
@@ -39,6 +54,7 @@ class Contents:
         schema: The kind of inputs and targets.
         groups: By part, the columns that can divide a table among sites.
         notes: Warnings.
+        encoding: Of a table.
     """
 
     labels: Mapping[str, Labels]
@@ -50,6 +66,7 @@ class Contents:
     schema: Schema = IMAGES
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    encoding: Encoding | None = None
 
 
 def has_path(domain: str) -> bool:

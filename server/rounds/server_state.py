@@ -98,6 +98,10 @@ class ServerState:
         """Return the sites of the run that are not forgotten."""
         return self.slots.members
 
+    def domains(self) -> list[str]:
+        """Return the domains of the members."""
+        return list(dict.fromkeys(site.spec.domain for site in self.members()))
+
     def view(self) -> View:
         """Return a view of the current slots."""
         return View(self.setup, self.slots)

@@ -172,7 +172,7 @@ def test_only_the_rest_of_a_cohort_answers_again(table: Path, tmp_path: Path):
             assert {f"site-{site:04d}" for kind, site, _ in client.replies if kind == STATISTICS} == set(again)
             assert same(statistics(method), statistics(other))
         receive(method.ledger, "last", [first[1]], "", {})
-        method.unlearning().take(str)
+        method.unlearning().take(Recorder().message)
         request = method.ledger.request("last")
         assert request and request.state == "refused"
     assert check(folder(config)) == []
