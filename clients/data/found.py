@@ -1,6 +1,7 @@
 """The contents, name and path of a user's own domain, and the errors about it."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,13 +83,17 @@ def path_of(domain: str) -> Path:
 
 
 def query_of(domain: str) -> dict[str, str]:
-    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for unknown keys.
+    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. UserError: unknown or doubled keys.
 
     The values are URL-quoted, as the user wrote them: see `unquoted`.
     """
     kind, _, text = domain.partition(":")
     asked = "" if _exists(text) else text.partition("?")[2]
-    query = {key: value for key, _, value in (part.partition("=") for part in asked.split("&") if part)}
+    pairs = [part.partition("=") for part in asked.split("&") if part]
+    query = {key: value for key, _, value in pairs}
+    if len(query) < len(pairs):
+        key, number = Counter(key for key, _, _ in pairs).most_common(1)[0]
+        raise UserError(f"domain '{domain}': has the key '{key}' {number} times; write it once")
     if odd := [key for key in query if key not in KEYS[kind]]:
         takes = f"takes ?{'&'.join(f'{key}=' for key in KEYS[kind])}" if KEYS[kind] else "takes no keys"
         raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; {takes} (write & in a name as %26)")

@@ -85,6 +85,8 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({}, "", r"has the columns age, smoker, .*\?target=COLUMN"),
     ({}, "target=sik", r"has no column 'sik' \(target\); did you mean 'sick'\?"),
     ({}, "target=sick&features=age,heigth", r"has no column 'heigth' \(features\)"),
+    ({}, "target=sick&target=age", r"has the key 'target' 2 times; write it once"),
+    ({"sick": np.arange(ROWS, dtype=np.uint64) % 2 + 2**63}, "target=sick", r"has labels from 9223372036854775808 to 92"),
     ({}, "target=sick&colour=red", r"unknown key 'colour'; takes \?target=&features="),
     ({}, "target=sick&task=ranking", r"task: got 'ranking', takes class, multilabel, regression, tokens"),
     ({}, "target=sick&missing=zero", r"missing: got 'zero', takes refuse, drop, mean"),
