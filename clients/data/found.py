@@ -83,9 +83,9 @@ def path_of(domain: str) -> Path:
 
 
 def query_of(domain: str) -> dict[str, str]:
-    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. UserError: unknown or doubled keys.
+    """Return the query of a domain such as dataset:PATH?image=photo&label=kind.
 
-    The values are URL-quoted, as the user wrote them: see `unquoted`.
+    The values are URL-quoted, as the user wrote them: see `unquoted`. Raises UserError for unknown or doubled keys.
     """
     kind, _, text = domain.partition(":")
     asked = "" if _exists(text) else text.partition("?")[2]

@@ -181,6 +181,8 @@ class ServerState:
         self.membership.check_forgetting(names, rollback)
         if not rollback:
             self.features.check_forgetting(names)
+        elif self.features.has_summed(names) and not any(map(self.slots.base, names)):  # no round to go back to
+            raise UserError(f"--rollback: {', '.join(names)} has no contribution; leave --rollback out")
 
     def check_recalibration(self, names: Sequence[str]) -> None:
         """Raise UserError if the aggregate without these sites cannot be recalibrated."""

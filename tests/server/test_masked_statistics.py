@@ -112,6 +112,9 @@ def test_a_site_that_never_trained_leaves_the_statistics(table: Path, tmp_path: 
     with method_of(config) as method:
         assert same(statistics(method), over(tmp_path, table, NAMES))
         assert not method.state.slots.has("networks", NAMES[4])
+        receive(method.ledger, "back", [NAMES[4]], "", {"rollback": True})
+        method.unlearning().take((listener := Recorder()).message)
+        assert "site-0004 has no contribution; leave --rollback out" in listener.messages[0]
         with pytest.raises(
             FailedError, match=r"site-0002 did not answer, but data\.standardise=sites needs a sum over the rest"
         ):
