@@ -250,8 +250,7 @@ class Result:
         Raises:
             UserError: The run has no such network or site, or the inputs do not fit.
         """
-        by = standardisation_of(self.config, self.folder, site)
-        return predicted(self.config, self._named(network), inputs, site, scores, probabilities, by)
+        return predicted(self.config, self._named(network), inputs, site, scores, probabilities, self.folder)
 
     def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
         """Return the value of each metric of a network on any data.
@@ -265,8 +264,7 @@ class Result:
         Raises:
             UserError: A metric is unknown, or does not fit the targets.
         """
-        by = standardisation_of(self.config, self.folder, site)
-        return evaluated(self.config, self._named(network), data, metrics, site, by)
+        return evaluated(self.config, self._named(network), data, metrics, site, self.folder)
 
     def examples(self, site: str, split: str = "test") -> Examples:
         """Return a site's own examples: `x` and `y` of the split "train", "validation" or "test".

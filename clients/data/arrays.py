@@ -205,7 +205,7 @@ def _numbered(named: Labelled, certain: bool) -> tuple[Labels, tuple[str, ...]]:
         number_of = {name: number for number, name in enumerate(names)}
         return np.asarray([number_of[str(text)] for text in texts], np.int64)[numbers], names
     class_numbers = _whole(array)
-    low, high, most = int(class_numbers.min()), int(class_numbers.max()), (len(named.names) or MOST_CLASSES) - 1
+    low, high, most = int(array.min()), int(array.max()), (len(named.names) or MOST_CLASSES) - 1
     if low < 0 or high > most:
         raise ValueError(f"has labels from {low} to {high}, takes class numbers from 0 to {most}")
     return class_numbers, named.names

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,21 @@ OF_FUNCTIONS = ("inputs", "task")  # keys of module:function?KEY=VALUE
 Select = Callable[[Positions], Pixels | Iterable[Pixels]]
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How the rows of a table become inputs.
+
+    Attributes:
+        features: The columns, in the order of the inputs.
+        values: By categorical column, the values that become a column of 0 and 1 each.
+        means: By column, the number in place of a missing value.
+    """
+
+    features: Sequence[str]
+    values: Mapping[str, Sequence[str]]
+    means: Mapping[str, float]
+
+
 @dataclass(frozen=True, eq=False)
 class Contents:
     """The content of a user's domain. Its parts are "train" and "test", or only "all".
@@ -41,6 +57,7 @@ class Contents:
         schema: The kind of inputs and targets.
         groups: By part, the columns that can divide a table among sites.
         notes: Warnings.
+        encoding: Of a table.
     """
 
     labels: Mapping[str, Labels]
@@ -52,6 +69,7 @@ class Contents:
     schema: Schema = IMAGES
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    encoding: Encoding | None = None
 
 
 def has_path(domain: str) -> bool:
@@ -67,14 +85,18 @@ def path_of(domain: str) -> Path:
 
 
 def query_of(domain: str) -> dict[str, str]:
-    """Return the query of a domain such as dataset:PATH?image=photo&label=kind. Raises UserError for unknown keys.
+    """Return the query of a domain such as dataset:PATH?image=photo&label=kind.
 
-    The values are URL-quoted, as the user wrote them: see `unquoted`.
+    The values are URL-quoted, as the user wrote them: see `unquoted`. Raises UserError for unknown or doubled keys.
     """
     kind = domain.partition(":")[0]
     text = domain.partition(":")[2] if kind in KINDS else domain
     asked, keys = "" if _exists(text) else text.partition("?")[2], KEYS.get(kind, OF_FUNCTIONS)
-    query = {key: value for key, _, value in (part.partition("=") for part in asked.split("&") if part)}
+    pairs = [part.partition("=") for part in asked.split("&") if part]
+    query = {key: value for key, _, value in pairs}
+    if len(query) < len(pairs):
+        key, number = Counter(key for key, _, _ in pairs).most_common(1)[0]
+        raise UserError(f"domain '{domain}': has the key '{key}' {number} times; write it once")
     if odd := [key for key in query if key not in keys]:
         takes = f"takes ?{'&'.join(f'{key}=' for key in keys)}" if keys else "takes no keys"
         raise UserError(f"domain '{domain}': unknown key '{odd[0]}'; {takes} (write & in a name as %26)")

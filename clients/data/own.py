@@ -15,6 +15,7 @@ from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.found import (
     KINDS,
     Contents,
+    Encoding,
     fitting,
     function_of,
     has_path,
@@ -155,6 +156,11 @@ def left_out(domain: str) -> str:
     """Return a line about what is not read at a domain's path; empty if everything is read."""
     descriptions = contents(domain).left_out if has_path(domain) else ()
     return f"domain '{short(domain)}': left out: {', '.join(descriptions)}" if descriptions else ""
+
+
+def encoding_of(domain: str) -> Encoding | None:
+    """Return how the rows of a domain's table become inputs; None for a domain of another kind."""
+    return contents(domain).encoding if domain.startswith("table:") else None
 
 
 def notes(domain: str) -> list[str]:

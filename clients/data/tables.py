@@ -10,7 +10,8 @@ Names are URL-quoted: `%2C` is a comma.
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,8 +21,9 @@ import numpy as np
 from fedloom.clients.data.arrays import Labelled
 from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.form import FEATURES
-from fedloom.clients.data.found import Contents, asking, fitting, path_of, query_of, unquoted
+from fedloom.clients.data.found import Contents, Encoding, asking, fitting, query_of, unquoted
 from fedloom.conf.errors import UserError, listed, nearest, plain
+from fedloom.conf.plugins import error_summary
 
 TARGETS = ("target", "label", "class", "y", "outcome")  # names of a target column, lower-case
 SUFFIXES = {".csv", ".csv.gz", ".tsv", ".parquet"}
@@ -30,17 +32,22 @@ GAP = "missing"  # with missing=mean, the value of a category's gaps
 MOST_VALUES = 100  # of a column of text
 NUMBER = r"\s*[-+]?\d[\d.,]*\s*"  # also with commas
 MOST_BUCKETS = 1024  # of hashed values
+_WHOLE = r"^(-?\d+)\.0+$|^(\d{4}-\d\d-\d\d) 00:00:00$"
 
 
 def read_table(path: Path, domain: str) -> Contents:
     """Read table:PATH. Raises UserError for columns that are missing, of the wrong kind or with missing values."""
     query = query_of(domain)
     with fitting(domain):
-        table, unnamed = _loaded(path)
-        wanted, features, categories = _asked(table, query)
-        _check_commas(table, [name for name in (*features, *wanted) if name not in categories])
-        table, dropped = _complete(table, features, wanted, categories, query.get("missing", MISSING[0]))
-        columns, names, notes = _numbers(table, features, _values(table, features, categories))
+        whole, unnamed = _loaded(path, _categories(query.get("categories", "")))
+        wanted, features, categories = _asked(whole, query)
+        _check_commas(whole, [name for name in (*features, *wanted) if name not in categories])
+        missing = query.get("missing", MISSING[0])
+        table, dropped = _complete(whole, features, wanted, categories, missing)
+        values = _values(table, features, categories)
+        numbers = whole.dropna(subset=wanted)[[name for name in features if name not in values]]
+        means = numbers.mean().to_dict() if missing == "mean" else {}
+        columns, names, notes = _numbers(table, features, values)
         example = Labelled(columns, _targets(table, wanted), kind=FEATURES, task=query.get("task", ""), columns=names)
         if len(wanted) > 1:
             example = Labelled(columns, example.targets, tuple(wanted), FEATURES, example.task, names)
@@ -54,16 +61,15 @@ def read_table(path: Path, domain: str) -> Contents:
             f"the target is the column '{plain(wanted[0])}'; write {asking(domain, 'target=COLUMN')} to choose another",
         )
     return Contents(content.labels, content.images, content.classes, content.names or _names(content, wanted),
-                    schema=content.schema, groups={"all": groups}, notes=notes)  # fmt: skip
+                    schema=content.schema, groups={"all": groups}, notes=notes,
+                    encoding=Encoding(features, values, means))  # fmt: skip
 
 
-def rows_of(domain: str, rows: Any) -> np.ndarray:
-    """Return rows as inputs [n, features] of a network that learned from table:PATH.
-
-    They get the same columns, categories, and means in place of missing values.
+def rows_of(encoding: Encoding, rows: Any) -> np.ndarray:
+    """Return rows as inputs [n, features] of a network that learned from a table with this encoding.
 
     Args:
-        domain: The table's name, with its query.
+        encoding: The table's columns, categories, and means in place of missing values.
         rows: A pandas table, a mapping of columns, or the path of a table.
 
     Raises:
@@ -71,19 +77,14 @@ def rows_of(domain: str, rows: Any) -> np.ndarray:
     """
     import pandas
 
-    query = query_of(domain)
-    with fitting(domain):
-        learned = _loaded(path_of(domain))[0]
-        wanted, features, categories = _asked(learned, query)
-        missing = query.get("missing", MISSING[0])
-        learned, _ = _complete(learned, features, wanted, categories, missing)
-    values = _values(learned, features, categories)
+    features, values = list(encoding.features), encoding.values
     try:
-        table: Any = _loaded(Path(rows))[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
+        table: Any = _loaded(Path(rows), values)[0] if isinstance(rows, str | Path) else pandas.DataFrame(rows)
+        table = table.set_axis([str(name).strip() for name in table.columns], axis=1)
         _check(table, features, "inputs")
-        if missing == "mean":
-            table = table.fillna(learned[[name for name in features if name not in values]].mean())
-            table = table.assign(**{name: _filled(table[name], True) for name in features if GAP in values.get(name, ())})
+        _check_twice(name for name in table.columns if name in features)
+        table = table.fillna(dict(encoding.means)).infer_objects()
+        table = table.assign(**{name: _filled(table[name], True) for name in features if GAP in values.get(name, ())})
         if lacking := [plain(name) for name in features if table[name].isna().any()]:
             raise ValueError(f"has missing values in {', '.join(lacking[:5])}; fill them in, or leave these rows out")
         return np.stack([part for name in features for part in _parts(table[name], values.get(name))], axis=1)
@@ -129,12 +130,13 @@ def _buckets(number: int) -> list[str]:
     return [f"#{bucket}" for bucket in range(number)]
 
 
-def _texts(column: Any, values: list[str]) -> Any:
-    """Return a categorical column as texts, or as the names of the buckets in `values` (sha256, equal on all machines)."""
-    if column.dtype.kind == "f" and bool((column % 1 == 0).all()):
-        column = column.astype("int64")  # in a table with missing values, whole numbers are floats
-    texts = column.astype(str)
-    if not values or values != _buckets(len(values)):
+def _texts(column: Any, values: Sequence[str]) -> Any:
+    """Return a categorical column as texts, or as the names of the buckets in `values` (sha256, equal on all machines).
+
+    A value's text depends on no other row: 1.0 is "1", and midnight is its day.
+    """
+    texts = column.astype(str).str.replace(_WHOLE, r"\1\2", regex=True)
+    if not values or list(values) != _buckets(len(values)):
         return texts
     digests = {text: int.from_bytes(hashlib.sha256(text.encode()).digest()) for text in texts.unique()}
     return texts.map({text: f"#{number % len(values)}" for text, number in digests.items()})
@@ -147,30 +149,42 @@ def _listed(text: str) -> list[str]:
     return parts
 
 
-def _loaded(path: Path) -> tuple[Any, int]:
-    """Return the table, and how many columns without a name it had."""
+def _loaded(path: Path, texts: Iterable[str] = ()) -> tuple[Any, int]:
+    """Return the table, and how many columns without a name it had. Columns in `texts` are read as they are written."""
     import pandas
 
     name = path.name.lower()
     if not path.is_file() or not any(name.endswith(suffix) for suffix in SUFFIXES):
         raise ValueError(f"is not a table. Name a file that ends in {', '.join(sorted(SUFFIXES))}.")
     if name.endswith(".parquet"):
-        table = pandas.read_parquet(path)
+        with _readable():
+            table = pandas.read_parquet(path)
     else:
         how: dict[str, Any] = {"sep": "\t" if name.endswith(".tsv") else ",", "skipinitialspace": True}
-        first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how)
+        with _readable():
+            first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how)
         if len(first.columns) == 1 and (other := next((mark for mark in ";\t" if mark in first.iloc[0, 0]), "")):
             sign, takes = "a tab" if other == "\t" else f"'{other}'", "tabs" if how["sep"] == "\t" else "commas"
             raise ValueError(f"has one column, with {sign} in its name; separate its columns by {takes}, and write decimals "
                              "with points")  # fmt: skip
         _check_twice([str(name).strip() for name in first.iloc[0]])  # read_csv renames the second one
-        table = pandas.read_csv(path, **how)
+        with _readable():
+            table = pandas.read_csv(path, dtype={name: str for name in first.iloc[0] if str(name).strip() in texts}, **how)
     table.columns = [str(name).strip() for name in table.columns]
     _check_twice(table.columns)
     if not len(table):
         raise ValueError("has no rows")
     unnamed = [name for name in table.columns if name.startswith("Unnamed:") or not name]
     return table.drop(columns=unnamed), len(unnamed)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Turn any error of pandas into a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot be read ({error_summary(error)}). Replace it with an intact copy.") from error
 
 
 def _check_twice(names: Iterable[str]) -> None:
@@ -272,7 +286,7 @@ def _values(table: Any, features: list[str], categories: dict[str, list[str]]) -
     return found
 
 
-def _parts(column: Any, values: list[str] | None) -> list[np.ndarray]:
+def _parts(column: Any, values: Sequence[str] | None) -> list[np.ndarray]:
     """Return the columns of numbers for a feature: one for each value of a category, else one. Raises ValueError."""
     import pandas
 

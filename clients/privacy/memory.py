@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedloom.clients.data.standardise import STATISTICS
 from fedloom.clients.privacy.sketch import ALIKE, Sketch, likeness, packed, unpacked
 from fedloom.clients.protocol.failures import SummedBeforeError
 from fedloom.conf.errors import UserError
@@ -126,7 +127,8 @@ class Memory:
         if (last := max(left, default=0)) > disclosure.round:
             raise UserError(f"secure aggregation: round {disclosure.round} is over: round {last} of the run was summed")
         left.setdefault(disclosure.round, set(disclosure.leaving))
-        if disclosure.idle and any(set(past.counted) - {*disclosure.counted, *disclosure.leaving} for past in own[-1:]):
+        trained = [past for past in own if STATISTICS not in past.sketches]
+        if disclosure.idle and any(set(past.counted) - {*disclosure.counted, *disclosure.leaving} for past in trained[-1:]):
             raise UserError("secure aggregation: if no site trains, all sites of the last sum must count again, or leave")
         for past in before:
             later = [names for number, names in left.items() if number > past.round] if past.run == disclosure.run else []

@@ -70,6 +70,8 @@ def _usual(array: Array) -> bool:
     shape = tuple(array.shape)
     if array.stype != NUMPY or len(shape) > MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
         return False
+    if math.prod(max(1, size) for size in shape) * np.dtype(array.dtype).itemsize >= 2**63:  # NumPy refuses it
+        return False
     header = _header(array.dtype, shape)
     size = len(header) + np.dtype(array.dtype).itemsize * math.prod(shape)
     return len(array.data) == size and array.data[: len(header)] == header  # bytes or a memoryview

@@ -38,7 +38,7 @@ class Gathering(Protocol):
         """Send the sites the question `kind` with `content`; return the means over the replies, by record name."""
         ...
 
-    def total(self, kind: str, asked: Sequence[Site], every: bool) -> tuple[State, list[str]]:
+    def total(self, kind: str, asked: Sequence[Site], needed: Sequence[str]) -> tuple[State, list[str]]:
         """Send the sites the question `kind`; return the sum of the answers' one record, and the sites of the sum."""
         ...
 
@@ -265,13 +265,13 @@ class RoundContext(View):
         return {record: total.mean() for record, total in means.items() if total.addends}
 
     def masked_sum(
-        self, kind: str, expected: Mapping[str, RecordSpec], sites: Sequence[Site], every: bool = False
+        self, kind: str, expected: Mapping[str, RecordSpec], sites: Sequence[Site], needed: Sequence[str] = ()
     ) -> tuple[State, list[str]]:
         """Ask sites a question under masks. Return the int64 sum of the answers' one record, and the sites of the sum.
 
-        `every`: no sum is read without one of the sites. Raises FailedError if too few sites answer.
+        No sum is read without a `needed` site. Raises FailedError if too few sites answer.
         """
-        return self._transport.masked(self, expected).total(kind, sites, every)
+        return self._transport.masked(self, expected).total(kind, sites, needed)
 
     def message(self, text: str) -> None:
         """Show the user a message."""

@@ -4,11 +4,13 @@ Each site answers one question in the round in which it first trains: exact sums
 in a slot of their own, so the ledger holds them, and forgetting a site subtracts them. Mean and deviation follow from the
 sum, so they equal those of a run without the site, bit for bit.
 
-Under secure aggregation, the new sites of a round answer with one masked sum, which the server saves. A single new site uses
-the others' mean and deviation. To forget a site, the other sites answer again. Both sums differ by that site's.
+Under secure aggregation, the new sites of a round are a cohort: they answer with one masked sum, which the server saves. A
+single new site uses the others' mean and deviation. To forget a site, the rest of its cohort answers again. Both sums differ
+by that site's. If only one site of the cohort remains, the cohort no longer has a sum.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -40,7 +42,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import MIN_MASKED_SITES
 
-PLACES = "places"  # in the saved sum under masks: the indices of its sites
+PLACES = "places"  # in a saved cohort: the indices of its sites
 OTHERS = f"set {KEY}={NONE}, or {KEY}={SITE} with evaluation.where=sites"
 
 
@@ -70,6 +72,14 @@ def with_statistics(experiment: Experiment, slots: Mapping[str, Slot]) -> Mappin
     return {**slots, STATISTICS: Sum()}
 
 
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """Sites that answered with one masked sum. `sums` is empty if too few of them remain."""
+
+    sums: State
+    names: Sequence[str]
+
+
 class FeatureStatistics:
     """The mean and deviation of one run, and the sums of the sites that they follow from.
 
@@ -92,8 +102,9 @@ class FeatureStatistics:
         if self.way == NONE:
             return None
         if self.masked:
-            totals, names = self._saved()
-            return Standardisation.from_sums(totals) if names else None
+            saved = [cohort.sums for cohort in self._cohorts() if cohort.sums]
+            totals = {name: torch.stack([sums[name] for sums in saved]).sum(0) for name in (saved[0] if saved else ())}
+            return Standardisation.from_sums(totals) if saved else None
         total: ExactSum = self.slots.total(STATISTICS)
         if new := [sums for name, sums in self.slots.arriving.items() if self.slots.arrives(name)]:
             total = total.copy()
@@ -135,39 +146,66 @@ class FeatureStatistics:
         return self.way == SITES and self.experiment.federation.secure_aggregation
 
     def has_summed(self, names: Sequence[str]) -> bool:
-        """Return whether one of these sites is in a masked sum, so that without it the others answer again."""
-        return self.masked and not set(names).isdisjoint(self._saved()[1])
+        """Return whether one of these sites is in a masked sum, so that without it the rest of its cohort answers again."""
+        return self.masked and any(cohort.sums and not set(names).isdisjoint(cohort.names) for cohort in self._cohorts())
 
-    def _saved(self) -> tuple[State, list[str]]:
-        """Return the saved sum under masks, and the names of its sites; both are empty before the first one."""
-        sums = dict(self.slots.keeps().get(STATISTICS, {}))
-        roster = self.experiment.config.roster
-        return sums, [roster[place].name for place in sums.pop(PLACES, torch.empty(0)).tolist()]
+    def check_forgetting(self, names: Sequence[str]) -> None:
+        """Raise UserError if without these sites no masked sum would be left, and too few new sites to read one."""
+        if not self.has_summed(names):
+            return
+        cohorts = self._cohorts()
+        new = {site.name for site in self.slots.members}.difference(*(cohort.names for cohort in cohorts))
+        groups = [new, *(cohort.names for cohort in cohorts if cohort.sums)]
+        if all(len(set(group) - set(names)) < MIN_MASKED_SITES for group in groups):
+            raise UserError(f"{KEY}={SITES}: without {', '.join(names)}, no {MIN_MASKED_SITES} sites are left that first "
+                            f"answered in the same round; start a new run without it, or with {KEY}={NONE}")  # fmt: skip
+
+    def _cohorts(self) -> list[Cohort]:
+        """Return the saved cohorts."""
+        roster, saved = self.experiment.config.roster, dict[str, State]()
+        for name, tensor in self.slots.keeps().get(STATISTICS, {}).items():
+            number, _, part = name.partition(".")
+            saved.setdefault(number, {})[part] = tensor
+        return [Cohort(sums, [roster[place].name for place in sums.pop(PLACES).tolist()]) for sums in saved.values()]
 
     def _ask_masked(self, context: RoundContext) -> None:
-        """Ask new sites for one masked sum, or all that were summed before if one of them leaves.
+        """Ask the rest of each cohort that a site leaves, and the new sites, each for one masked sum.
 
-        Raises FailedError if no sum was read and none was saved before.
+        Raises FailedError if a rest does not answer, or no sum would be left.
         """
-        saved, summed = self._saved()
-        again = self.has_summed(context.leaving)
-        asked = [site for site in context.participants if (site.name in summed) == again]
-        if not asked or (summed and not again and len(asked) < MIN_MASKED_SITES):
-            return
-        try:
-            sums, names = context.masked_sum(STATISTICS, self._expected(asked[0], 0), asked, every=again)
-            self._check_total(context, sums, names)
-        except FailedError as error:
-            if again or not summed:
-                raise
-            context.message(f"{error}: new sites use the mean and deviation of the others ({KEY})")
-            return
-        silent = {site.name for site in asked} - set(names)
-        context.participants = [site for site in context.participants if site.name not in silent]
-        if summed and not again:
-            sums, names = {name: tensor + saved[name] for name, tensor in sums.items()}, [*summed, *names]
-        places = [site.index for site in self.experiment.config.roster if site.name in names]
-        self.slots.keep(STATISTICS, {**sums, PLACES: torch.tensor(places)})
+        cohorts = [self._without(context, cohort) for cohort in self._cohorts()]
+        known = {name for cohort in cohorts for name in cohort.names}
+        new, summed = [site for site in context.participants if site.name not in known], any(each.sums for each in cohorts)
+        if context.participants and (len(new) >= MIN_MASKED_SITES or not summed):
+            try:
+                cohorts.append(self._asked(context, new))
+                silent = {site.name for site in new} - set(cohorts[-1].names)
+                context.participants = [site for site in context.participants if site.name not in silent]
+            except FailedError as error:
+                if not summed:
+                    raise
+                context.message(f"{error}: new sites use the mean and deviation of the others ({KEY})")
+        places = {site.name: site.index for site in self.experiment.config.roster}
+        state: State = {}
+        for number, cohort in enumerate(cohorts):
+            parts = {**cohort.sums, PLACES: torch.tensor([places[name] for name in cohort.names], dtype=torch.int64)}
+            state |= {f"{number}.{part}": tensor for part, tensor in parts.items()}
+        self.slots.keep(STATISTICS, state)
+
+    def _without(self, context: RoundContext, cohort: Cohort) -> Cohort:
+        """Return a cohort without leaving sites, with a new sum over the rest, or with none if the rest is too small."""
+        rest = [name for name in cohort.names if name not in context.leaving]
+        if not cohort.sums or len(rest) == len(cohort.names):
+            return Cohort(cohort.sums, rest)
+        if len(rest) < MIN_MASKED_SITES:
+            return Cohort({}, rest)
+        return self._asked(context, [site for site in context.participants if site.name in rest], needed=rest)
+
+    def _asked(self, context: RoundContext, sites: Sequence[Site], needed: Sequence[str] = ()) -> Cohort:
+        """Ask sites for one masked sum; none is read without a `needed` one. Raises FailedError if too few answer."""
+        sums, names = context.masked_sum(STATISTICS, self._expected(self.experiment.config.roster[0], 0), sites, needed)
+        self._check_total(context, sums, names)
+        return Cohort(sums, names)
 
     def _check_total(self, context: RoundContext, sums: State, names: Sequence[str]) -> None:
         """Raise FailedError for a sum that no examples have. Brings its digits into range."""

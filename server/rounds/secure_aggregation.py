@@ -64,7 +64,7 @@ class SecureAggregation:
             raise UserError(f"federation.secure_aggregation: record '{weighted}' counts by samples, but masked sums count "
                             "each site once; set strategy.weighting=equal")  # fmt: skip
         self._rebuilt: dict[str, bytes] = {}
-        self.needed: list[str] = []  # sites without which the sum is not read
+        self.needed: Sequence[str] = []  # sites without which the sum is not read
         self.together = rounds_together(self.context.ledger) if self.context.leaving else {}
         self.heard = Heard("")
 
@@ -82,13 +82,13 @@ class SecureAggregation:
         self._count(asked)
         return means
 
-    def total(self, kind: str, asked: Sequence[Site], every: bool) -> tuple[State, list[str]]:
+    def total(self, kind: str, asked: Sequence[Site], needed: Sequence[str]) -> tuple[State, list[str]]:
         """Ask the sites; return the sum of their answers, which have one record, and the sites of the sum.
 
-        The round begins again as in `gather`. `every`: no sum is read without one of the sites. Raises FailedError if too
-        few sites answer, or refuse the sum.
+        The round begins again as in `gather`. No sum is read without a `needed` site. Raises FailedError if too few sites
+        answer, or refuse the sum. Answers are not stored, so they have no masks in common with leaving sites.
         """
-        self.needed = [site.name for site in asked if every]
+        self.needed, self.together = needed, {}
         self._exchange(kind, {}, asked)
         [total] = self._totals().values()
         return total.totals, sorted(self.heard.vectors)
@@ -134,7 +134,7 @@ class SecureAggregation:
                               f"{', '.join(self.context.leaving)}; resume when it is connected, or forget it")  # fmt: skip
         if missing := [name for name in self.needed if name not in self.heard.vectors]:
             raise FailedError(f"round {self.context.number}: {missing[0]} did not answer, but {STANDARDISE}={SITES} needs a "
-                              "sum over all remaining sites; resume when it is connected, or forget it, too")  # fmt: skip
+                              "sum over the rest of its cohort; resume when it is connected, or forget it, too")  # fmt: skip
 
     # The sums
 

@@ -98,6 +98,10 @@ class ServerState:
         """Return the sites of the run that are not forgotten."""
         return self.slots.members
 
+    def domains(self) -> list[str]:
+        """Return the domains of the members."""
+        return list(dict.fromkeys(site.spec.domain for site in self.members()))
+
     def view(self) -> View:
         """Return a view of the current slots."""
         return View(self.setup, self.slots)
@@ -175,6 +179,10 @@ class ServerState:
         Raises UserError if not.
         """
         self.membership.check_forgetting(names, rollback)
+        if not rollback:
+            self.features.check_forgetting(names)
+        elif self.features.has_summed(names) and not any(map(self.slots.base, names)):  # no round to go back to
+            raise UserError(f"--rollback: {', '.join(names)} has no contribution; leave --rollback out")
 
     def check_recalibration(self, names: Sequence[str]) -> None:
         """Raise UserError if the aggregate without these sites cannot be recalibrated."""

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedloom.clients.data import remarks, site_sizes
 from fedloom.clients.data.listing import held
-from fedloom.clients.data.own import digests
+from fedloom.clients.data.own import digests, encoding_of
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture
 from fedloom.clients.networks.base import SelfStarting
@@ -154,7 +154,10 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             advice = method.state.strategy.warnings(method.experiment)
-            notes = [*remarks(config), *_changed(config, folder)] if has_data(config) else []
+            notes = list[str]()
+            if has_data(config):
+                notes = [*remarks(config), *folder.note_data(digests(config.domains))]
+                folder.note_tables(method.state.domains(), encoding_of)
             for line in [*notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
@@ -191,13 +194,6 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
     return summary
-
-
-def _changed(config: Config, folder: RunFolder) -> list[str]:
-    """Return a warning for each path whose files have changed since the run began or was last resumed."""
-    advice = "earlier rounds used the former data. If this is wrong, restore it, or start a new run."
-    changed = folder.note_data(digests(config.domains))
-    return [f"{path} has changed since the run began: {advice}" for path in changed]
 
 
 def check_sums(path: Path, results: Mapping[str, Any]) -> None:

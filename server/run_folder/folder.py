@@ -5,12 +5,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from fedloom.clients.data.found import Encoding
 from fedloom.clients.networks import Model
 from fedloom.clients.storage.states import write_bytes, write_private_state, write_state
 from fedloom.conf import to_yaml
@@ -18,8 +19,8 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
-from fedloom.server.run_folder.layout import CONFIG, DATA, METRICS, STANDARDISATION, STATES, SUMMARY, is_left
-from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_summary, refuse_existing
+from fedloom.server.run_folder.layout import CONFIG, DATA, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
+from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_object, read_summary, refuse_existing
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
@@ -124,12 +125,36 @@ class RunFolder:
         write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
 
     def note_data(self, digests: Mapping[str, str]) -> list[str]:
-        """Save digests of the data, and return the paths of those that differ from the saved ones."""
-        path = self.path / DATA
-        before: dict[str, str] = json.loads(path.read_bytes()) if path.is_file() else {}
-        if digests and digests != before:
+        """Save digests of the data. Return a warning for each path that has changed, and for a damaged file of digests."""
+        path, changed = self.path / DATA, self.changed(digests)
+        damaged = path.is_file() and not read_object(path)
+        if digests and digests != read_object(path):
             write_bytes(path, json.dumps(digests, indent=2).encode())
+        lines = [f"{name} has changed since the run began: earlier rounds used the former data. If this is wrong, restore "
+                 "it, or start a new run." for name in changed]  # fmt: skip
+        return [
+            *lines,
+            *([f"{path} is damaged: whether data have changed since the run began is unknown"] if damaged else []),
+        ]
+
+    def changed(self, digests: Mapping[str, str]) -> list[str]:
+        """Return the paths of data whose digests differ from the saved ones."""
+        before = read_object(self.path / DATA)
         return [name for name, digest in digests.items() if before.get(name, digest) != digest]
+
+    def note_tables(self, domains: Iterable[str], encoding: Callable[[str], Encoding | None] = lambda domain: None) -> None:
+        """Save how the rows of these domains' tables become inputs, and nothing of other domains. Saved ones stay."""
+        saved, path = read_object(self.path / TABLES), self.path / TABLES
+        found = {name: saved.get(name) or (vars(made) if (made := encoding(name)) else None) for name in domains}
+        if (tables := {name: each for name, each in found.items() if each}) != saved:
+            write_bytes(path, json.dumps(tables, indent=2).encode())
+
+    def table(self, domain: str) -> Encoding | None:
+        """Return how the rows of a domain's table become inputs, as saved when the run began; None if it is not saved."""
+        try:
+            return Encoding(**read_object(self.path / TABLES)[domain])
+        except (KeyError, TypeError):
+            return None
 
     def write_standardisation(self, records: Mapping[str, State]) -> None:
         """Write the mean and deviation by which the networks' inputs are standardised, if there are any.

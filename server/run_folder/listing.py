@@ -119,11 +119,16 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the content of a run's summary.json; empty if it cannot be read."""
+    return read_object(path / SUMMARY)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if it cannot be read."""
     try:
-        summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def busy(path: Path) -> bool:

@@ -19,6 +19,7 @@ from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, LedgerError, Request
 from fedloom.server.rounds.masks import rounds_together
 from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import BASELINES, DATA, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
@@ -250,6 +251,7 @@ class Unlearning:
             self.ledger.note("erased", body)
         for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        RunFolder(self.folder).note_tables(self.state.domains())
 
     def under_way(self) -> list[Request]:
         """Return the requests that are not certified yet, oldest first."""

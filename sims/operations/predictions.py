@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from fedloom.clients.data import Examples, domain_specs, outputs, own_examples, site_examples, to_float
 from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
 from fedloom.clients.data.forms import schema_of
+from fedloom.clients.data.found import Encoding
+from fedloom.clients.data.own import digests, encoding_of
 from fedloom.clients.data.standardise import KEY, SITE, Standardisation, first_schema, sums_of
 from fedloom.clients.data.tables import rows_of
 from fedloom.clients.evaluation.accuracy import pieces
@@ -23,6 +25,7 @@ from fedloom.conf.metrics import CLASS, MULTILABEL, TOKENS
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
+from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import STANDARDISATION
 
 SPLITS = ("train", "validation", "test")
@@ -41,15 +44,15 @@ def standardisation_of(config: Config, folder: Path, site: str) -> Standardisati
     if not site:
         raise UserError(f"site: {KEY} is {SITE}, so name the site whose mean and deviation apply")
     named = _site(config, site)
+    _check_unchanged(folder, named.spec.domain)
     return Standardisation.from_sums(sums_of(site_examples(config, named), schema_of(config, named.spec)))
 
 
 def predicted(
-    config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, probabilities: bool,
-    by: Standardisation | None = None,
-) -> Tensor:  # fmt: skip
+    config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, probabilities: bool, folder: Path
+) -> Tensor:
     """Return predictions, raw outputs or probabilities; arguments and result as in sims.api.Result.predict."""
-    raw = _raw(config, network, inputs, site, by)
+    raw = _raw(config, network, inputs, site, folder)
     kind = metrics_of(config).kind
     if probabilities:
         if kind not in (CLASS, MULTILABEL, TOKENS):
@@ -60,16 +63,14 @@ def predicted(
     return raw > 0 if kind == MULTILABEL else raw.argmax(-1)
 
 
-def evaluated(
-    config: Config, network: nn.Module, data: Any, metrics: Any, site: str, by: Standardisation | None = None
-) -> dict[str, float]:
+def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site: str, folder: Path) -> dict[str, float]:
     """Return metrics on data; arguments and result as in sims.api.Result.evaluate."""
     if metrics:
         entries = [metrics] if isinstance(metrics, str) else list(metrics)
         config = replace(config, evaluation=replace(config.evaluation, metrics=entries, where="server"))
     chosen = metrics_of(config)
     inputs, targets = (data.x, data.y) if hasattr(data, "x") else _pair(data)
-    raw = _raw(config, network, inputs, site, by)
+    raw = _raw(config, network, inputs, site, folder)
     if len(raw) != len(targets):
         raise UserError(f"data: has {len(raw)} inputs, but {len(targets)} targets; it takes as many of both")
     values = chosen.values(chosen.sums(raw, targets.cpu()))
@@ -92,14 +93,15 @@ def _pair(data: Any) -> tuple[Tensor, Tensor]:
     return inputs, torch.as_tensor(targets)
 
 
-def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Standardisation | None) -> Tensor:
+def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, folder: Path) -> Tensor:
     """Return a network's outputs in evaluation mode, on the CPU. Inputs and predicted numbers are in the data's units."""
     if config.data.heads != "shared" and not site:
         raise UserError(f"site: data.heads is {config.data.heads}, so name the site whose head answers")
+    by = standardisation_of(config, folder, site)
     head = outputs(config, _site(config, site).spec) if site else slice(None)
     device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
     view = HeadView(network.to(device), head, config.evaluation.statistics, by).eval()
-    values = _checked(config, inputs, site)
+    values = _checked(config, inputs, site, folder)
     batches = values.tensor_split(pieces(len(values), config.evaluation.batch))
     with torch.inference_mode():
         taken = (batch.to(device) for batch in batches)
@@ -111,14 +113,14 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, by: Stan
     return torch.cat(found).clone()
 
 
-def _checked(config: Config, inputs: Any, site: str) -> Tensor:
+def _checked(config: Config, inputs: Any, site: str, folder: Path) -> Tensor:
     """Return inputs as a tensor; measurements are float32. Raises UserError for other things, and for other features."""
     if isinstance(inputs, str | Path | Mapping) or hasattr(inputs, "columns"):
         spec = _site(config, site).spec if site else next(iter(domain_specs(config).values()))
         if not spec.domain.startswith("table:"):
             raise UserError(f"inputs: got a {type(inputs).__name__}, but the run has no table; "
                             "takes a tensor or an array of numbers, such as table[COLUMNS].to_numpy()")  # fmt: skip
-        inputs = rows_of(spec.domain, inputs)
+        inputs = rows_of(_encoding(folder, spec.domain), inputs)
     try:
         values = torch.as_tensor(inputs)
     except (TypeError, ValueError, RuntimeError):
@@ -131,6 +133,21 @@ def _checked(config: Config, inputs: Any, site: str) -> Tensor:
         takes = ", ".join(map(str, ("n", *form.shape))) + (f"]: {columns}" if columns else "]")
         raise UserError(f"inputs: got the shape {list(values.shape)}, takes [{takes}")
     return values.float() if values.is_floating_point() or form.kind in (FEATURES, SEQUENCE, ARRAY) else values
+
+
+def _encoding(folder: Path, domain: str) -> Encoding:
+    """Return how the run's inputs were made of a table, as saved or, for older runs, from the unchanged table."""
+    if (saved := RunFolder(folder).table(domain)) is None:
+        _check_unchanged(folder, domain)
+        saved = encoding_of(domain)
+    assert saved is not None  # a table has one
+    return saved
+
+
+def _check_unchanged(folder: Path, domain: str) -> None:
+    """Raise UserError if a domain's files are not those of the run."""
+    for path in RunFolder(folder).changed(digests([domain])):
+        raise UserError(f"{path} has changed since the run, so how its inputs were made is unknown; restore the file")
 
 
 def _site(config: Config, name: str) -> Site:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedloom.clients.protocol.codec import decode, encode
+from fedloom.clients.protocol.codec import decode, decode_flat, encode
 
 DTYPES = st.sampled_from([np.float32, np.float64, np.float16, np.int64, np.int32, np.uint8, np.bool_])
 
@@ -43,6 +43,21 @@ def test_other_headers_are_read_by_numpy():
     file = io.BytesIO()
     np.save(file, np.asfortranarray(np.arange(6.0).reshape(2, 3)))
     assert decode(Array("float64", (2, 3), "numpy.ndarray", file.getvalue())).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("shape", [(0, 2**31, 2**31, 2**31), (0, 2**61), (2**31, 0, 2**30), (0, 2**60), (3, 0)])
+def test_empty_arrays_of_any_shape_are_read_alike(shape: tuple[int, ...]):
+    file = io.BytesIO()
+    head = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, head)
+    array = Array("float32", shape, "numpy.ndarray", file.getvalue())
+    if shape in ((0, 2**60), (3, 0)):
+        found = decode_flat({"w": array})
+        assert found is not None and found["w"].shape == decode(array).shape == shape
+    else:
+        assert decode_flat({"w": array}) is None
+        with pytest.raises(ValueError, match="too big"):
+            decode(array)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nonsense"])

@@ -107,6 +107,8 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({}, "", r"has the columns age, smoker, .*\?target=COLUMN"),
     ({}, "target=sik", r"has no column 'sik' \(target\); did you mean 'sick'\?"),
     ({}, "target=sick&features=age,heigth", r"has no column 'heigth' \(features\)"),
+    ({}, "target=sick&target=age", r"has the key 'target' 2 times; write it once"),
+    ({"sick": np.arange(ROWS, dtype=np.uint64) % 2 + 2**63}, "target=sick", r"has labels from 9223372036854775808 to 92"),
     ({}, "target=sick&colour=red", r"unknown key 'colour'; takes \?target=&features="),
     ({}, "target=sick&task=ranking", r"task: got 'ranking', takes class, multilabel, regression, tokens"),
     ({}, "target=sick&missing=zero", r"missing: got 'zero', takes refuse, drop, mean"),
@@ -166,6 +168,26 @@ def test_hashed_categories_have_the_same_columns_at_all_sites_and_tell_no_value(
     rows = [np.asarray(find(each).sources[0].images(tmp_path, "all", np.arange(2)))
             for each in (codes + "&categories=smoker:#5", whole)]  # fmt: skip
     assert rows[0].tolist() == rows[1].tolist()
+
+
+def test_a_value_of_a_category_depends_on_no_other_row(tmp_path: Path):
+    query = "?target=y&features=code&missing=drop&categories=code:#1024"
+    days = pd.to_datetime(["2020-01-01 00:00"] * 2 + ["2020-01-02 10:00"] * 2)
+    columns = {
+        "a.csv": ["01000", "2", "SW1A", "2.5"], "b.csv": ["01000", "2", "3", "4"], "c.csv": ["01000", "2.0", "", "4"],
+        "a.parquet": [1.0, 2.0, 2.5, np.nan], "b.parquet": [1, 2, 3, 4],
+        "d.parquet": days, "e.parquet": days[[0, 0, 2, 2]].normalize(),
+    }  # fmt: skip
+    rows = {}
+    for name, values in columns.items():
+        table = pd.DataFrame({" code ": values, "x": range(4), "y": [0, 1, 0, 1]})
+        table.to_parquet(tmp_path / name) if name.endswith("parquet") else table.to_csv(tmp_path / name, index=False)
+        rows[name] = np.asarray(find(f"table:{tmp_path}/{name}{query}").sources[0].images(tmp_path, "all", np.arange(2)))
+    assert rows["a.csv"].tolist() == rows["b.csv"].tolist() == rows["c.csv"].tolist() != rows["b.parquet"].tolist()
+    assert rows["a.parquet"].tolist() == rows["b.parquet"].tolist()
+    assert rows["d.parquet"].tolist() == rows["e.parquet"].tolist()
+    with pytest.raises(UserError, match="missing=mean fills in numbers of features only"):
+        find(f"table:{tmp_path}/a.parquet{query.replace('drop', 'mean')}")
 
 
 def test_sites_with_columns_in_another_order_are_refused_with_what_to_write(tmp_path: Path):

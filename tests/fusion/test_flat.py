@@ -1,6 +1,7 @@
 """A flat state is a state like any other: it has the same sums, files and messages, whatever its tensors are."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -99,8 +100,10 @@ def test_reading_a_state_as_integers_does_not_change_it(shapes: dict[str, list[i
 class Doubled(nn.Linear):
     """Loads twice its weights."""
 
-    def _load_from_state_dict(self, state_dict: State, prefix: str, *arguments: object) -> None:
-        super()._load_from_state_dict({name: 2 * tensor for name, tensor in state_dict.items()}, prefix, *arguments)  # type: ignore[call-arg]
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(
+            {name: 2 * tensor for name, tensor in state_dict.items()}, prefix, *arguments, **options
+        )
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])

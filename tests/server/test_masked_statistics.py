@@ -19,6 +19,7 @@ from fedloom.conf.load import load_text
 from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check
 from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.unlearning.requests import receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.masked import Spoiled, changed, forget, gone, run
@@ -92,7 +93,7 @@ def test_forgetting_asks_the_others_again(table: Path, tmp_path: Path):
     run(config)
     with method_of(config) as method:
         before = statistics(method)
-        with pytest.raises(FailedError, match=r"site-0002 did not answer, .* remove its masks with site-0001"):
+        with pytest.raises(FailedError, match=r"site-0002 did not answer, .* needs a sum over the rest of its cohort"):
             forget(method, config, [NAMES[1]], "first", Spoiled(gone, [STATISTICS], [2]))
         assert same(statistics(method), before)
         forget(method, config, [NAMES[1]], "first", client)
@@ -111,7 +112,12 @@ def test_a_site_that_never_trained_leaves_the_statistics(table: Path, tmp_path: 
     with method_of(config) as method:
         assert same(statistics(method), over(tmp_path, table, NAMES))
         assert not method.state.slots.has("networks", NAMES[4])
-        with pytest.raises(FailedError, match=r"site-0002 did not answer, but data\.standardise=sites needs a sum over all"):
+        receive(method.ledger, "back", [NAMES[4]], "", {"rollback": True})
+        method.unlearning().take((listener := Recorder()).message)
+        assert "site-0004 has no contribution; leave --rollback out" in listener.messages[0]
+        with pytest.raises(
+            FailedError, match=r"site-0002 did not answer, but data\.standardise=sites needs a sum over the rest"
+        ):
             forget(method, config, [NAMES[4]], "first", Spoiled(gone, [STATISTICS], [2]))
         forget(method, config, [NAMES[4]], "first")
         assert same(statistics(method), over(tmp_path, table, NAMES[:4]))
@@ -149,6 +155,30 @@ def test_new_sites_are_summed_together(table: Path, tmp_path: Path):
     assert len(asked) == SITES and sorted(asked[:3]) != [0, 1, 2] and set(asked) == set(range(SITES))
     with method_of(config) as method:
         assert same(statistics(method), over(tmp_path, table, NAMES, "seed=4"))
+
+
+def test_only_the_rest_of_a_cohort_answers_again(table: Path, tmp_path: Path):
+    words = ["federation.fraction=0.5", "rounds=6", "training.batch=4", "sites.0.count=6"]
+    config, plain = configured(tmp_path, table, MASKS, *words), configured(tmp_path, table, *words, name="plain")
+    client = Spoiled()
+    run(config, client)
+    run(plain)
+    asked = [f"site-{site:04d}" for kind, site, _ in client.replies if kind == STATISTICS]
+    first, second = asked[:3], asked[3:]
+    assert len(second) == 2  # a single sixth site uses the others' statistics
+    with method_of(config) as method, method_of(plain) as other:
+        other.state.forget([name for site in config.roster if (name := site.name) not in asked], {})
+        for name, again in ((first[0], first[1:]), (second[0], [])):
+            client = Spoiled()
+            forget(method, config, [name], name, client)
+            other.state.forget([name] if again else second, {})  # a sum over one site would be its own
+            assert {f"site-{site:04d}" for kind, site, _ in client.replies if kind == STATISTICS} == set(again)
+            assert same(statistics(method), statistics(other))
+        receive(method.ledger, "last", [first[1]], "", {})
+        method.unlearning().take(Recorder().message)
+        request = method.ledger.request("last")
+        assert request and request.state == "refused"
+    assert check(folder(config)) == []
 
 
 def test_a_resumed_run_asks_no_site_again(table: Path, tmp_path: Path):

@@ -9,7 +9,8 @@ import pytest
 from fedloom.conf import Config
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
-from fedloom.server.run_folder.folder import METRICS, SUMMARY
+from fedloom.server.run_folder.folder import METRICS, SUMMARY, RunFolder
+from fedloom.server.run_folder.layout import DATA
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import Stopped, Stopper, configured, metrics, no_metrics, orphans, results, resumed, run, stopped
 from tests.server.runs import copied
@@ -206,3 +207,12 @@ def test_a_table_that_changed_since_the_run_began_is_a_warning(tmp_path: Path):
     assert warned(2) == 0
     frame(tmp_path, x=range(1, 91), sick=[0, 1, 1] * 30)
     assert (warned(3), warned(4)) == (1, 0)
+
+
+@pytest.mark.parametrize("text", ["", "[1", "[1]"])
+def test_damaged_digests_of_data_are_a_warning_and_written_again(tmp_path: Path, text: str):
+    made, digests = RunFolder(tmp_path), {"a.csv": "0" * 64}
+    assert made.note_data(digests) == []
+    (tmp_path / DATA).write_text(text, encoding="utf-8")
+    (line,) = made.note_data(digests)
+    assert "data.json is damaged" in line and "\n" not in line and made.note_data(digests) == []

@@ -1,5 +1,6 @@
 """Result.predict and Result.evaluate on a table: the unit of the targets, and inputs that do not fit."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from fedloom import Result, run
 from fedloom.conf import UserError
+from fedloom.server.run_folder.layout import TABLES
 from tests.sims.other_data import frame, next_tokens
 
 SETTINGS = {
@@ -77,7 +79,49 @@ def test_a_table_gets_the_columns_categories_and_means_of_the_run(tmp_path: Path
     pd.DataFrame(rows).to_csv(tmp_path / "new.csv", index=False)
     for inputs in (rows, pd.DataFrame(rows), tmp_path / "new.csv", f"{tmp_path}/new.csv"):
         torch.testing.assert_close(result.predict(inputs, scores=True), wanted)
+    torch.testing.assert_close(result.predict({"kind": ["c"], "age": [None]}, scores=True), wanted[:1])
     assert result.class_names() == ["no", "yes"]
     torch.testing.assert_close(result.predict(rows, probabilities=True), wanted.softmax(-1))
     with pytest.raises(UserError, match="inputs: the dict 'kind' has the value 'd', takes a, b, c"):
         result.predict({"kind": ["d"], "age": [1.0]})
+    changed = pd.DataFrame({**columns, "kind": ["a", "b", "d"] * 40, "age": 7.0})[["sick", "kind", "name", "age"]]
+    changed.to_csv(domain.partition(":")[2].partition("?")[0], index=False)
+    torch.testing.assert_close(result.predict(rows, scores=True), wanted)
+    (result.folder / TABLES).write_text("[1", encoding="utf-8")
+    with pytest.raises(UserError, match=r"has changed since the run, so how its inputs were made is unknown; restore"):
+        result.predict(rows)
+
+
+def test_a_table_of_forgotten_sites_alone_leaves_no_categories_and_means_in_the_run(tmp_path: Path):
+    domains = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        domains.append(f"{frame(tmp_path / name, age=np.arange(80) + ord(name), sick=[0, 1] * 40)}?target=sick&missing=mean")
+    settings = {
+        **SETTINGS,
+        "rounds": 1,
+        "sites": [{"domain": each, "name": name, "label": name} for name, each in zip("ab", domains, strict=True)],
+    }
+    result = run({**settings, "run": {"root": str(tmp_path), "name": "two"}})
+    assert json.loads((result.folder / TABLES).read_text()).keys() == {*domains}
+    result.unlearn("a")
+    assert json.loads((result.folder / TABLES).read_text()).keys() == {domains[1]}
+
+
+def test_odd_tables_are_refused_in_one_line(prices: Result, tmp_path: Path):
+    (tmp_path / "ragged.csv").write_text("size,age\n1,2\n3,4,5\n", encoding="utf-8")
+    (tmp_path / "binary.csv").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "broken.csv.gz").write_bytes(b"no gzip")
+    bad = {
+        r"inputs: the DataFrame has no column 'size' \(inputs\)\.": pd.DataFrame([[1, 2.0]]),
+        "inputs: the DataFrame has the column 'age' twice; rename one": pd.DataFrame(
+            [[1, 2, 3]], columns=["size", "age", "age"]
+        ),
+        r"inputs: .*ragged\.csv cannot be read \(ParserError: .*\)": tmp_path / "ragged.csv",
+        r"inputs: .*binary\.csv cannot be read \(.*\)": tmp_path / "binary.csv",
+        r"inputs: .*broken\.csv\.gz cannot be read \(.*\)": tmp_path / "broken.csv.gz",
+    }
+    for line, inputs in bad.items():
+        with pytest.raises(UserError, match=line) as caught:
+            prices.predict(inputs)
+        assert "\n" not in str(caught.value)
