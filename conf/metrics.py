@@ -12,7 +12,7 @@ from fedloom.conf.registry import section_of
 KEY = "evaluation.metrics"
 CLASS, MULTILABEL, REGRESSION, TOKENS = "class", "multilabel", "regression", "tokens"  # kinds of targets
 TARGETS = {CLASS: "classes", MULTILABEL: "several labels for each example", REGRESSION: "numbers", TOKENS: "tokens"}
-AS_NUMBERS = "to predict numbers, write ?task=regression behind the path"
+AS_NUMBERS = "to predict numbers, write task=regression behind the path"
 ACCURACY = "accuracy"
 
 

@@ -142,7 +142,7 @@ def _check_names(specs: Mapping[str, SiteConfig]) -> None:
     for first, second in combinations(names, 2):
         if (k := differing(names[first], names[second])) is not None:
             fault = f"class {k} is '{names[first][k]}' in {first} and '{names[second][k]}' in {second}"
-            numbers = ", write ?task=class behind the paths if they are class numbers" if names[first][k].isdigit() else ""
+            numbers = ", write task=class behind the paths if they are class numbers" if names[first][k].isdigit() else ""
             raise UserError(f"data.heads: {fault}. Use the same classes in both{numbers}, or set data.heads=task or own.")
 
 

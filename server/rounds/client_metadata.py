@@ -107,7 +107,7 @@ def _unlike_classes(names_of: Mapping[int, tuple[str, tuple[str, ...]]]) -> dict
     for site, names in named.items():
         if (k := differing(usual, names)) is not None:
             reasons[site] = f"its class {k} is '{plain(names[k])}', but class {k} of {first} is '{plain(usual[k])}'"
-            reasons[site] += "; write ?task=class behind its path if these are class numbers" if names[k].isdigit() else ""
+            reasons[site] += "; write task=class behind its path if these are class numbers" if names[k].isdigit() else ""
     return reasons
 
 

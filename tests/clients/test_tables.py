@@ -255,7 +255,7 @@ def test_class_numbers_with_gaps_are_names_that_sites_must_share(tmp_path: Path)
     assert (find(f"{gaps}&task=class").classes, find(f"{gaps}&task=class").names) == (3, ())
     (tmp_path / "b").mkdir()
     second = {"domain": written(tmp_path / "b") + "?target=sick", "label": "b"}
-    with pytest.raises(UserError, match=r"class 0 is '1' in patients and '0' in b\. Use the same .* \?task=class behind"):
+    with pytest.raises(UserError, match=r"class 0 is '1' in patients and '0' in b\. Use the same .* task=class behind"):
         data.num_classes(config({"domain": gaps}, second))
     assert data.num_classes(config({"domain": f"{gaps}&task=class"}, second)) == 3
     (line,) = data.remarks(config({"domain": gaps}))

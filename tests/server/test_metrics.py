@@ -153,7 +153,7 @@ def test_a_metric_that_does_not_add_up_works_only_at_the_server(tmp_path):
         (["f1", "f1"], CLASS, r"evaluation.metrics\[1\]: 'f1' is listed twice"),
         (["confusion_matrix"], CLASS, "is not a number, so no table .* write a number such as accuracy"),
         ([{"name": "f1", "beta": 2}], CLASS, "'f1' takes no options"),
-        (["mae"], CLASS, r"to predict numbers, write \?task=regression behind the path"),
+        (["mae"], CLASS, r"to predict numbers, write task=regression behind the path"),
         ([3], CLASS, r"evaluation.metrics\[0\]: got 3, takes a name or a section"),
     ],
 )  # fmt: skip

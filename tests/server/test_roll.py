@@ -68,7 +68,7 @@ def test_class_numbers_with_gaps_are_compared_with_sites_whose_classes_are_numbe
     roll = ClientMetadata()
     for place, names in enumerate([(), (), ("1", "2")]):
         roll.take(answered(place, 20, names))
-    assert roll.unlike() == {"site-0002": "its class 0 is '1', but class 0 of site-0000 is '0'; write ?task=class behind "
+    assert roll.unlike() == {"site-0002": "its class 0 is '1', but class 0 of site-0000 is '0'; write task=class behind "
                                           "its path if these are class numbers"}  # fmt: skip
 
 
