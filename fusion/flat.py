@@ -81,7 +81,8 @@ def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     first = next(iter(own.values()))
     views = whole.layout.state(whole.vector.to(first.device))  # one transfer to a GPU
     with torch.no_grad():
-        torch._foreach_copy_(list(own.values()), [views[name] for name in own])
+        for name, tensor in own.items():
+            tensor.copy_(views[name])
 
 
 def _loads_plainly(module: nn.Module) -> bool:

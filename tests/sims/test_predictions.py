@@ -118,7 +118,7 @@ def test_odd_tables_are_refused_in_one_line(prices: Result, tmp_path: Path):
             [[1, 2, 3]], columns=["size", "age", "age"]
         ),
         r"inputs: .*ragged\.csv cannot be read \(ParserError: .*\)": tmp_path / "ragged.csv",
-        r"inputs: .*binary\.csv cannot be read \(.*\)": tmp_path / "binary.csv",
+        r"inputs: .*binary\.csv (cannot be read|has one column).*": tmp_path / "binary.csv",
         r"inputs: .*broken\.csv\.gz cannot be read \(.*\)": tmp_path / "broken.csv.gz",
     }
     for line, inputs in bad.items():
