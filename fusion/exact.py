@@ -110,7 +110,7 @@ class ExactSum:
             raise
 
     def undo(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], before: int = 1, times: int = 1) -> None:
-        """Undo `replace` with these arguments: the sum is as it was before."""
+        """Undo `replace` with these arguments."""
         if times:
             self._accumulate(new, -times)
         if before:

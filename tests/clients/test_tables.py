@@ -188,9 +188,8 @@ def test_a_value_of_a_category_depends_on_no_other_row(tmp_path: Path):
     assert rows["a.csv"].tolist() == rows["b.csv"].tolist() == rows["c.csv"].tolist() != rows["b.parquet"].tolist()
     assert rows["a.parquet"].tolist() == rows["b.parquet"].tolist()
     assert rows["d.parquet"].tolist() == rows["e.parquet"].tolist()
-    gap = np.asarray(
-        find(f"table:{tmp_path}/a.parquet{query.replace('drop', 'mean')}").sources[0].images(tmp_path, "all", 3)
-    )
+    filled = find(f"table:{tmp_path}/a.parquet{query.replace('drop', 'mean')}").sources[0]
+    gap = np.asarray(filled.images(tmp_path, "all", np.array([3])))
     assert gap.sum() == 1.0  # a gap is a value, too
 
 

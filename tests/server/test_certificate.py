@@ -75,7 +75,7 @@ def test_the_certificate_says_what_was_done_and_measured(finished: Config, certi
 def test_the_certificate_says_what_was_tested_and_what_nobody_looked_for(certified: tuple[Config, dict[str, Any]]):
     config, done = certified
     scope = done["scope"]
-    assert any(f"images of {ONE}" in what for what in scope["tested"])
+    assert any(f"examples of {ONE}" in what for what in scope["tested"])
     assert not any("distance" in what for what in scope["tested"])
     assert any("--retrain" in what for what in scope["not_tested"])
     assert any("backdoor" in what and "wakes" in what for what in scope["not_tested"])
