@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Fault, str]] = {
     ),
     "other shapes": (
         changed(ROUND, lambda state: {name: tensor[:1] for name, tensor in state.items()}),
-        "record 'round', tensor 'head.weight': shape [1, 16], expected [10, 16]",
+        "record 'round', tensor 'head.bias': shape [1], expected [10]",
     ),
     "a network of other width": (
         changed(SITE, lambda state: {name: tensor.repeat_interleave(2, 0) for name, tensor in state.items()}),
