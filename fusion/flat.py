@@ -12,6 +12,12 @@ from torch import Tensor, nn
 
 from fedloom.fusion.state import State
 
+# A module with one of these changes its state when it is saved or loaded.
+HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+METHODS = ("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict")
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of tensors, sorted by their names
 
 
@@ -75,7 +81,7 @@ def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy a state into a module's parameters and buffers. Raises RuntimeError for other names or shapes."""
     own, whole = module.state_dict(), flat_of(state)
     alike = own.keys() == state.keys() and all(own[name].shape == state[name].shape for name in own)
-    if whole is None or not alike or not all(map(_loads_plainly, module.modules())):
+    if whole is None or not alike or not all(map(_is_plain, module.modules())):
         module.load_state_dict(state)
         return
     first = next(iter(own.values()))
@@ -85,10 +91,12 @@ def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             tensor.copy_(views[name])
 
 
-def _loads_plainly(module: nn.Module) -> bool:
-    """Return whether load_state_dict only copies tensors into the module."""
-    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
-    return not hooks and type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether the module's state is its own tensors, and load_state_dict only copies into them."""
+    kind = type(module)
+    return not any(getattr(module, hooks) for hooks in HOOKS) and all(
+        getattr(kind, method) is getattr(nn.Module, method) for method in METHODS
+    )
 
 
 def copy_of(state: Mapping[str, Tensor]) -> State:

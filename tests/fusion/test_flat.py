@@ -106,12 +106,30 @@ class Doubled(nn.Linear):
         )
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+class Halved(nn.Linear):
+    """Saves half its weights."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update(
+            {name: tensor / 2 for name, tensor in state.items() if name.startswith(prefix)}
+        ))  # fmt: skip
+
+
+class Saved(nn.Linear):
+    """Saves copies of its weights."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: tensor.clone() for name, tensor in self.named_parameters()})
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled, Halved, Saved])
 def test_a_module_is_filled_as_it_would_load_the_state(kind: type[nn.Linear]):
     one, other = (nn.Sequential(kind(3, 4), nn.ReLU(), kind(4, 2)) for _ in range(2))
     state = flattened({name: torch.randn(tensor.shape) for name, tensor in one.state_dict().items()})
     fill(one, state)
     other.load_state_dict(dict(state))
-    assert same(one.state_dict(), other.state_dict())
+    assert same(dict(one.named_parameters()), dict(other.named_parameters()))
     with pytest.raises(RuntimeError, match="Missing key"):
         fill(one, flattened({"0.weight": torch.zeros(4, 3)}))
