@@ -78,7 +78,7 @@ class Partials:
 
     def _merge(self, partial: PartialSum, node: bool = False) -> None:
         records, added = to_states(RecordDict({**partial.records})), {}
-        new = to_states(RecordDict({SITE: partial.new})).get(SITE) if partial.new is not None else None
+        whole = to_states(RecordDict({SITE: partial.new}))[SITE] if partial.new is not None else None
         for record, spec in self.expected.items():
             like = spec.like if spec.like is not None else records.get(record, {})
             check_record(record, records.get(record), like, integers=True)
@@ -88,6 +88,7 @@ class Partials:
         for record, spec in self.expected.items():
             if spec.slot:
                 change = self.context.slots.summed(spec.slot, records[record])
+                new = self.context.slots.summed(spec.slot, whole) if whole is not None else None
                 self.context.slots.merge(
                     spec.slot, change, partial.samples, self.context.number, partial.blobs, node=node, new=new
                 )

@@ -114,8 +114,9 @@ def test_an_absurd_number_of_samples_is_refused_and_leaves_no_trace(tmp_path: Pa
         assert summed(spoilt) == sum_of_contributions(spoilt)
 
 
-def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leaves_no_trace(tmp_path: Path):
-    config = many(tmp_path)
+@pytest.mark.parametrize("mode", ["exact", "regularised"])  # sums of all tensors, and of the convolutions alone
+def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leaves_no_trace(tmp_path: Path, mode: str):
+    config = many(tmp_path, mode, "network.affine=true")
     aggregate = started(config)
     play(aggregate, config, [[0, 1]])
     site, kept, before = everyone()[1], on_disk(aggregate), aggregate.digest()
@@ -123,7 +124,7 @@ def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leave
     parts = {name: quantise(state, aggregate.slots.bits) for name, state in records(config, site.name, 2).items()}
     change = {name: tensor - contribution(aggregate, site.name)[name] for name, tensor in parts[SITE].items()}
     sums, once = {ROUND: to_arrays(parts[ROUND]), SITE: to_arrays(change)}, {ROUND: 1, SITE: 1}
-    partial = PartialSum("run", 2, frozenset({"1"}), {site.name: 10}, addends=once, records=sums)
+    partial = PartialSum("run", 2, frozenset({"1"}), {site.name: 10}, addends=once, records=sums, new=to_arrays(parts[SITE]))
     with pytest.raises(UserError, match=r"site-0001/round-000002\.safetensors: was not written; federation\.partial_sums"):
         staged(aggregate, 2, [replace(reply, partial=partial)])
     aggregate.abandon()
@@ -135,6 +136,9 @@ def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leave
     aggregate.commit(2, {})
     assert digest(contribution(aggregate, site.name)) == digest(parts[SITE])
     assert aggregate.digest()["sum"] == sum_of_contributions(aggregate)
+    known = aggregate.slots.sum_of("sum", [site.name]).totals  # of the round
+    aggregate.slots.reload()
+    assert digest(known) == digest(aggregate.slots.sum_of("sum", [site.name]).totals)
     assert not list(staging.rglob("*.safetensors"))
 
 
