@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from fedloom.clients.data.sources import Labels, Pixels
+from fedloom.conf.errors import UserError, plain
 
+ANIMATED = ("GIF", "PNG", "WEBP")  # a JPEG of a telephone may have a preview as a second frame
 CHANNELS = (1, 3)  # of tensors whose channels come first
 MOST_CHANNELS = 64
 MOST_CLASSES = 100_000
@@ -91,11 +93,13 @@ def _is_wide(image: Any) -> bool:
 
 
 def check_image(image: Any) -> None:
-    """Raise PIL's error, or ValueError, if an opened PIL image is damaged or unusable. Does not decode all of it.
+    """Raise PIL's error, ValueError, or UserError if an opened PIL image is damaged or unusable. Does not decode all of it.
 
     Reads the checksums of a PNG, and an eighth of the pixels of a JPEG.
     """
     _check_mode(image)
+    if image.format in ANIMATED and (frames := getattr(image, "n_frames", 1)) > 1:
+        raise UserError(f"{plain(str(image.filename))} has {frames} frames, takes one; save one frame per file")
     if image.format == "PNG":
         image.verify()
     else:

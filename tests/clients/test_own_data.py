@@ -220,6 +220,17 @@ def test_tiff_files_that_do_not_fit_are_refused(tmp_path: Path, array: np.ndarra
         images(scans(tmp_path / "scans", array, photometric="minisblack"))
 
 
+@pytest.mark.parametrize("kind", ["gif", "png", "webp"])
+def test_a_film_is_refused(tmp_path: Path, kind: str):
+    frames = [Image.fromarray(np.full((8, 8), 80 * number, np.uint8)) for number in range(3)]
+    for place in range(2):
+        (tmp_path / "films" / str(place)).mkdir(parents=True)
+        for number in range(20):
+            frames[0].save(tmp_path / f"films/{place}/{number}.{kind}", save_all=True, append_images=frames[1:])
+    with pytest.raises(UserError, match=rf"0\.{kind} has 3 frames, takes one; save one frame per file"):
+        data.site_sizes(config({"domain": f"images:{tmp_path}/films"}))
+
+
 def test_padding_before_the_tokens_is_a_warning(tmp_path: Path):
     tokens = np.array([[1, 2, 0], [0, 1, 2], [0, 0, 0]] * 10)
     np.savez(tmp_path / "left.npz", x=tokens, y=np.arange(30) % 2)

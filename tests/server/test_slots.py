@@ -96,8 +96,8 @@ def test_a_refused_site_leaves_nothing_in_what_workers_add_up(tmp_path: Path):
 
 def test_workers_measure_a_change_from_the_network_that_was_sent(tmp_path: Path):
     """A site's last contribution is further away here, since other sites have trained in between."""
-    words = ["rounds=5", "federation.fraction=0.34", "federation.largest_change=1.0", "training.rate=0.1", "training.epochs=3",
-             "training.schedule=constant"]  # fmt: skip
+    words = ["rounds=5", "federation.fraction=0.34", "federation.largest_change=1.0", "training.rate=0.1"]
+    words += ["training.epochs=3", "training.schedule=constant"]
     alone = trained(tmp_path, "FedProx", *words)
     partial = trained(
         tmp_path, "FedProx", *words, "federation.partial_sums=true", "engine.workers=1", "run.overwrite=true", engine="ray"
