@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -18,16 +17,14 @@ from fedloom.clients.evaluation.accuracy import Score, score, score_numbers
 from fedloom.clients.evaluation.metrics import Metrics, metrics_of
 from fedloom.clients.evaluation.statistics import CLASS_STATISTICS, MOMENTS, class_statistics, moments
 from fedloom.clients.job import Job, alone, asked_site, moment, read_job, store_of
-from fedloom.clients.networks import Architecture, HeadView, Network
+from fedloom.clients.networks import HeadView
 from fedloom.clients.networks.initial import alike
-from fedloom.clients.objectives import Answer, Experiment, Session, Task
+from fedloom.clients.objectives import Answer, Session
 from fedloom.clients.privacy.guard import LOG, SIMULATED, failed
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.failures import BlamedError, LostStateError, RefusedError
 from fedloom.clients.protocol.messages import (
-    BASES,
-    BEFORE,
     CLASSES,
     COMPONENTS,
     ENROL,
@@ -35,35 +32,28 @@ from fedloom.clients.protocol.messages import (
     ERASED,
     EVALUATE,
     IDLE,
-    LIFT,
-    MEAN,
     METRICS,
     MODEL,
-    OWN,
     PROTOCOL,
     SECURE_KINDS,
-    SECURE_SHARES,
     TRAIN,
     WHO,
     read_order,
     right_of,
     sums_of,
     to_arrays,
-    to_states,
 )
 from fedloom.clients.protocol.packing import NONE, as_sent
 from fedloom.clients.protocol.signatures import SIGNED, erased_words, update_payload
 from fedloom.clients.storage.store import SiteStore
-from fedloom.clients.training.device import pick_device
 from fedloom.clients.training.learner import Outcome, learn
+from fedloom.clients.training.tasks import task_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.privacy.protection import Protection
-
-_SCRATCH: WeakKeyDictionary[Experiment, dict[tuple[Architecture, int], Network]] = WeakKeyDictionary()  # reused by all sites
 
 
 class HiddenError(RuntimeError):
@@ -142,7 +132,7 @@ def train(job: Job) -> RecordDict:
 
 
 def _trained(job: Job, images: Examples, protection: "Protection | None") -> RecordDict:
-    order, least, task = job.order, job.policy.limits.batch, task_of(job, scratch_model(job))
+    order, least, task = job.order, job.policy.limits.batch, task_of(job)
     begin, session = task.generator.get_state(), job.experiment.objective.session(task)
     start = started(job, session)
     if order.secure and order.again == IDLE:
@@ -154,41 +144,6 @@ def _trained(job: Job, images: Examples, protection: "Protection | None") -> Rec
                            "run's seed. A server could choose a seed so that only one image of one site counts. "
                            "Remove the random draws under masks, or set privacy.noise and the site's epsilon")  # fmt: skip
     return update(job, session, outcome, start, protection)
-
-
-def task_of(job: Job, network: Network | None = None) -> Task:
-    """Return the objective's task for this job, with `network` (default: a new one) in training mode."""
-    order, config, site = job.order, job.config, job.site
-    incoming = to_states(job.content)
-    lost = incoming.pop(OWN, None)
-    for record in (SECURE_SHARES, LIFT, BASES, BEFORE, STANDARDISATION):
-        incoming.pop(record, None)
-
-    def load_local_state() -> State | None:
-        if lost is not None:  # a site that lost its own state starts from its contribution and the shared parts
-            return {**incoming.get(MEAN, {}), **lost}
-        return job.store.load(order.base) if order.base else None
-
-    return Task(
-        experiment=job.experiment,
-        site=site,
-        round=order.round,
-        members=order.members,
-        network=(network or job.experiment.architecture(site).build().to(job.device)).train(),
-        incoming=incoming,
-        load_local_state=load_local_state,
-        generator=torch_generator(config.seed, site.name, *order.words, "objective"),
-        held_out=job.held_out,
-        targets=lambda: job.raw_examples().y,
-    )
-
-
-def session_of(job: Job, place: int = 0) -> Session:
-    """Return the objective's session for this job: the site's state is loaded, nothing is trained yet.
-
-    `place`: the number of the network object that it trains (scratch_model).
-    """
-    return job.experiment.objective.session(task_of(job, scratch_model(job, place)))
 
 
 def protection_of(job: Job) -> "Protection | None":
@@ -232,17 +187,6 @@ def update(
     return reply
 
 
-def scratch_model(job: Job, place: int = 0) -> Network:
-    """Return the network object that this process reuses for all sites of an architecture. Sessions load all weights.
-
-    `place`: which of several objects, for sites that are trained together.
-    """
-    known, architecture = _SCRATCH.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
-    if (architecture, place) not in known:
-        known[architecture, place] = architecture.build().to(pick_device(job.config.engine.device))
-    return known[architecture, place]
-
-
 # Questions
 
 
@@ -274,7 +218,7 @@ def answer_question(job: Job) -> RecordDict:
 
 def _asked(job: Job) -> Answer:
     """Return the objective's answer to a question of its method. The site's policy filters published components."""
-    task = task_of(job, scratch_model(job))
+    task = task_of(job)
     result = job.experiment.objective.answer(job.order.kind, task, job.images())
     if COMPONENTS in result.records:
         result.records[COMPONENTS] = job.policy.filter_published(result.records[COMPONENTS])
@@ -303,7 +247,7 @@ def _measured(job: Job) -> Answer:
 
 def _score(job: Job, images: Examples, metrics: Metrics) -> Score:
     """Score the network MODEL, or else the site's own, on the images."""
-    task = task_of(job, scratch_model(job))
+    task = task_of(job)
     state = job.experiment.objective.network(task, job.images())
     if state is None:
         raise UserError(f"{job.site.name}: the site has not trained yet, so it has no network to measure")
@@ -318,7 +262,7 @@ def _score(job: Job, images: Examples, metrics: Metrics) -> Score:
 
 def _statistics(job: Job) -> Answer:
     """Return statistics of the message's network on the site's training examples."""
-    task, images, batch = task_of(job, scratch_model(job)), job.images(), job.config.evaluation.batch
+    task, images, batch = task_of(job), job.images(), job.config.evaluation.batch
     if (state := task.incoming.get(MODEL)) is None:
         raise UserError(f"order.kind: '{job.order.kind}' needs a network, but the message has none")
     task.network.load_state_dict(state)

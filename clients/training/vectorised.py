@@ -16,7 +16,8 @@ from fedloom.clients.data import outputs
 from fedloom.clients.job import Job
 from fedloom.clients.objectives import Session
 from fedloom.clients.training.learner import batches, descend, outcome
-from fedloom.clients.work import protection_of, session_of, started, train, update
+from fedloom.clients.training.tasks import session_of
+from fedloom.clients.work import protection_of, started, train, update
 from fedloom.fusion.state import State
 
 T = TypeVar("T")

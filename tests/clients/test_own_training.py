@@ -14,8 +14,9 @@ from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import resolve
 from fedloom.clients.protocol.messages import EVALUATE, MEAN, MODEL, ROUND, TRAIN, TaskInstructions, to_arrays, to_states
 from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.training.tasks import scratch_model
 from fedloom.clients.training.vectorised import train_cohort
-from fedloom.clients.work import respond, scratch_model
+from fedloom.clients.work import respond
 from fedloom.conf import Config, load
 from fedloom.fusion.state import digest
 

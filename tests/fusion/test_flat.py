@@ -109,8 +109,8 @@ class Doubled(nn.Linear):
 class Halved(nn.Linear):
     """Saves half its weights."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         self.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update(
             {name: tensor / 2 for name, tensor in state.items() if name.startswith(prefix)}
         ))  # fmt: skip
