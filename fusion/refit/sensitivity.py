@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from fedloom.fusion.graph.tracing import evaluating
 
-SAMPLES, BATCH = 32, 8
+SAMPLES, BATCH = 16, 8
 
 
 class _Backward(fx.Interpreter):
