@@ -5,6 +5,7 @@ reference's architecture (CLA+OT with refit, fusion.fuse). Every other architect
 ones, and its channels are then aligned to the reference.
 """
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -72,6 +73,7 @@ def fused_apart(
             into = chunk.pop(index)
         if chunk:
             into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
+            gc.collect()  # traced networks are in cycles
     return into.state
 
 
