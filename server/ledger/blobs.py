@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load
 
-from fedloom.clients.storage.states import safetensors_of, write_bytes
+from fedloom.clients.storage.states import safetensors_of, state_in, write_bytes
 from fedloom.conf.errors import UserError
-from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import State
 
 SYNCS = 8  # files that are flushed to disk at the same time
@@ -164,7 +162,7 @@ class Blobs:
     def get(self, digest: str) -> State:
         """Return the state with this digest. Raises LedgerError naming a file that is missing or damaged."""
         try:
-            return flattened(dict(sorted(load(self._content(digest)).items())))  # safetensors has no order
+            return state_in(self._content(digest))
         except SafetensorError as error:
             raise LedgerError(f"{self.path(digest)}: is not a readable safetensors file ({error})") from None
 
