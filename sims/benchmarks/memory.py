@@ -77,7 +77,8 @@ def together(sites: int, engine: str) -> dict[str, Any]:
         config = {
             "sites": [{"domain": f"{here}:images", "count": sites}], "network": {"name": f"{here}:network"},
             "strategy": "fedavg", "objective": "fedavg", "data": {"size": 32, "grey": False},
-            "federation": {"fraction": 10 / sites}, "evaluation": {"every": ROUNDS, "sites": 0}, "rounds": ROUNDS, "run": {"root": folder},
+            "federation": {"fraction": 10 / sites}, "evaluation": {"every": ROUNDS, "sites": 0},
+            "rounds": ROUNDS, "run": {"root": folder},
             "engine": {"name": engine, "workers": 2},
         }  # fmt: skip
         run(config)
