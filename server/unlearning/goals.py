@@ -25,12 +25,12 @@ def goals(content: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             f"{ANYONE}: the events; {HOLDER}: the sums",
         ),
         "timeliness": _goal(
-            f"received {times.get('received', '-')}, applied {times.get('applied', '-')}, in a chain that cannot be reordered",
+            f"Received {times.get('received', '-')}, applied {times.get('applied', '-')}; the chain fixes their order.",
             NOTHING, "that the server's clock is right; no time stamp of a third party is included", ANYONE,
         ),
         "correctness": _goal(
-            "One event of the chain removes these sites for this request; the certificate is signed and its sha256 is in the "
-            "chain.", NOTHING, "that the server kept no copy outside the run's folder", ANYONE,
+            "One event of the chain removes these sites for this request. It is signed; the chain has its sha256.",
+            NOTHING, "that the server kept no copy outside the run's folder", ANYONE,
         ),
         "exclusivity": _goal(
             "Only the contributions of the forgotten sites changed; all others have the same sha256 before and after.",
