@@ -9,7 +9,7 @@ from typing import Any
 PARTS = ("proven", "measured", "not_claimed", "who_can_check")
 ANYONE = "anyone with the proof (`fedloom proof`)"
 SITES = "the site that left, and each site that stays, from the chain of events and with its own key (verify.py --site)"
-HOLDER = "whoever has the run's folder (`fedloom verify`)"
+HOLDER = "anyone who has the run's folder (`fedloom verify`)"
 NOTHING = "nothing"
 
 
@@ -30,7 +30,7 @@ def goals(content: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         ),
         "correctness": _goal(
             "One event of the chain removes these sites for this request. It is signed; the chain has its sha256.",
-            NOTHING, "that the server kept no copy outside the run's folder", ANYONE,
+            NOTHING, "that the server has no copy outside the run's folder", ANYONE,
         ),
         "exclusivity": _goal(
             "Only the contributions of the forgotten sites changed; all others have the same sha256 before and after.",

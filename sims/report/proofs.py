@@ -26,14 +26,14 @@ PROGRAMS = Path(__file__).parent / "proof"
 TIME = (1980, 1, 1, 0, 0, 0)  # of all files in the zip, so that equal proofs have equal bytes
 README = """Proof of request {request}: the run {run} has forgotten {sites}.
 
-certificate.html   the certificate to read
-certificate.json   the same, as it was signed (canonical JSON, RFC 8785)
-certificate.sig    the operator's signature (Ed25519, 64 bytes)
-operator.pem       the operator's public key, sha256 {fingerprint}
-chain.jsonl        the events of the run's ledger; each has a digest of itself and of all events before it
-chain.sig          the operator's signature of chain.jsonl, made with this proof
-verify.html        open it in a browser and drop the zip on it; it needs no network
-verify.py          the same checks: python verify.py
+certificate.html   The certificate, as a page.
+certificate.json   The same as canonical JSON (RFC 8785), which is signed.
+certificate.sig    The operator's signature (Ed25519, 64 bytes).
+operator.pem       The operator's public key. Its sha256 is {fingerprint}.
+chain.jsonl        The events of the run's ledger. The digest of each event covers all events before it.
+chain.sig          The operator's signature of chain.jsonl, made with this proof.
+verify.html        A page that checks all this. Open it in a browser, and drop the zip on it. It needs no network.
+verify.py          The same checks: python verify.py
 
 The signature alone, with OpenSSL 3:
 
