@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.clients.networks import Model
+from fedloom.clients.storage.states import staged_files
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -23,6 +24,7 @@ from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import BASELINES, DATA, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
+from fedloom.server.unlearning.goals import goals
 
 if TYPE_CHECKING:
     from fedloom.server.unlearning.evidence import UnlearningEvaluation
@@ -93,6 +95,7 @@ class Unlearning:
         done = certificate(self.ledger, self.state, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
         done["scope"] = scope(done["evidence"])
+        done["goals"] = goals(done)
         issue(self.ledger, done)
         self.ledger.set_request(request.id, "verified", request.result)
         return done
@@ -331,7 +334,7 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     """
     sites = [name for name in request.sites if name in forgotten]
     paths = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
-    paths += [folder / STAGING / name for name in sites]
+    paths += [path for name in sites for path in staged_files(folder / STAGING, name)]
     paths += [folder / STATES, folder / BASELINES, folder / STANDARDISATION, folder / DATA]
     paths += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
     return [path for path in paths if path.exists()]

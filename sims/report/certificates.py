@@ -6,6 +6,7 @@ from typing import Any
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, one_digest, read
+from fedloom.server.unlearning.goals import PARTS
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
 
@@ -24,6 +25,7 @@ def write_html(path: Path) -> Path:
             [*_networks(evidence), _accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)],
         ),
         *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
+        *([("The goals of verifiable unlearning", [_goals(certificate["goals"])])] if "goals" in certificate else []),
     ]
     return write_page(path.with_suffix(".html"), f"Certificate of request {certificate['request']}", sections)
 
@@ -71,6 +73,12 @@ def _exact(certificate: dict[str, Any]) -> Table:
 def _scope(scope: dict[str, list[str]]) -> Table:
     rows = [[what.replace("_", " "), entry] for what in ("tested", "not_tested") for entry in scope[what]]
     return Table("", ["", "what"], rows)
+
+
+def _goals(goals: dict[str, dict[str, str]]) -> Table:
+    rows = [[goal, *(parts[part] for part in PARTS)] for goal, parts in goals.items()]
+    note = "The goals are those of Nguyen et al. 2025 (VeriFUL)."
+    return Table("", ["goal", *(part.replace("_", " ") for part in PARTS)], rows, note)
 
 
 def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
