@@ -147,6 +147,7 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     yield _compared("sites", content["sites"], event.body["sites"])
     request = ledger.request(content["request"])
     yield _compared("reason", content["reason"], request.reason if request else None)
+    yield _compared("who asked", content.get("by", ""), request.by if request else "")
     yield _compared("options", content["options"], request.options if request else None)
     yield _compared("what was deleted", content["erased"], erased(ledger, content["request"]))
     yield _compared("evidence before", content["evidence"].get("before"), event.body["body"]["evidence"])

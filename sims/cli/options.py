@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -10,6 +11,9 @@ from typer.core import TyperArgument
 from fedloom.conf.errors import UserError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
+RunPath = Annotated[
+    Path, typer.Argument(help="A run's folder, such as runs/digits.", callback=lambda context, path: _named(context, path))
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 _init = TyperArgument.__init__
@@ -22,6 +26,13 @@ def _init_with_help(self: TyperArgument, *, help: str | None = None, **options: 
 
 
 TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
+
+
+def _named(context: typer.Context, path: Path) -> Path:
+    """Remember the run that a command names, for its closing line."""
+    if isinstance(named := context.find_root().obj, list):
+        named.append(path)
+    return path
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:

@@ -57,6 +57,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
         ["sites", names_of(certificate)],
         ["run", certificate["run"]],
         ["reason", certificate["reason"] or "-"],
+        *([["asked by", str(certificate["by"])]] if certificate.get("by") else []),
         ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],
         *([f"request {state}", when] for state, when in certificate["times"].items()),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
