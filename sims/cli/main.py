@@ -18,7 +18,7 @@ import typer
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.conf.schema import Config
-from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs
+from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import fault, make_lenient
@@ -157,6 +157,7 @@ app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
 app.add_typer(runs.app)
+app.add_typer(serve.app, name="serve")
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")
 
