@@ -51,14 +51,8 @@ def serve(
     with waiting(LIBRARIES):
         from fedloom.sims.desk.serve import Address
         from fedloom.sims.desk.serve import serve as start
-        from fedloom.sims.desk.tokens import Tokens
 
-    address = Address(host, port, cert, key)
-    named = f"[{host}]" if ":" in host else host
-    typer.echo(f"desk of {runs}: {'https' if cert else 'http'}://{named}:{port} (stop with Ctrl-C)", err=True)
-    if runs.is_dir() and not Tokens(runs).all():
-        typer.echo(f"no tokens yet: `fedloom serve {runs} token --role operator --name NAME` makes one", err=True)
-    start(runs, address, webhook, webhook_secret_file)
+    start(runs, Address(host, port, cert, key), lambda line: typer.echo(line, err=True), webhook, webhook_secret_file)
 
 
 @app.command()

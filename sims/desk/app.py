@@ -86,15 +86,8 @@ def _described(request: Request, error: Exception) -> tuple[int, str]:
         return 422, "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
     if isinstance(error, UserError):
         status = next(code for kind, code in STATUS if isinstance(error, kind))
-        return status, plain(_without_folder(str(error), api.desk_of(request).runs.root))
+        return status, plain(api.desk_of(request).runs.without_root(str(error)))
     if isinstance(error, HTTPException):
         return error.status_code, "This page does not exist." if error.status_code == 404 else str(error.detail)
     logging.getLogger("uvicorn.error").error("%s %s failed", request.method, request.url.path, exc_info=error)
     return 500, "The desk failed to answer. Its log says why; the run is not affected."
-
-
-def _without_folder(text: str, root: Path) -> str:
-    """Return a message without the path of the folder of runs."""
-    for name in {str(root.resolve()), str(root)} - {"."}:
-        text = text.replace(f"{name}/", "")
-    return text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedloom.conf.metrics import Facts
 from fedloom.sims.desk.details import Curve
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 260, 56, 16, 14, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 240, 74, 14, 14, 34
 MOST_CURVES, MOST_TICKS = 8, 8
 STEPS = (1, 2, 2.5, 5, 10)
 

@@ -128,7 +128,7 @@ def preview(path: Path, order: UnlearningRequest, running: bool) -> Preview:
     masked = {"masks": MASKED} if config.federation.secure_aggregation else {}
     paths = left_of(path, request, order.sites)
     return Preview(
-        _steps(order, running, str(config.run.name)),
+        _steps(order, running, f"{path.resolve().parent.name}/{path.name}"),
         EXACT if sums else KEPT,
         {**not_exact, **masked, "events of the ledger": EVENTS, "copies": COPIES},
         [*([f"{contributions} contributions in the ledger"] if contributions else []),

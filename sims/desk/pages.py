@@ -39,7 +39,7 @@ def one_run(request: Request, at: At, by: By, run: str, start: Annotated[int, Qu
     except UserError:  # no ledger yet
         sites = []
     loss = chart("Training loss", {"training loss": training.loss}, Facts("loss", "training loss"))
-    scores = chart(f"Validation {training.metric.title}", training.scores, training.metric)
+    scores = chart(f"Validation {training.metric.title}", _without_double(training.scores), training.metric)
     return page(
         request, "run.html", run=found, training=training, charts=[one for one in (scores, loss) if one], left=left,
         sites=sites[start : start + PER_PAGE], start=start, many=len(sites), per_page=PER_PAGE,
@@ -47,30 +47,35 @@ def one_run(request: Request, at: At, by: By, run: str, start: Annotated[int, Qu
     )  # fmt: skip
 
 
+def _without_double(scores: dict[str, details.Curve]) -> dict[str, details.Curve]:
+    """Return the curves without the union's, if there is only one domain."""
+    same = len(scores) == 2 and len({tuple(curve) for curve in scores.values()}) == 1
+    return {name: curve for name, curve in scores.items() if not same or name != "union"}
+
+
 @router.get("/runs/{run}/live")
-async def live(request: Request, at: At, by: By, run: str) -> Response:
-    """Send an event whenever the run changes, for the script of the page."""
-    at.runs.path(run)
+async def live(request: Request, at: At, by: By, run: str, since: str = "") -> Response:
+    """Send an event whenever the run changes, for the script of a page that shows its version `since`."""
+    now = await asyncio.to_thread(at.runs.version, run)
     if len(streams) >= MOST_STREAMS:
         return Response("Too many pages follow runs now.", 503)
-    return StreamingResponse(_changes(request, run), media_type="text/event-stream")
+    return StreamingResponse(_changes(request, run, since or now), media_type="text/event-stream")
 
 
-async def _changes(request: Request, run: str) -> AsyncIterator[str]:
+async def _changes(request: Request, run: str, before: str) -> AsyncIterator[str]:
     at, me, silent = desk_of(request), object(), 0.0
     streams.add(id(me))
     try:
-        before = at.runs.stamp(run)
         yield "retry: 5000\n\n"
         while at.gate.by_session(request) and not request.app.state.stopping():
-            await asyncio.sleep(LOOK_SECONDS)
-            silent += LOOK_SECONDS
-            if (now := at.runs.stamp(run)) != before:
+            if (now := await asyncio.to_thread(at.runs.version, run)) != before:
                 before, silent = now, 0.0
                 yield "event: change\ndata: \n\n"
             elif silent >= ALIVE_SECONDS:
                 silent = 0.0
                 yield ": alive\n\n"
+            await asyncio.sleep(LOOK_SECONDS)
+            silent += LOOK_SECONDS
     except UserError:  # the run was removed
         return
     finally:
@@ -96,9 +101,11 @@ def compare(request: Request, at: At, by: By, one: str = "", other: str = "") ->
     tables, notes, drawn = [], [], None
     if one and other:
         from fedloom.sims.comparison import compare as compare_runs  # imported only here: slow
+        from fedloom.sims.comparison.tables import what_differs
 
-        comparison = compare_runs([at.runs.path(one), at.runs.path(other)])
-        tables, notes = comparison.tables(), list(comparison.notes)
+        found = compare_runs([at.runs.path(one), at.runs.path(other)], ["run.name"])
+        tables = [*found.tables(), *([what_differs(found.groups, found.differing)] if found.differing else [])]
+        notes = [at.runs.without_root(note) for note in found.notes]
         training = {id: at.runs.cached(id, details.training_of) for id in (one, other)}
         curves = {id: each.scores.get("union") or next(iter(each.scores.values()), []) for id, each in training.items()}
         drawn = chart(f"Validation {training[one].metric.title}", curves, training[one].metric)

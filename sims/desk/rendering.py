@@ -1,5 +1,6 @@
 """How pages are made: templates, in which all text is escaped, and the caller's session."""
 
+import re
 import secrets
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ from urllib.parse import quote
 from fastapi import Depends, Request
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
 from fedloom.conf.errors import UserError, plain
 from fedloom.sims.desk.api import desk_of
@@ -40,7 +42,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {"time": _time, "bytes": _bytes, "clean": lambda text: plain(str(text)), "show": show,
-                     "path": lambda text: quote(str(text), safe=""), "clock": clock_text}  # fmt: skip
+                     "path": lambda text: quote(str(text), safe=""), "clock": clock_text, "code": _code}  # fmt: skip
     made.globals |= {"OPERATOR": OPERATOR, "REQUESTER": REQUESTER}
     return made
 
@@ -48,6 +50,11 @@ def _environment() -> Environment:
 def _time(text: str) -> str:
     """Return a time stamp of the ledger for people."""
     return f"{text[:16].replace('T', ' ')} UTC" if text else "-"
+
+
+def _code(text: str) -> Markup:
+    """Return a sentence with what is between back quotes as code. Everything in it is escaped first."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(plain(text)))))
 
 
 def _bytes(number: float) -> str:

@@ -1,5 +1,6 @@
 """The runs of a folder, read for the desk: every read is cached until a file of the run changes."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -26,9 +27,10 @@ class MissingError(UserError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run in the list. `id`: its path below the folder of runs, for URLs. `test`, `validation`: texts."""
+    """A run in the list. `id`: its path below the folder of runs, for URLs. `version`: changes when the run does."""
 
     id: str
+    version: str
     status: str
     method: str
     seed: int
@@ -57,6 +59,11 @@ def id_of(root: Path, path: Path) -> str:
 def stamp(path: Path) -> tuple[Any, ...]:
     """Return a value that changes when a file of the run does, or a server starts or stops."""
     return busy(path), *(_stamp(path / name) for name in _STAMPED)
+
+
+def version(path: Path) -> str:
+    """Return a run's stamp as a short text."""
+    return hashlib.sha256(repr(stamp(path)).encode()).hexdigest()[:16]
 
 
 def _stamp(file: Path) -> tuple[int, int]:
@@ -111,9 +118,15 @@ class Runs:
         self._cache[key] = now, result
         return result
 
-    def stamp(self, id: str) -> tuple[Any, ...]:
-        """Return a value that changes when the run does."""
-        return stamp(self.path(id))
+    def version(self, id: str) -> str:
+        """Return a text that changes when the run does."""
+        return version(self.path(id))
+
+    def without_root(self, text: str) -> str:
+        """Return a message without the path of the folder of runs."""
+        for name in {str(self.root.resolve()), str(self.root)} - {"."}:
+            text = text.replace(f"{name}/", "")
+        return text
 
     def _readable(self, id: str) -> Run | None:
         try:
@@ -123,11 +136,18 @@ class Runs:
 
 
 def _run(path: Path, id: str) -> Run:
-    row = row_of(path)
+    now, row = version(path), row_of(path)
     metric = metric_of_row(row)
     texts = {key: metric.text(row[key]) for key in ("test", "validation")}
     same = ("status", "method", "seed", "round", "rounds", "forgotten", "waiting", "bytes")
-    return Run(id, metric=metric.title, notes=row.get("odd", []), **texts, **{key: row[key] for key in same})
+    return Run(
+        id,
+        now,
+        metric=metric.title,
+        notes=[line.replace(str(path), id) for line in row.get("odd", [])],
+        **texts,
+        **{key: row[key] for key in same},
+    )
 
 
 def metric_of_row(row: dict[str, Any]) -> Facts:

@@ -4,6 +4,8 @@ import ipaddress
 import os
 import socket
 import ssl
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from cryptography import x509
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.desk.app import LOOPBACK, make_app
+from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import Webhook, secret_in
 
@@ -36,39 +39,45 @@ class Address:
         """Whether connections are encrypted."""
         return self.cert is not None
 
+    @property
+    def url(self) -> str:
+        """The desk's first page."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
-def serve(root: Path, address: Address, webhook: str = "", secret_file: Path | None = None) -> None:
-    """Serve the desk of a folder of runs until SIGINT or SIGTERM. Raises UserError if it cannot start."""
+
+def serve(root: Path, address: Address, say: Callable[[str], None], webhook: str = "", secret: Path | None = None) -> None:
+    """Serve the desk of a folder of runs until SIGINT or SIGTERM. Raises UserError if it cannot start.
+
+    `say`: shows the user a line. `webhook`, `secret`: a URL, and the file with the secret that signs messages to it.
+    """
     if not root.is_dir():
         raise UserError(f"{root}: the folder does not exist; name the folder that contains the runs")
-    hosts = _checked(address)
-    Tokens(root).all()  # fails now if the file is damaged
+    app = make_app(root, _checked(address), address.tls, lambda: server.should_exit)
+    tokens = Tokens(root).all()  # fails now if the file is damaged
+    hook = _hook(webhook, secret, app.state.desk)
     config = uvicorn.Config(
-        make_app(root, hosts, address.tls, lambda: server.should_exit), log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, ssl_certfile=address.cert, ssl_keyfile=address.key,
-        timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=STALE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
+        app, log_level="warning", access_log=False, proxy_headers=False, server_header=False,
+        ssl_certfile=address.cert, ssl_keyfile=address.key, timeout_graceful_shutdown=STOP_SECONDS,
+        timeout_keep_alive=STALE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    with _listening(address) as listener:
-        hook = _hook(webhook, secret_file, config)
+    with _listening(address) as listener, hook or nullcontext():
+        say(f"desk of {root}: {address.url} (stop with Ctrl-C)")
+        if not tokens:
+            say(f"no tokens yet: `fedloom serve {root} token --role operator --name NAME` makes one")
         os.nice(NICE)
-        try:
-            server.run(sockets=[listener])
-        finally:
-            if hook:
-                hook.stop()
+        server.run(sockets=[listener])
 
 
-def _hook(url: str, secret_file: Path | None, config: uvicorn.Config) -> Webhook | None:
-    if bool(url) != bool(secret_file):
+def _hook(url: str, secret: Path | None, desk: Desk) -> Webhook | None:
+    if bool(url) != bool(secret):
         raise UserError("--webhook and --webhook-secret-file: name both, or neither")
-    if not url or secret_file is None:
+    if not url or secret is None:
         return None
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise UserError(f"--webhook: got '{url}', takes a URL that begins with https://")
-    hook = Webhook(url, secret_in(secret_file), config.app.state.desk)  # type: ignore[union-attr]
-    hook.start()
-    return hook
+    return Webhook(url, secret_in(secret), desk)
 
 
 def _checked(address: Address) -> frozenset[str]:

@@ -8,7 +8,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
@@ -31,7 +31,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass
 class Webhook:
-    """Watches the requests of all runs in a thread of its own."""  # plain: ignore
+    """Watches the requests of all runs in its own thread, inside a `with` block."""
 
     url: str
     secret: bytes
@@ -42,15 +42,18 @@ class Webhook:
     def _path(self) -> Path:
         return self.desk.runs.root / FOLDER / FILE
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
     def start(self) -> None:
         """Begin to watch. At the first start with this folder, earlier states are not sent."""
         if not self._path.exists():
             self._save({id: list(one.times) for id, one in self._now().items()})
         threading.Thread(target=self._watch, name="webhook", daemon=True).start()
-
-    def stop(self) -> None:
-        """End the thread after its current message."""
-        self._stop.set()
 
     def _watch(self) -> None:
         wait = EVERY_SECONDS
