@@ -71,10 +71,15 @@ def answer(message: Message, context: Context) -> Message:
                 return Message(done, reply_to=message)
             with moment(message):
                 job = read_job(message, context)
-                torch.set_num_threads(job.config.engine.threads)
+                _use_threads(job.config.engine.threads)
                 return Message(respond(job), reply_to=message)
     except (Exception, SystemExit) as error:  # a site's own code may call exit
         return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+
+
+def _use_threads(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 def respond(job: Job) -> RecordDict:

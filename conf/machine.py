@@ -10,6 +10,8 @@ import psutil
 
 from fedloom.conf.cgroups import limits
 
+_MALLOPT = {-1: 2**28, -3: 2**25}  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, in bytes
+
 
 def cores() -> int:
     """Return the number of cores that this process may use, within its affinity and its container's limit."""
@@ -25,6 +27,17 @@ def memory() -> int:
 def free_memory() -> int:
     """Return the bytes of memory that are available without swapping, within the container's limit."""
     return int(min(psutil.virtual_memory().available, limits().free))
+
+
+def reuse_freed_memory() -> None:
+    """Make glibc reuse the memory that tensors leave, instead of returning it to the system and asking for it again.
+
+    Training asks for the same few MB in each step. Up to 256 MiB stay with the process. Elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+            for parameter, size in _MALLOPT.items():
+                ctypes.CDLL(None).mallopt(parameter, size)
 
 
 def forget_peak() -> None:

@@ -3,6 +3,7 @@
 A message holds one record ORDER and array records. Its reply holds array records and METRICS.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -14,7 +15,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fedloom.clients.protocol.codec import decode
+from fedloom.clients.protocol.codec import decode, decode_again
 from fedloom.clients.protocol.packing import NONE, packed, unpacked
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
@@ -118,8 +119,17 @@ _KINDS = {name: get_origin(kind) or kind for name, kind in TaskInstructions.__an
 def read_order(content: RecordDict) -> TaskInstructions:
     """Read and check the order in a message's content. Raises UserError: some parts become file names at the site."""
     try:
-        order = TaskInstructions(**json.loads(str(content.config_records[ORDER]["json"])))
-    except (KeyError, TypeError, ValueError):
+        text = str(content.config_records[ORDER]["json"])
+    except (KeyError, TypeError):
+        raise UserError("order: cannot be read; server and site need the same version of fedloom") from None
+    return _parsed_order(text)
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed_order(text: str) -> TaskInstructions:
+    try:
+        order = TaskInstructions(**json.loads(text))
+    except (TypeError, ValueError):
         raise UserError("order: cannot be read; server and site need the same version of fedloom") from None
     if not all(type(getattr(order, name)) is kind for name, kind in _KINDS.items()):
         raise UserError("order: a field has the wrong type; server and site need the same version of fedloom")
@@ -212,3 +222,9 @@ def to_states(content: RecordDict) -> dict[str, State]:
     """Return all array records of a message as states, by name, except the texts."""
     records = ((name, record) for name, record in content.array_records.items() if name not in TEXTS)
     return {name: unpacked(record) for name, record in records}
+
+
+def sent_states(content: RecordDict) -> dict[str, State]:
+    """Return the same for a message to a site. A record that many sites receive is decoded once, and then copied."""
+    records = ((name, record) for name, record in content.array_records.items() if name not in TEXTS)
+    return {name: decode_again(record, unpacked) for name, record in records}

@@ -34,16 +34,16 @@ from fedloom.clients.protocol.messages import (
     UNKNOWN,
     TaskInstructions,
     read_order,
+    sent_states,
     text_of,
     text_record,
     to_arrays,
     to_states,
 )
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, check_record, train_numbers
-from fedloom.clients.storage.states import read_state, round_file, safetensors_of, write_bytes
+from fedloom.clients.storage.states import read_state, safetensors_of, staged_file, write_bytes
 from fedloom.conf.schema import Config
 from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, exact, quantise
-from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import State
 
 ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
@@ -150,7 +150,7 @@ class _Sums:
         with at_round(order.run, order.round):
             bounds = Bounds.of(self.config.federation, site_size(self.config, site))
         samples = int(train_numbers(content, bounds, hidden=bool(self.config.privacy.noise))["samples"])
-        records, sent = _read(content), _read(message.content)
+        records, sent = _read(content), sent_states(message.content)
         start = {**sent[MEAN], **sent[STAR]} if STAR in sent else sent[MEAN]
         with contextlib.ExitStack() as undo:
             for record, counted in order.sums.items():
@@ -177,7 +177,7 @@ class _Sums:
         if record != order.slot or not order.before:
             return {}
         if self.part is None:
-            return flattened(read_state(Path(order.before)))
+            return read_state(Path(order.before))
         return sent.get(BEFORE) or self.part.get(order.run, order.before, order.holder)
 
     def _keep(self, order: TaskInstructions, site: str, state: State) -> str:
@@ -185,7 +185,7 @@ class _Sums:
         if self.part is not None:
             return self.part.put(order.run, state)
         content = safetensors_of(state)
-        write_bytes(round_file(Path(order.ledger), site, order.round), content, durable=False, private=True)
+        write_bytes(staged_file(Path(order.ledger), site), content, durable=False, private=True)
         return hashlib.sha256(content).hexdigest()
 
     def sum(self) -> PartialSum:

@@ -1,21 +1,24 @@
 """States as safetensors files. Each is written to a temporary file and renamed, so a reader never sees half a file."""
 
+import contextlib
 import functools
 import json
 import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.flat import Layout, flat_of
+from fedloom.fusion.flat import Layout, flat_of, flattened, layout_of_shapes
 from fedloom.fusion.state import State
 
+_FLAT_TYPES = {"F32": torch.float32, "I64": torch.int64}
 HEADER = 8  # bytes that hold the length of a safetensors file's header
 
 
@@ -24,15 +27,25 @@ def round_file(root: Path, name: str, round: int) -> Path:
     return root / name / f"round-{round:06d}.safetensors"
 
 
+def staged_file(root: Path, name: str) -> Path:
+    """Return the path of the file in which a worker leaves what the site `name` contributes to the current round."""
+    return root / f"{name}.safetensors"
+
+
+def staged_files(root: Path, name: str) -> list[Path]:
+    """Return what workers have left of a site, finished or not."""
+    file = staged_file(root, name).name
+    return [path for path in sorted(root.glob("*")) if path.name == file or path.name.startswith(f".{file}-")]
+
+
 def write_bytes(path: Path, content: bytes, durable: bool = True, private: bool = False) -> None:
     """Replace the file at `path` in one step: write a temporary file, fsync (if `durable`), rename.
 
     `private`: only the user may read the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with open(temporary, "xb", opener=_private if private else None) as file:
+        with _new_file(temporary, private) as file:
             file.write(content)
             file.flush()
             if durable:
@@ -41,6 +54,16 @@ def write_bytes(path: Path, content: bytes, durable: bool = True, private: bool 
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _new_file(path: Path, private: bool) -> BinaryIO:
+    """Open a file that does not exist for writing, and create its folder if it is missing."""
+    opener = _private if private else None
+    try:
+        return open(path, "xb", opener=opener)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "xb", opener=opener)
 
 
 def _private(path: str, flags: int) -> int:
@@ -86,10 +109,32 @@ def _ordered(packed: bytes) -> bytes:
     return len(text).to_bytes(HEADER, "little") + text + packed[end:]
 
 
+def state_in(content: bytes) -> State:
+    """Return the state in the bytes of a safetensors file, as a flat state where it can be one. Raises SafetensorError."""
+    begin = HEADER + int.from_bytes(content[:HEADER], "little")
+    if (known := _layout(content[:begin])) is not None:
+        layout, dtype = known
+        if 0 < len(content) - begin == sum(layout.sizes) * dtype.itemsize:
+            return layout.state(torch.frombuffer(bytearray(memoryview(content)[begin:]), dtype=dtype))
+    return flattened(dict(sorted(load(content).items())))  # safetensors has no order
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(header: bytes) -> tuple[Layout, torch.dtype] | None:
+    """Return the layout that `safetensors_of` writes with this header, and the dtype; None for all other headers."""
+    with contextlib.suppress(SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        entries = {name: entry for name, entry in json.loads(header[HEADER:]).items() if name != "__metadata__"}
+        (dtype,) = {_FLAT_TYPES[entry["dtype"]] for entry in entries.values()}
+        layout = layout_of_shapes(tuple(sorted((name, tuple(entry["shape"])) for name, entry in entries.items())))
+        if _header(layout, dtype) == header:
+            return layout, dtype
+    return None
+
+
 def read_state(path: Path) -> State:
     """Return the state in a file. Raises UserError for a file that is missing or not in the safetensors format."""
     try:
-        return dict(sorted(load_file(path).items()))  # safetensors has no order
+        return state_in(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path}: the file does not exist") from None
     except (OSError, SafetensorError) as error:

@@ -6,7 +6,7 @@ from fedloom.clients.data.standardise import STANDARDISATION
 from fedloom.clients.job import Job
 from fedloom.clients.networks import Architecture, Network
 from fedloom.clients.objectives import Experiment, Session, Task
-from fedloom.clients.protocol.messages import BASES, BEFORE, LIFT, MEAN, OWN, SECURE_SHARES, to_states
+from fedloom.clients.protocol.messages import BASES, BEFORE, LIFT, MEAN, OWN, SECURE_SHARES, sent_states
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
 
@@ -19,7 +19,7 @@ def task_of(job: Job, place: int = 0) -> Task:
     `place`: which network object (`scratch_model`).
     """
     order, config, site = job.order, job.config, job.site
-    incoming = to_states(job.content)
+    incoming = sent_states(job.content)
     lost = incoming.pop(OWN, None)
     for record in (SECURE_SHARES, LIFT, BASES, BEFORE, STANDARDISATION):
         incoming.pop(record, None)

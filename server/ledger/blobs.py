@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load
 
-from fedloom.clients.storage.states import safetensors_of, write_bytes
+from fedloom.clients.storage.states import safetensors_of, state_in, write_bytes
 from fedloom.conf.errors import UserError
-from fedloom.fusion.flat import flattened
 from fedloom.fusion.state import State
 
 SYNCS = 8  # files that are flushed to disk at the same time
@@ -158,13 +156,15 @@ class Blobs:
                 raise LedgerError(f"{path}: this blob is missing; write it before the commit")
         if self.folder.is_dir():
             with ledger_errors(self.folder):
-                list(_threads().map(sync, paths))  # at once: the disk's journal groups them
+                share = -(-len(paths) // SYNCS) or 1
+                parts = [paths[begin : begin + share] for begin in range(0, len(paths), share)]
+                list(_threads().map(_sync_all, parts))  # at once: the disk's journal groups them
                 sync(self.folder)
 
     def get(self, digest: str) -> State:
         """Return the state with this digest. Raises LedgerError naming a file that is missing or damaged."""
         try:
-            return flattened(dict(sorted(load(self._content(digest)).items())))  # safetensors has no order
+            return state_in(self._content(digest))
         except SafetensorError as error:
             raise LedgerError(f"{self.path(digest)}: is not a readable safetensors file ({error})") from None
 
@@ -202,7 +202,8 @@ class Blobs:
     def remove_all(self, digests: Iterable[str]) -> None:
         """Remove blobs by digest, here and on nodes; skip missing ones."""
         digests = list(digests)
-        list(_threads().map(self.remove, digests))
+        for digest in digests:
+            self.remove(digest)
         if self.elsewhere is not None:
             self.elsewhere.remove(digests)
 
@@ -236,6 +237,11 @@ def file_digest(path: Path) -> str:
     """Return the sha256 of a file's bytes, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_all(paths: Iterable[Path]) -> None:
+    for path in paths:
+        sync(path)
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedloom.clients.storage.states import read_names, read_state, round_file
+from fedloom.clients.storage.states import read_names, read_state, staged_file
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import dequantise, exact
 from fedloom.fusion.flat import copy_of
@@ -84,7 +84,7 @@ class Contributions:
 
     @property
     def staging(self) -> Path:
-        """The folder that workers write into (clients.storage.states.round_file)."""
+        """The folder that workers write into (clients.storage.states.staged_file)."""
         return self.ledger.folder / STAGING
 
     def here(self, site: str) -> Contribution | None:
@@ -136,9 +136,9 @@ class Contributions:
         """Write a contribution with these states by slot, without staging it, and return its digest."""
         return self.ledger.blobs.put(self._merged({}, parts))
 
-    def check_written(self, sites: Iterable[str], round: int) -> None:
+    def check_written(self, sites: Iterable[str]) -> None:
         """Raise UserError, naming the file, unless workers have written these sites' contributions."""
-        for path in (round_file(self.staging, site, round) for site in sites):
+        for path in (staged_file(self.staging, site) for site in sites):
             if not path.is_file():
                 raise UserError(
                     f"{path}: was not written; federation.partial_sums needs workers that share the server's disk"
@@ -146,7 +146,7 @@ class Contributions:
 
     def stage_written(self, site: str, round: int, samples: int, blob: str) -> None:
         """Stage a contribution that a worker has written to the staging folder. Call `check_written` before."""
-        path = round_file(self.staging, site, round)
+        path = staged_file(self.staging, site)
         if self._integers:
             self.stage(site, round, {self.slots[0]: read_state(path)}, samples)
         else:

@@ -207,7 +207,7 @@ class Slots:
             UserError: A worker's file is missing.
         """
         if not node:
-            self.contributions.check_written(samples, round)
+            self.contributions.check_written(samples)
         new_addends = sum(self.times(slot, number) for site, number in samples.items())
         old = sum(self.weight(slot, site) for site in samples if self.has(slot, site))
         total = self.total(slot).copy()

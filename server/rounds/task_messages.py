@@ -21,7 +21,7 @@ from fedloom.clients.protocol.messages import (
     to_arrays,
 )
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES, expected_record
-from fedloom.clients.storage.states import round_file, write_private_state
+from fedloom.clients.storage.states import staged_file, write_private_state
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
@@ -173,7 +173,7 @@ class TaskMessages:
             return _Before(START, record=self._shared(start))
         if id(start) not in self._files:
             staging = self.sender.state.slots.contributions.staging
-            path = round_file(staging, f"{START}-{len(self._files)}", self.asking.number)
+            path = staged_file(staging / START, str(len(self._files)))
             write_private_state(path, start)
             self._files[id(start)] = start, path
         return _Before(str(self._files[id(start)][1].resolve()))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.clients.networks import Model
+from fedloom.clients.storage.states import staged_files
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -340,7 +341,7 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     """
     sites = [name for name in request.sites if name in forgotten]
     paths = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
-    paths += [folder / STAGING / name for name in sites]
+    paths += [path for name in sites for path in staged_files(folder / STAGING, name)]
     paths += [folder / STATES, folder / BASELINES, folder / STANDARDISATION, folder / DATA]
     paths += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
     return [path for path in paths if path.exists()]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.clients.protocol.signatures import erased_words, fingerprint, is_signed, signing_payload
+from fedloom.clients.storage.states import staged_files
 from fedloom.conf.errors import UserError, plain
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger import Ledger, LedgerError
@@ -179,7 +180,7 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
 def held(ledger: Ledger, site: str) -> list[str]:
     """Return what the run's folder has of a site, as texts; this includes files restored from a copy."""
     items = ["contributions in the ledger"] if ledger.history(site) else []
-    paths = [*(ledger.folder / SITES).glob(f"*/{site}"), ledger.folder / STAGING / site,
+    paths = [*(ledger.folder / SITES).glob(f"*/{site}"), *staged_files(ledger.folder / STAGING, site),
               ledger.folder / STATES / f"{site}.safetensors"]  # fmt: skip
     runs = [path for kind in (BASELINES, RETRAINED) for path in sorted((ledger.folder / kind).glob("*")) if path.is_dir()]
     paths = [path for path in paths if path.exists()] + [path for path in runs if not _is_without(path, site)]

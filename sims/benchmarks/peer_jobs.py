@@ -8,8 +8,10 @@ the time. Each function runs the rounds in this process (and its workers), and r
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 HERE = "fedloom.sims.benchmarks.peer_jobs"
 SITES, ASKED, IMAGES, BATCH, RATE = 100, 20, 60, 32, 0.05
 WORKERS = 2
+LIMIT = 300  # seconds of a peer's process
 
 
 def network() -> nn.Module:
@@ -152,6 +155,8 @@ def flower(rounds: int) -> list[float]:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
+    from fedloom.sims.engines.ray import loopback
+
     client, server, times = ClientApp(), ServerApp(), list[float]()
 
     @client.train()
@@ -170,7 +175,11 @@ def flower(rounds: int) -> list[float]:
             evaluate_fn=lambda number, arrays: times.append(time.perf_counter()),
         )  # fmt: skip
 
-    run_simulation(server, client, SITES, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+    with loopback():
+        run_simulation(
+            server, client, SITES,
+            backend_config={"init_args": {"address": "local"}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        )  # fmt: skip
     return np.diff(times).tolist()
 
 
@@ -247,14 +256,27 @@ def measure(peer: str, rounds: int, python: str = "") -> list[float]:
     `python`: the Python of an environment with the peer's package; "": this one.
 
     Raises:
-        RuntimeError: The process failed; the message is its last line.
+        RuntimeError: The process failed; the message is its last line. Or it took more than LIMIT seconds.
     """
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORKERS}"] if peer == TORCHRUN else []
     command = [python or sys.executable, "-P", *several, __file__, peer, str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as errors,
+    ):  # pipes stay open in processes left over
+        done = subprocess.Popen(
+            command, stdout=out, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+        )
+        try:
+            done.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)
+            done.wait()
+            raise RuntimeError(f"not finished in {LIMIT} s") from None
+        out.seek(0), errors.seek(0)
+        lines, said = [line for line in out if line.startswith("[")], errors.read().strip()
     if done.returncode or not lines:
-        raise RuntimeError((done.stderr.strip() or "no message").splitlines()[-1])
+        raise RuntimeError((said or "no message").splitlines()[-1])
     return json.loads(lines[-1])[3:]
 
 

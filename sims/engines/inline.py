@@ -8,6 +8,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.app import app
+from fedloom.conf import machine
 from fedloom.conf.schema import Config
 from fedloom.sims.engines.adapter import LocalGrid, checked_reply, error_text, failure, store_folder
 from fedloom.sims.engines.share import WHOLE, Share
@@ -48,4 +49,5 @@ class InlineGrid(LocalGrid):
 
 def start(config: Config, share: Share = WHOLE) -> InlineGrid:
     """Return the inline engine for a configuration. It uses one core, whatever `share` is."""
+    machine.reuse_freed_memory()
     return InlineGrid(len(config.roster), store_folder(config))

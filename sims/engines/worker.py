@@ -17,6 +17,7 @@ from ray.exceptions import LocalRayletDiedError, RaySystemError
 from fedloom.clients.privacy.guard import failed
 from fedloom.clients.protocol.messages import TRAIN
 from fedloom.clients.protocol.partial_sums import PartialSum
+from fedloom.conf import machine
 from fedloom.sims.engines.adapter import answer, site_context, take_identity
 from fedloom.sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
 from fedloom.sims.engines.heartbeat import NOTHING, SEVERAL, Marker, MarkFile, Progress
@@ -67,6 +68,7 @@ class Worker:
 
     def __init__(self, recipe: WorkerSpec, mark: MarkFile) -> None:
         take_identity()
+        machine.reuse_freed_memory()
         self.recipe, self.fault = recipe, ""
         self.node = ray.get_runtime_context().get_node_id()
         self._marker = Marker(mark)

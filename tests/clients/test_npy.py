@@ -1,16 +1,21 @@
 """Arrays as Flower makes them, byte for byte, whatever the dtype and shape; other writers' bytes are read too."""
 
 import io
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedloom.clients.protocol.codec import decode, decode_flat, encode
+from fedloom.clients.protocol.codec import decode, decode_again, decode_flat, encode
+from fedloom.clients.protocol.messages import to_arrays
+from fedloom.clients.protocol.packing import unpacked
+from fedloom.fusion.state import State, digest
+from fedloom.sims.engines.codec import pack_arrays, unpack_arrays
 
 DTYPES = st.sampled_from([np.float32, np.float64, np.float16, np.int64, np.int32, np.uint8, np.bool_])
 
@@ -65,3 +70,42 @@ def test_empty_arrays_of_any_shape_are_read_alike(shape: tuple[int, ...]):
 def test_damage_is_an_error(dtype: str, data: bytes):
     with pytest.raises((ValueError, EOFError)):
         decode(Array(dtype, (3,), "numpy.ndarray", data))
+
+
+def record_of(seed: int, view: bool = False) -> ArrayRecord:
+    """Two float32 tensors; `view`: their bytes are read from arrays, as in a worker."""
+    torch.manual_seed(seed)
+    record = to_arrays({"a": torch.randn(3, 2), "b": torch.randn(4)})
+    return unpack_arrays(pack_arrays(record)) if view else record
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_record_that_comes_again_is_decoded_once_and_copied(view: bool):
+    decoded: list[object] = []
+
+    def decoder(record: Mapping[str, Array]) -> State:
+        decoded.append(record)
+        return unpacked(record)
+
+    first, second, held = record_of(1, view), record_of(2, view), []
+    for record in (first, first, second, first, second):
+        state = decode_again(record, decoder)
+        assert digest(state) == digest(unpacked(record))
+        for tensor in state.values():
+            tensor.zero_()  # changes no other site's copy
+        held.append(state)
+    assert decoded == [first, second]
+    assert len({tensor.data_ptr() for state in held for tensor in state.values()}) == 2 * len(held)
+
+
+def test_records_with_the_same_bytes_but_other_names_shapes_or_kinds_are_told_apart():
+    whole = record_of(1)
+    renamed = ArrayRecord({"c" if name == "b" else name: array for name, array in whole.items()})
+    for record in (whole, renamed):
+        assert decode_again(record, unpacked).keys() == record.keys()
+    packed = to_arrays({"a": torch.randn(3, 2), "b": torch.randn(4)}, "bf16")
+    assert digest(decode_again(packed, unpacked)) == digest(unpacked(packed))
+    for name, array in packed.items():
+        whole[name] = Array(array.dtype, array.shape, "numpy.ndarray", array.data)
+    with pytest.raises(ValueError):  # NumPy's, as without the copy
+        decode_again(whole, unpacked)

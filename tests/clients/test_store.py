@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load
 
-from fedloom.clients.storage.states import read_metadata, read_state, write_state
+from fedloom.clients.storage.states import read_metadata, read_state, safetensors_of, state_in, write_state
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
 from fedloom.fusion.state import digest
@@ -31,6 +35,21 @@ def test_what_is_saved_is_loaded_bit_for_bit(store: SiteStore):
     }
     store.save(1, 0, saved)
     assert digest(store.load(1)) == digest(saved)
+
+
+KINDS = [torch.float32, torch.int64, torch.float64, torch.float16, torch.bool]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=4), st.data()
+)
+def test_a_file_is_read_as_safetensors_reads_it(tensors: list[tuple[torch.dtype, list[int]]], data: st.DataObject):
+    state = {f"{number}": torch.randint(-9, 9, shape).to(kind) for number, (kind, shape) in enumerate(tensors)}
+    content = safetensors_of(state)
+    assert digest(state_in(content)) == digest(load(content)) == digest(state)
+    cut = content[: data.draw(st.integers(0, len(content) - 1))]
+    with pytest.raises(SafetensorError):
+        state_in(cut)
 
 
 def test_a_round_can_be_repeated_from_the_same_base(store: SiteStore):

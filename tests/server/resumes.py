@@ -89,6 +89,6 @@ def orphans(path: Path) -> None:
     with Ledger.open(path) as ledger:
         orphan = ledger.blobs.put({"extractor.0.weight": torch.ones(3, dtype=torch.int64)})
         (ledger.blobs.folder / f".{orphan}.safetensors-x").write_bytes(b"half")
-    left = path / "staging" / "site-0001" / "round-000003.safetensors"
+    left = path / "staging" / "site-0001.safetensors"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")

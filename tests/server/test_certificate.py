@@ -159,9 +159,10 @@ def test_what_is_put_back_of_a_forgotten_site_is_found(finished: Config, tmp_pat
     with Ledger.open(copy, server=False) as ledger:
         gave = {event.body["contributions"][ONE]["blob"] for event in ledger.events("round")}
     put_back = [path for path in gone if path.stem in gave or path.name == f"{ONE}.safetensors"]
-    put_back += [copy / "staging" / ONE / "x"]
-    (copy / "staging" / ONE).mkdir(parents=True, exist_ok=True)
-    (copy / "staging" / ONE / "x").write_bytes(b"x")
+    half = copy / "staging" / f".{ONE}.safetensors-x"
+    put_back += [half]
+    half.parent.mkdir(parents=True, exist_ok=True)
+    half.write_bytes(b"x")
     for path in put_back:
         target = here / path.relative_to(copy)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.protocol.messages import ROUND, SITE, to_arrays
 from fedloom.clients.protocol.partial_sums import PartialSum
-from fedloom.clients.storage.states import round_file, write_state
+from fedloom.clients.storage.states import staged_file, write_state
 from fedloom.conf import UserError
 from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import digest
@@ -125,13 +125,13 @@ def test_a_partial_sum_without_the_contributions_files_stops_the_round_and_leave
     change = {name: tensor - contribution(aggregate, site.name)[name] for name, tensor in parts[SITE].items()}
     sums, once = {ROUND: to_arrays(parts[ROUND]), SITE: to_arrays(change)}, {ROUND: 1, SITE: 1}
     partial = PartialSum("run", 2, frozenset({"1"}), {site.name: 10}, addends=once, records=sums, new=to_arrays(parts[SITE]))
-    with pytest.raises(UserError, match=r"site-0001/round-000002\.safetensors: was not written; federation\.partial_sums"):
+    with pytest.raises(UserError, match=r"staging/site-0001\.safetensors: was not written; federation\.partial_sums"):
         staged(aggregate, 2, [replace(reply, partial=partial)])
     aggregate.abandon()
     assert (on_disk(aggregate), aggregate.digest()) == (kept, before)
     # where it was written, it is moved into the ledger
     staging = aggregate.slots.contributions.staging
-    write_state(round_file(staging, site.name, 2), records(config, site.name, 2)[SITE])
+    write_state(staged_file(staging, site.name), records(config, site.name, 2)[SITE])
     assert staged(aggregate, 2, [replace(reply, partial=partial)]) == {}
     aggregate.commit(2, {})
     assert digest(contribution(aggregate, site.name)) == digest(parts[SITE])

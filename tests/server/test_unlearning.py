@@ -72,8 +72,8 @@ def test_before_any_round_the_sum_is_that_of_a_run_without_the_site(tmp_path: Pa
 def test_nothing_of_the_site_is_left_in_the_folder(tmp_path: Path):
     config = run(configured(tmp_path, "baselines=[independent]"))
     path = folder(config)
-    staged = path / "staging" / ONE / "round-000002.safetensors"
-    write_state(staged, {"w": torch.zeros(1)})
+    for staged in (f"{ONE}.safetensors", f".{ONE}.safetensors-x"):  # finished and half written
+        write_state(path / "staging" / staged, {"w": torch.zeros(1)})
     write_state(path / "retrained" / "earlier" / "states" / "x.safetensors", {"w": torch.zeros(1)})
     with method_of(config) as method:
         blob = method.ledger.history(ONE)[-1].blob
@@ -88,7 +88,13 @@ def test_nothing_of_the_site_is_left_in_the_folder(tmp_path: Path):
     assert not [found for found in path.rglob("*") if ONE in str(found.relative_to(path))]
     stores = [found for found in done["erased"] if found.startswith("sites/")]
     assert len(stores) == 2  # its own and the baseline's
-    others = {"staging/site-0001", "states", "baselines", "retrained/earlier"}
+    others = {
+        "staging/site-0001.safetensors",
+        "staging/.site-0001.safetensors-x",
+        "states",
+        "baselines",
+        "retrained/earlier",
+    }
     assert set(done["erased"]) - set(stores) == others
     assert not any((path / name).exists() for name in others)
 
