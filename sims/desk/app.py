@@ -70,7 +70,7 @@ def _metrics(request: Request, by: Annotated[Token, Depends(api.caller)]) -> Pla
 def _failed(request: Request, error: Exception) -> Response:
     """Return an error as JSON for programs, as a page for people. Unexpected errors are logged, and not described."""
     status, text = _described(request, error)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "60"}}.get(status, {})
     if request.url.path.startswith((f"{api.ROOT}/", "/metrics", "/health")):
         return JSONResponse({"error": text}, status, headers)
     if isinstance(error, rendering.LogInError):
@@ -89,5 +89,5 @@ def _described(request: Request, error: Exception) -> tuple[int, str]:
         return status, plain(api.desk_of(request).runs.without_root(str(error)))
     if isinstance(error, HTTPException):
         return error.status_code, "This page does not exist." if error.status_code == 404 else str(error.detail)
-    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, plain(request.url.path), exc_info=error)
     return 500, "The desk failed to answer. Its log says why; the run is not affected."

@@ -75,7 +75,7 @@ class Desk:
     def certificate(self, request: Request, token: Token, run: str, id: str, suffix: str) -> Path:
         """Return the file of a certificate for a download, and note the download. Raises MissingError without it."""
         file = details.certificate_file(self.runs.path(run), self.request(run, id).id).with_suffix(suffix)
-        if not file.is_file():
+        if not file.is_file() or file.is_symlink():
             raise MissingError("This file does not exist.")
         self.gate.audit.note("downloaded", token.name, run=run, file=file.name)
         return file

@@ -14,6 +14,7 @@ from fedloom.conf.metrics import Facts
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import chain
 from fedloom.server.ledger.database import LEDGER
+from fedloom.server.run_folder.folder import is_file_name
 from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.run_folder.results_schema import sound_metrics, sound_summary, traffic_of
 from fedloom.server.run_folder.scores import headline, metric_of, spot
@@ -128,7 +129,7 @@ def training_of(path: Path) -> Training:
             rounds, sent, received = sites.get(site, (0, 0, 0))
             sites[site] = rounds + 1, sent + down, received + up
     dropped = [(one["round"], site, why) for one in records for site, why in (one.get("dropped") or {}).items()]
-    seconds = [one.get("seconds") or 0.0 for one in records]
+    seconds = [value for _, value in _curve(records, lambda record: record.get("seconds"))]
     names = dict.fromkeys(name for record in records for name in headline(record))
     return Training(
         metric=metric_of(sound_summary(path), records),
@@ -191,8 +192,8 @@ def certificates_of(path: Path) -> list[Certificate]:
     found = []
     with Ledger.open(path, server=False) as ledger:
         for request in (one for one in ledger.requests() if one.state in ("applied", "verified")):
-            file = certificate_file(path, request.id)
             with suppress(UserError):
+                file = certificate_file(path, request.id)
                 content = read(file)
                 signed, unchanged = file.with_suffix(SUFFIX).is_file(), as_written(file, request.id, ledger)
                 found.append(Certificate(request.id, content["sites"], request.by, content["times"], signed, unchanged))
@@ -200,8 +201,14 @@ def certificates_of(path: Path) -> list[Certificate]:
 
 
 def certificate_file(path: Path, request: str) -> Path:
-    """Return the path of a certificate, for a request that the ledger has."""
-    return path / CERTIFICATES / f"{request}.json"
+    """Return the path of a certificate, for a request that the ledger has.
+
+    Raises MissingError for an id that is not a file's name, and for a file outside the run's folder: runs may be copies.
+    """
+    file = path / CERTIFICATES / f"{request}.json"
+    if not is_file_name(request) or not file.resolve().is_relative_to(path.resolve()):
+        raise MissingError("This certificate does not exist.")
+    return file
 
 
 def events_of(path: Path, before: int, most: int) -> list[Event]:

@@ -59,7 +59,7 @@ def all_requests(request: Request, at: At, by: By) -> HTMLResponse:
     for run in at.runs.all():
         try:
             found += [(run, one) for one in at.requests(run.id)]
-        except UserError:  # no ledger yet
+        except Exception:  # no ledger yet, or its files are damaged in any way
             continue
     found.sort(key=lambda both: both[1].times.get("received", ""), reverse=True)
     found.sort(key=lambda both: not both[1].is_open)

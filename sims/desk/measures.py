@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from fedloom.conf.errors import UserError
 from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.details import training_of
 
@@ -30,7 +29,7 @@ def text(desk: Desk) -> str:
     """Return the measures of all runs. Runs that cannot be read are left out."""
     rows: dict[str, list[Row]] = {name: [] for name in MEASURES}
     for run in desk.runs.paths():
-        with suppress(UserError, OSError):
+        with suppress(Exception):  # its files may be damaged in any way
             for row in _rows(desk, run):
                 rows[row[0]].append(row)
     lines = []

@@ -131,7 +131,7 @@ class Runs:
     def _readable(self, id: str) -> Run | None:
         try:
             return self.get(id)
-        except (UserError, OSError, KeyError, TypeError):  # damaged, or just removed
+        except Exception:  # its files may be damaged in any way, or were just removed
             return None
 
 

@@ -79,7 +79,7 @@ class Webhook:
         for run in self.desk.runs.paths():
             try:
                 found |= {f"{run}/{request.id}": request for request in self.desk.requests(run)}
-            except (UserError, OSError):  # no ledger yet, or just removed
+            except Exception:  # no ledger yet, or its files are damaged in any way
                 continue
         return found
 

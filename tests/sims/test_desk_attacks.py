@@ -131,6 +131,38 @@ def test_a_certificate_is_looked_up_by_a_known_request(folder: Folder, id: str):
     assert client.get(f"{API}/runs/digits/certificates/{id}", headers=folder.bearer("operator")).status_code == 404
 
 
+@pytest.mark.parametrize("id", ["../../../secret", "link"])
+def test_a_run_that_was_made_to_lead_elsewhere_gives_nothing_away(folder: Folder, id: str):
+    secret = folder.root.parent / "secret.json"
+    secret.write_text('{"secret": 1}')
+    (folder.run / "certificates").mkdir(exist_ok=True)
+    (folder.run / "certificates" / "link.json").symlink_to(secret)
+    with Ledger.open(folder.run, server=False) as ledger:
+        ledger.receive(id, "unlearn", [ONE], "", {})
+    client = browser(folder, "operator")
+    name = id.replace("/", "%2F")
+    for path in (f"/runs/digits/certificates/{name}", f"/runs/digits/certificates/{name}/file"):
+        said = client.get(path)
+        assert said.status_code == 404 and "secret&" not in said.text
+    assert client.get("/runs/digits/certificates").status_code == 200
+
+
+def test_a_run_with_nonsense_in_its_files_breaks_no_list(folder: Folder):
+    path = folder.root / "odd"
+    shutil.copytree(folder.run, path)
+    (path / "summary.json").write_text(
+        json.dumps({"status": "finished", "per_site": 7, "unlearned": 3, "scores": [1], "sites": {}})
+    )
+    (path / "metrics.jsonl").write_text(
+        '{"round": 1, "seconds": NaN, "bytes": 3, "dropped": [1], "accuracy": {"union": "x"}}\n'
+    )
+    client = browser(folder, "operator")
+    assert {one["id"] for one in client.get(f"{API}/runs", headers=folder.bearer("viewer")).json()} >= {"digits"}
+    assert client.get(f"{API}/runs/odd/rounds", headers=folder.bearer("viewer")).status_code == 200
+    for page in ("/", "/requests", "/compare", "/metrics"):
+        assert client.get(page, headers=folder.bearer("viewer")).status_code == 200
+
+
 @pytest.mark.parametrize("key", ["../x", "a/b", "x" * 101, ".hidden", "a b", "a\u00e9"])
 def test_a_requests_id_is_a_plain_name(folder: Folder, key: str):
     headers = {**folder.bearer("operator"), "Idempotency-Key": key.encode()}
