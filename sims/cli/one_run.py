@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.conf.formatting import count
-from fedloom.sims.cli.options import Json, Quiet, RunPath, numbers
+from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
@@ -125,7 +125,7 @@ def compose(
 @app.command()
 def verify(
     certificate: Annotated[Path, typer.Argument(help="A certificate: certificates/<request>.json in a run's folder.")],
-    run: Annotated[Path | None, typer.Argument(help="The run's folder. Optional with --key.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="The run's folder. Optional with --key.", callback=named)] = None,
     key: Annotated[str, typer.Option(help="The operator's public key, as a file or a line, to check the signature.")] = "",
     request: Annotated[
         str, typer.Option(help="The request that the certificate must be about. Default: the one in the file's name.")

@@ -11,10 +11,17 @@ from typer.core import TyperArgument
 from fedloom.conf.errors import UserError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
-RunPath = Annotated[
-    Path, typer.Argument(help="A run's folder, such as runs/digits.", callback=lambda context, path: _named(context, path))
-]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+
+
+def named(context: typer.Context, path: Path | None) -> Path | None:
+    """Remember the run that a command names, for its closing line."""
+    if path is not None and isinstance(runs := context.find_root().obj, list):
+        runs.append(path)
+    return path
+
+
+RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.", callback=named)]
 
 _init = TyperArgument.__init__
 
@@ -26,13 +33,6 @@ def _init_with_help(self: TyperArgument, *, help: str | None = None, **options: 
 
 
 TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
-
-
-def _named(context: typer.Context, path: Path) -> Path:
-    """Remember the run that a command names, for its closing line."""
-    if isinstance(named := context.find_root().obj, list):
-        named.append(path)
-    return path
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:
