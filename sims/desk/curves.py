@@ -1,14 +1,14 @@
 """Draw curves as SVG, with classes instead of colours: the style sheet has both a light and a dark palette."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedloom.conf.metrics import Facts
 from fedloom.sims.desk.details import Curve
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 240, 74, 14, 14, 34
-MOST_CURVES, MOST_TICKS = 8, 8
+MOST_CURVES = 8
 STEPS = (1, 2, 2.5, 5, 10)
 
 
@@ -74,9 +74,9 @@ def chart(title: str, curves: Mapping[str, Curve], metric: Facts) -> Chart | Non
     return Chart(title, lines, across, [Tick(y(mark), metric.text(mark)) for mark in marks], note)
 
 
-def _rounds(first: int, last: int) -> Sequence[int]:
-    step = max(1, math.ceil((last - first) / MOST_TICKS))
-    return range(first, last + 1, step)
+def _rounds(first: int, last: int) -> list[int]:
+    """Return some round numbers of rounds, for the axis."""
+    return [int(mark) for mark in _marks(first, last) if first <= mark <= last and mark == int(mark)] or [first]
 
 
 def _marks(low: float, high: float) -> list[float]:
