@@ -14,7 +14,12 @@ from fedloom.sims.report.tables import Table, percent
 def write_html(path: Path) -> Path:
     """Write an HTML page next to the certificate `path` (JSON); return its path. Raise UserError if it cannot be read."""
     certificate = read(path)
-    return write_page(path.with_suffix(".html"), f"Certificate of request {certificate['request']}", sections(certificate))
+    return write_page(path.with_suffix(".html"), title(certificate), sections(certificate))
+
+
+def title(certificate: dict[str, Any]) -> str:
+    """Return the title of a certificate's page."""
+    return f"Certificate of request {certificate['request']}"
 
 
 def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:

@@ -20,7 +20,8 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.tables import canonical
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.signing import SUFFIX, operator_key
-from fedloom.sims.report.certificates import write_html
+from fedloom.sims.report.certificates import sections, title
+from fedloom.sims.report.page import page_text
 
 PROGRAMS = Path(__file__).parent / "proof"
 TIME = (1980, 1, 1, 0, 0, 0)  # of all files in the zip, so that equal proofs have equal bytes
@@ -45,12 +46,17 @@ number of their examples in each round. They hold no data and no weights.
 
 
 def write_proof(run: Path, request: str, out: Path) -> Path:
-    """Write the proof of a certified request as a zip file, and return its path.
+    """Write the proof of a certified request as a zip file, and return its path. Arguments and errors as of `proof_of`."""
+    write_bytes(out, proof_of(run, request))
+    return out
+
+
+def proof_of(run: Path, request: str) -> bytes:
+    """Return the zip file with the proof of a certified request.
 
     Args:
         run: The run's folder.
         request: The request's id.
-        out: The zip file.
 
     Raises:
         UserError: The run has no signed certificate of the request.
@@ -58,21 +64,20 @@ def write_proof(run: Path, request: str, out: Path) -> Path:
     if Path(request).name != request:
         raise UserError(f"request: got '{request}', which is not the id of a request")
     path = run / CERTIFICATES / f"{request}.json"
-    content, page = read(path), write_html(path)
+    content = read(path)
     key, signature = _signed(path)
     texts = {"request": content["request"], "run": content["run"], "sites": ", ".join(content["sites"])}
     der = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     files = {
         "README.txt": README.format(**texts, fingerprint=hashlib.sha256(der).hexdigest()).encode(),
-        "certificate.html": page.read_bytes(),
+        "certificate.html": page_text(title(content), sections(content)).encode(),
         "certificate.json": path.read_bytes(),
         "certificate.sig": signature,
         "operator.pem": key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
         **_chain(run, key),
         **{name: (PROGRAMS / name).read_bytes() for name in ("verify.html", "verify.py")},
     }
-    write_bytes(out, _zipped(files))
-    return out
+    return _zipped(files)
 
 
 def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:
