@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -111,7 +111,9 @@ def test_all_works_by_keyboard(chromium: "Browser", folder: Folder, desk: str):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_readable_for_all(chromium: "Browser", fedloom: Command, folder: Folder, desk: str, scheme: str):
+def test_every_page_is_readable_for_all(
+    chromium: "Browser", fedloom: Command, folder: Folder, desk: str, scheme: Literal["light", "dark"]
+):
     assert fedloom("unlearn", folder.run, ONE, "--request-id", "r1", "--reason", "<b>x</b>" * 20, "--quiet").code == 0
     context, said = chromium.new_context(color_scheme=scheme), list[str]()
     page = logged_in(context, desk, folder.secrets["operator"])
