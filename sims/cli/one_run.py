@@ -1,5 +1,6 @@
 """Commands on one existing run: resume it, forget sites, check its certificates and its ledger."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -158,11 +159,16 @@ def proof(
 
 
 @app.command()
-def key() -> None:
-    """Print the public key with which others can check this operator's certificates."""
-    from fedloom.server.unlearning.signing import operator_key, public_line
+def key(
+    pem: Annotated[bool, typer.Option("--pem", help="As PEM, for verify.py and openssl.")] = False,
+    sha256: Annotated[bool, typer.Option("--sha256", help="Its sha256, as proofs show it.")] = False,
+) -> None:
+    """Print the public key with which others can check this operator's certificates and proofs."""
+    from fedloom.server.unlearning.signing import operator_key, public_line, public_pem, spki
 
-    typer.echo(public_line(operator_key()))
+    mine = operator_key()
+    digest = hashlib.sha256(spki(mine.public_key())).hexdigest()
+    typer.echo(digest if sha256 else public_pem(mine).strip() if pem else public_line(mine))
 
 
 @app.command()
