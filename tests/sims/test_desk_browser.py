@@ -4,12 +4,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
 from fedloom.server.ledger import Ledger
 from tests.sims.commands import ONE, Command
 from tests.sims.desks import Folder, folder_with, free_port, served, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
@@ -26,7 +30,7 @@ WIDTHS = (360, 800, 1600)
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[playwright.Browser]:
+def chromium() -> Iterator["Browser"]:
     with playwright.sync_playwright() as found:
         sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
         browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)
@@ -46,7 +50,7 @@ def desk(folder: Folder) -> Iterator[str]:
         yield f"http://localhost:{port}"
 
 
-def logged_in(context: playwright.BrowserContext, desk: str, secret: str) -> playwright.Page:
+def logged_in(context: "BrowserContext", desk: str, secret: str) -> "Page":
     """A page of someone who has logged in."""
     page = context.new_page()
     page.goto(f"{desk}/runs/digits")
@@ -56,9 +60,7 @@ def logged_in(context: playwright.BrowserContext, desk: str, secret: str) -> pla
     return page
 
 
-def test_someone_asks_to_forget_a_site_and_cancels_without_javascript(
-    chromium: playwright.Browser, folder: Folder, desk: str
-):
+def test_someone_asks_to_forget_a_site_and_cancels_without_javascript(chromium: "Browser", folder: Folder, desk: str):
     page = logged_in(chromium.new_context(java_script_enabled=False), desk, folder.secrets["requester"])
     page.get_by_role("link", name="Ask to forget a site").click()
     assert page.get_by_role("checkbox", name="site-").count() == 1  # the token's site alone
@@ -76,7 +78,7 @@ def test_someone_asks_to_forget_a_site_and_cancels_without_javascript(
     assert page.get_by_label("Token").is_visible()
 
 
-def test_a_page_follows_its_run(chromium: playwright.Browser, folder: Folder, desk: str):
+def test_a_page_follows_its_run(chromium: "Browser", folder: Folder, desk: str):
     page = logged_in(chromium.new_context(), desk, folder.secrets["viewer"])
     fact = page.locator("dt", has_text="Open requests").locator("xpath=following-sibling::dd")
     assert fact.inner_text() == "0"
@@ -85,7 +87,7 @@ def test_a_page_follows_its_run(chromium: playwright.Browser, folder: Folder, de
     until(lambda: page.wait_for_timeout(100) or fact.inner_text() == "1", "the page shows the request", 30)
 
 
-def test_all_works_by_keyboard(chromium: playwright.Browser, folder: Folder, desk: str):
+def test_all_works_by_keyboard(chromium: "Browser", folder: Folder, desk: str):
     page = logged_in(chromium.new_context(), desk, folder.secrets["operator"])
     page.goto(f"{desk}/runs/digits/ask")
     page.keyboard.press("Tab")
@@ -110,7 +112,7 @@ def test_all_works_by_keyboard(chromium: playwright.Browser, folder: Folder, des
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_is_readable_for_all(
-    chromium: playwright.Browser, fedloom: Command, folder: Folder, desk: str, scheme: str
+    chromium: "Browser", fedloom: Command, folder: Folder, desk: str, scheme: Literal["light", "dark"]
 ):
     assert fedloom("unlearn", folder.run, ONE, "--request-id", "r1", "--reason", "<b>x</b>" * 20, "--quiet").code == 0
     context, said = chromium.new_context(color_scheme=scheme), list[str]()
@@ -126,7 +128,7 @@ def test_every_page_is_readable_for_all(
     assert [line for line in said if "404" not in line] == []  # the browser reports /nowhere
 
 
-def test_a_script_that_gets_into_a_page_does_not_run(chromium: playwright.Browser, folder: Folder, desk: str):
+def test_a_script_that_gets_into_a_page_does_not_run(chromium: "Browser", folder: Folder, desk: str):
     page = logged_in(chromium.new_context(), desk, folder.secrets["operator"])
     page.evaluate("""() => {
         const script = document.createElement("script");
