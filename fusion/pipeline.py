@@ -186,6 +186,7 @@ class _Fusion:
         choices = chosen_channels(first, shares, self.settings.width, self.probe, self.classes)
         goal = goal_of(self.networks[self.depth], first[0], choices, self.probe)
         state = selected_state(first, choices, shares, goal)
+        choices = {axis: replace(choice, follows=choice.keeps) for axis, choice in choices.items()}  # frees memory
         self._lap("select")
         writers = {layer.name: layer.outputs for layer in self.structure.layers if layer.outputs in choices}
         plans = [{name: choices[axis].rows(order.index(index))[0] for name, axis in writers.items()}
@@ -282,7 +283,7 @@ class _Fusion:
     def _moved(self, index: int, body: Balanced, move: Moves) -> State:
         if move.plans is None:
             return moved(body.network.state_dict(), self.structure.layers, move)
-        return carried(body.network.state_dict(), self.bodies[index], self.bodies[self.into], move.plans)
+        return dict(carried(body.network.state_dict(), self.bodies[index], self.bodies[self.into], move.plans))
 
     def _shares(self, name: str, states: list[State], bodies: list[Balanced], weights: list[float]) -> list[float]:
         """Return each network's share in the mean of a tensor; 0 for networks without such a layer."""

@@ -17,7 +17,7 @@ from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.refit.patches import picked
 
 BATCH = 256  # samples in one forward pass; Grams are computed within a batch
-LARGE, CHUNK = 2**26, 40  # a convolution whose input has more bytes processes CHUNK samples at once
+LARGE, CHUNK = 2**24, 40  # a convolution whose input has more bytes processes CHUNK samples at once
 EXACT_FEATURES = 8192  # up to here, Grams are computed in float64; above, in float32 by pieces, summed in float64
 PIECE, BAND = 2048, 100
 
@@ -100,7 +100,8 @@ def observe(
 
 def features_of(seen: Observation, node: str) -> Tensor:
     """Return all values observed at a node, [channels, values]."""
-    return torch.cat(seen.features[node], dim=1)
+    parts = seen.features[node]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def cka(one: list[Tensor], other: list[Tensor]) -> float:

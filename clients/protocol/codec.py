@@ -80,7 +80,7 @@ class _Decoded(threading.local):
 _decoded = _Decoded()
 
 
-def decode_again(record: Mapping[str, Array], decoder: Callable[[Mapping[str, Array]], State]) -> State:
+def decode_again(record: ArrayRecord, decoder: Callable[[ArrayRecord], State]) -> State:
     """Decode a record, or copy what it was decoded to if its bytes are those of a record that was decoded before.
 
     `decoder`: how to decode it otherwise.

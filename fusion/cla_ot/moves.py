@@ -4,7 +4,7 @@ Where an axis is written, a plan's columns sum to 1, so that each new channel is
 the rows sum to 1, so that the scale of later layers is unchanged (fusion.cla_ot.transport).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,8 +68,10 @@ class Movement(Protocol):
     def incoming(self) -> Tensor: ...
 
 
-def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]) -> State:
-    """Return a network's state with its channels moved to those of another network of the same structure.
+def carried(
+    state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Mapping[int, Movement]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a network's tensors, by name, with its channels moved to those of another network of the same structure.
 
     A tensor that reads channels moves by `incoming`, one that writes them by `outgoing`.
 
@@ -82,20 +84,20 @@ def carried(state: Mapping[str, Tensor], source: Wiring, goal: Wiring, plans: Ma
     Raises:
         UserError: A tensor's size is not the plan's. The message has its name.
     """
-    new = {name: tensor.clone() for name, tensor in state.items()}
-    sizes = goal.graph.state_dict()
-    for name, pairs in slots_of(source, goal).items():
-        if name not in state or not any(index in plans for index, _, _ in pairs):
+    sizes, slots = goal.graph.state_dict(), slots_of(source, goal)
+    for name, tensor in state.items():
+        pairs = slots.get(name, [])
+        if not any(index in plans for index, _, _ in pairs):
+            yield name, tensor.clone(memory_format=torch.contiguous_format)
             continue
         blocks = max(ours.blocks for _, ours, _ in pairs), max(theirs.blocks for _, _, theirs in pairs)
-        tensor = dense(state[name], blocks[0]) if blocks[0] > 1 else state[name]
+        tensor = dense(tensor, blocks[0]) if blocks[0] > 1 else tensor
         size = list(sizes[name].shape)
         size[1:2] = [size[1] * blocks[1]] if len(size) > 1 else []
         for dim in dict.fromkeys(ours.dim for _, ours, _ in pairs):
             here = [pair for pair in pairs if pair[1].dim == dim]
             tensor = moved_along(tensor, dim, here, plans, size[dim], name)
-        new[name] = in_groups(tensor, blocks[1]) if blocks[1] > 1 else tensor
-    return {name: tensor.contiguous() for name, tensor in new.items()}
+        yield name, (in_groups(tensor, blocks[1]) if blocks[1] > 1 else tensor).contiguous()
 
 
 def slots_of(source: Wiring, goal: Wiring) -> dict[str, list[tuple[int, Slot, Slot]]]:

@@ -18,6 +18,7 @@ FLOOR = 1e-3  # relative to the mean variance; added to D, so that a nearly cons
 TINY = 1e-30
 JITTER, MAX_JITTER = 1e-7, 1e3
 PIECE = 2048  # rows that are multiplied at once; pieces are summed in float64
+BAND = 128  # rows of a symmetric product that are computed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class LayerStatistics:
 
     @classmethod
     def _of_piece(cls, x: Tensor, e: Tensor) -> "LayerStatistics":
-        gram, cross = (x.mT @ x).double(), (x.mT @ e).double()
+        gram, cross = squared(x.mT).double(), (x.mT @ e).double()
         return cls(x.shape[1], x.double().sum(1), e.double().sum(1), gram, cross)
 
     def __add__(self, other: "LayerStatistics") -> "LayerStatistics":
@@ -74,12 +75,23 @@ def change_of_rows(inputs: Tensor, errors: Tensor, penalty: float) -> tuple[Tens
     mean, lack = inputs.mean(1, keepdim=True), errors.mean(1, keepdim=True)
     x = inputs - mean
     root = _spread(x.square().sum(1)).sqrt()[:, None]
-    x = x / root
-    kernel = (x @ x.mT).double()
+    x /= root
+    kernel = squared(x).double()
     kernel.diagonal(dim1=1, dim2=2).add_(penalty)
     dual = _solved(kernel, (errors - lack).double(), kernel.diagonal(dim1=1, dim2=2).mean(1))
-    weight = (dual.mT.to(x) @ (x / root)).double()
+    weight = (dual.mT.to(x) @ x).div_(root).double()
     return weight, (lack.double() - (weight @ mean.mT.double()).mT).squeeze(1)
+
+
+def squared(x: Tensor) -> Tensor:
+    """Return x x', [..., n, n], of x [..., n, d]. Blocks above the diagonal are copied from those below."""
+    total = x.new_empty(*x.shape[:-1], x.shape[-2])
+    for begin in range(0, x.shape[-2], BAND):
+        rows, before = slice(begin, begin + BAND), slice(0, begin)
+        part = x[..., rows, :] @ x[..., : rows.stop, :].mT
+        total[..., rows, : rows.stop] = part
+        total[..., before, rows] = part[..., before].mT
+    return total
 
 
 def _solved(matrix: Tensor, right: Tensor, size: Tensor) -> Tensor:

@@ -115,17 +115,16 @@ class _Pools:
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         single = axis.parent is None
         groups = [torch.arange(each.size)[:, None] if single else each.places for each in own]
-        points = [point for node in self.bodies[0].wiring.points.get(axis.index, ()) if (point := self._point(axis, node))]
+        nodes = [node for node in self.bodies[0].wiring.points.get(axis.index, ())
+                 if any(node in body.values for body in self.bodies)]  # fmt: skip
         all_groups = torch.cat([group + start for group, start in zip(groups, starts, strict=True)])
-        return pooled(points, sizes, all_groups) if points else None
+        return pooled((self._point(axis, node) for node in nodes), sizes, all_groups) if nodes else None
 
-    def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _point(self, axis: Axis, node: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return values [N, n] after the activation (mean square 1), importance [N], and the values before it."""
         name, activation = self.behind[node]
         values_by_network = [_values(body, node, axis.index) for body in self.bodies]
-        some = next((part for part in values_by_network if part is not None), None)
-        if some is None:
-            return None
+        some = next(part for part in values_by_network if part is not None)
         counts = {part.shape[1] for part in values_by_network if part is not None}
         if len(counts) > 1:
             numbers = " and ".join(map(str, sorted(counts)))
@@ -141,7 +140,7 @@ class _Pools:
             weights.append(importance(values[-1], hangs) * self.weights[index] ** 0.5)
         all_values = torch.cat(values)
         scale = float(all_values.double().square().mean().sqrt()) or 1.0
-        return all_values / scale, torch.cat(weights) * scale, torch.cat(before) / scale
+        return all_values.div_(scale), torch.cat(weights) * scale, torch.cat(before).div_(scale)
 
     def _hangs(self, index: int, node: str, axis: int, size: int) -> Tensor:
         sums, layout = self.sensitivity[index].get(node), self.bodies[index].wiring.layouts[node]
@@ -215,13 +214,12 @@ def selected_state(bodies: Sequence[Body], choices: Mapping[int, Choice], weight
     written = {slot.tensor for axis in choices for slot in bodies[0].wiring.axes[axis].slots if not slot.reads}
     total: State = {}
     for index, (body, weight) in enumerate(zip(bodies, weights, strict=True)):
-        state = carried(_whole(body), body.wiring, goal, parts_of(choices, index))
-        for name, tensor in state.items():
+        for name, tensor in carried(_whole(body), body.wiring, goal, parts_of(choices, index)):
             if not tensor.is_floating_point():
                 total.setdefault(name, tensor)
                 continue
             part = tensor if name in written else tensor * weight
-            total[name] = total[name] + part if name in total else part
+            total[name] = total[name].add_(part) if name in total else part
     return total
 
 

@@ -5,11 +5,13 @@ Channels (or groups that move as a whole) are selected greedily, so that linear 
 best: column subset selection. Equal channels of several networks count once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fedloom.fusion.refit.least_squares import squared
 
 RIDGE = 1e-2  # relative to a selected channel's variance, in the regression of the others on the selected ones
 ALIKE = 1e-3  # channels that differ by less, relative to their size, are equal
@@ -94,7 +96,7 @@ def importance(values: Tensor, sensitivity: Tensor) -> Tensor:
     return (sensitivity / (spread * sensitivity).sum().clamp(min=TINY)).sqrt()
 
 
-def pooled(points: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
+def pooled(points: Iterable[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int], groups: Tensor) -> Pool:
     """Return the Pool of an axis: the channels of all networks.
 
     `points`: for each point where the axis is read, the values [N, n] after the activation, the importance [N], and
@@ -104,11 +106,12 @@ def pooled(points: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int]
     covariance, weighted = (torch.zeros(channels, channels, dtype=torch.float64) for _ in range(2))
     prints = torch.zeros(channels, PRINTS, dtype=torch.float64)
     for values, weight, before in points:
-        prints += before.double() @ torch.randn(values.shape[1], PRINTS, generator=generator, dtype=torch.float64)
+        prints += before @ torch.randn(values.shape[1], PRINTS, generator=generator, dtype=torch.float64).to(before)
         centred = values - values.mean(dim=1, keepdim=True)
-        part = (centred @ centred.T).double() / values.shape[1]
-        covariance += part
-        weighted += weight[:, None] * part * weight
+        live = centred.any(dim=1).nonzero()[:, 0]  # a network that lacks the layer has zeros
+        part = squared(centred[live]).double() / values.shape[1]
+        covariance[live[:, None], live] += part
+        weighted[live[:, None], live] += weight[live, None] * part * weight[live]
     return Pool(tuple(sizes), covariance, weighted, _twins(prints, sizes), groups)
 
 
@@ -160,17 +163,21 @@ def _greedy(covariance: Tensor, groups: Tensor, candidates: Tensor, count: int) 
     if groups.shape[1] > 1:
         return _greedy_groups(covariance, groups, candidates, count)
     own = groups[:, 0]
-    return _greedy_channels(covariance[own][:, own], candidates, count)
+    if not torch.equal(own, torch.arange(len(covariance))):
+        covariance = covariance[own][:, own]
+    return _greedy_channels(covariance, candidates, count)
 
 
 def _greedy_channels(covariance: Tensor, candidates: Tensor, count: int) -> list[int]:
     """Select single channels, without forming the residual covariance (Farahat, Ghodsi and Kamel 2011, Alg. 1).
 
-    `lead` are its squared column norms, `rest` its diagonal.
+    `lead` are its squared column norms, `rest` its diagonal. The products that only change `lead` are in float32.
     """
+    single = covariance.float()
     lead, rest = covariance.square().sum(dim=0), covariance.diagonal().clone()
     floor, free = ALIKE**2 * rest + TINY, candidates.clone()
     taken, chosen = covariance.new_zeros(count, len(covariance)), []
+    rounded = torch.zeros_like(single[:count])
     for step in range(count):
         gains = torch.where(free, lead.clamp(min=0.0) / rest.clamp(min=0.0).add(floor), -1.0)
         best = int(gains.argmax())
@@ -179,7 +186,8 @@ def _greedy_channels(covariance: Tensor, candidates: Tensor, count: int) -> list
         before = taken[:step]
         column = covariance[best] - before[:, best] @ before
         column = column / (column[best].clamp(min=0.0) + floor[best]).sqrt()
-        product = covariance @ column - (before @ column) @ before
+        rounded[step] = column
+        product = single @ rounded[step] - (rounded[:step] @ rounded[step]) @ rounded[:step]
         lead = lead - 2.0 * column * product + column.square() * column.square().sum()
         rest = rest - column.square()
         taken[step] = column

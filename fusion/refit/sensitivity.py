@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from fedloom.fusion.graph.tracing import evaluating
 
-SAMPLES, BATCH = 32, 8
+SAMPLES, BATCH = 16, 8
 
 
 class _Backward(fx.Interpreter):
@@ -65,6 +65,7 @@ def sensitivities(
             total = (answers * noise).sum()
             weights = [weight for weight in graph.parameters() if weight.requires_grad]  # if tokens are the input
             torch.autograd.grad(total, run.leaves or weights, allow_unused=True)
+            run.env.clear()  # the answers' autograd graph has hooks that hold the run: a cycle that Python cannot collect
             for name, part in run.sums.items():
                 sums[name] = sums.get(name, 0.0) + part
     return sums

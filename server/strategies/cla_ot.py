@@ -8,7 +8,7 @@ networks that were trained apart or drift apart: see `fused_anew.py`.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from fedloom.fusion.submodels import mean_over_holders
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.recalibration import HEAD, ask, check_head
 from fedloom.server.rounds.view import View
-from fedloom.server.strategies.architectures import groups_of, reference_of
+from fedloom.server.strategies.architectures import Group, groups_of, reference_of
 from fedloom.server.strategies.base import STRATEGIES, Strategy
 from fedloom.server.strategies.by_architecture import averaged, cast, network_key
 from fedloom.server.strategies.exclusive import ask_alone
@@ -40,7 +40,7 @@ from fedloom.server.strategies.fused_anew import (
     networks_of_sites,
 )
 from fedloom.server.strategies.in_parts import InParts, number_of
-from fedloom.server.strategies.own_start import check_fusing, fused_apart, part_of, settings_for
+from fedloom.server.strategies.own_start import Apart, check_fusing, fused_apart, part_of, settings_for
 from fedloom.server.strategies.public import PublicImages
 from fedloom.server.strategies.server_training import ServerTraining
 
@@ -151,15 +151,20 @@ class ClaOt(InParts):
 
     def _parts(self, view: View, whole: State) -> Mapping[str, State]:
         if self._first(view):
-            parts, probe = self.parts(view.experiment), self._probe(view)
-            reference, task = reference_of(view.experiment, self.reference).architecture, view.experiment.task
-            return {group.name: part_of(group, parts[group.name], reference, whole, networks_of_sites(view), probe, task)
+            parts, probe, task = self.parts(view.experiment), self._probe(view), view.experiment.task
+            weight = float(sum(view.last_samples(site.name) for site in view.sites))
+            goal = Apart(reference_of(view.experiment, self.reference).architecture, whole, weight)
+            return {group.name: part_of(group, parts[group.name], goal, self._apart(view, group), probe, task)
                     for group in groups_of(view.experiment)}  # fmt: skip
         states, mix = super().taken(view, whole), self.mix(view)
         if mix == 1.0:
             return states
         means = {mean.group.name: mean.state for mean in averaged(view)}
         return {name: mixed(state, means[name], mix) if name in means else state for name, state in states.items()}
+
+    def _apart(self, view: View, group: Group) -> Iterator[Apart]:
+        """Yield the networks that the group's sites sent last."""
+        return networks_of_sites(view.subset([site.name for site in view.sites if site.name in group.sites]))
 
     def _check_heads(self, experiment: Experiment) -> None:
         for group in groups_of(experiment) if self.recalibrate else ():

@@ -1,13 +1,14 @@
 """Networks that were trained apart, brought to one basis: aligned, transported and refitted into the reference.
 
 Networks with different starts have no channel in common, so their mean is useless. They are fused into one network of the
-reference's architecture (CLA+OT with refit, fusion.fuse). Every other architecture is fused in the same way, and its
-channels are then aligned to the reference.
+reference's architecture (CLA+OT with refit, fusion.fuse). Every other architecture is fused of this network and its own
+ones, and its channels are then aligned to the reference.
 """
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Submodel
 from fedloom.server.strategies.architectures import Group
 
-TOGETHER = 8  # networks to fuse at once, which limits memory; more are fused step by step
+TOGETHER = 4  # networks to fuse at once, which limits memory; more are fused step by step
 BLIND = FusionSettings(basis="weights", comparison="neurons", refit="none", repair=False)  # without probe images
 PART = FusionSettings(basis="same", refit="plans")
 MOVED = FusionSettings(refit="none", repair=False)  # to another network's basis, by permutation
@@ -72,30 +73,30 @@ def fused_apart(
             into = chunk.pop(index)
         if chunk:
             into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
+            gc.collect()  # traced networks are in cycles
     return into.state
 
 
 def part_of(
     group: Group,
     part: Submodel,
-    reference: Architecture,
-    whole: State,
+    whole: Apart,
     apart: Iterable[Apart],
     probe: Tensor | None,
     task: str,
 ) -> State:
     """Return a network of the group's architecture whose channels correspond to the reference `whole`.
 
-    With the same widths, all networks are fused into this architecture, and its channels are aligned to the reference. With
-    smaller widths, the part of the reference is fitted to compute the reference's function. Without a probe, it is the
-    plain part.
+    With the same widths, `whole` is fused with the networks `apart` of this architecture, and the result's channels are
+    aligned to the reference. With smaller widths, the part of the reference is fitted to compute the reference's function.
+    Without a probe, it is the plain part.
     """
-    state, own = part.taken(whole), group.architecture
-    if probe is None or own == reference:
+    state, own = part.taken(whole.state), group.architecture
+    if probe is None or own == whole.architecture:
         return state
-    goal = _network(reference, whole)
+    goal = _network(whole.architecture, whole.state)
     if all(entries is None for _, index in part.places.values() for entries in index):
-        network = _network(own, fused_apart(own, apart, state, probe, settings_for(True, task)))
+        network = _network(own, fused_apart(own, chain([whole], apart), state, probe, settings_for(True, task)))
         return _state(fuse([network, goal], into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network, own)
     pair, settings = [_network(own, state), goal], answering(task, PART)
     return _state(fuse(pair, into=0, probe=probe, weights=(0.0, 1.0), settings=settings).network, own)
@@ -144,7 +145,7 @@ def _first_of(chunk: list[Apart], architecture: Architecture) -> int | None:
 
 def _network(architecture: Architecture, state: State) -> nn.Module:
     network = architecture.build().eval()
-    network.load_state_dict(state)
+    network.load_state_dict(state, assign=True)
     return network
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rfc8785
+
 from fedloom.clients.data.sites import value_of
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
@@ -225,5 +227,5 @@ def _check_inside(content: dict[str, Any]) -> None:
 
 
 def text_of(content: dict[str, Any]) -> str:
-    """Return the JSON text of a certificate's file."""
-    return json.dumps(content, indent=1)
+    """Return the JSON text of a certificate's file: the canonical one of RFC 8785."""
+    return rfc8785.dumps(content).decode()

@@ -25,6 +25,7 @@ from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import BASELINES, DATA, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
+from fedloom.server.unlearning.goals import goals
 
 if TYPE_CHECKING:
     from fedloom.server.unlearning.evidence import UnlearningEvaluation
@@ -96,6 +97,7 @@ class Unlearning:
         done = certificate(self.ledger, self.state, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
         done["scope"] = scope(done["evidence"])
+        done["goals"] = goals(done)
         issue(self.ledger, done)
         self.ledger.set_request(request.id, "verified", request.result)
         return done

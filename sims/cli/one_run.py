@@ -145,6 +145,19 @@ def verify(
 
 
 @app.command()
+def proof(
+    run: RunPath,
+    request: Annotated[str, typer.Argument(help="The id of a request with a certificate.")],
+    out: Annotated[Path | None, typer.Option(help="The zip file. Default: proof-<request>.zip.")] = None,
+) -> None:
+    """Write a request's proof as a zip file, which others check in a browser or with one Python file, without Fedloom."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.report.proofs import write_proof
+
+    typer.echo(f"written: {write_proof(run, request, out or Path(f'proof-{request}.zip'))}")
+
+
+@app.command()
 def key() -> None:
     """Print the public key with which others can check this operator's certificates."""
     from fedloom.server.unlearning.signing import operator_key, public_line

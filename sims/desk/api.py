@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -150,6 +150,18 @@ def certificate(request: Request, at: At, by: By, run: str, id: str) -> FileResp
 def signature(request: Request, at: At, by: By, run: str, id: str) -> FileResponse:
     """Download the operator's signature of a certificate."""
     return download(at, request, by, run, id, SUFFIX)
+
+
+@router.get("/runs/{run}/certificates/{id}/proof", tags=["certificates"], response_class=Response)
+def proof(request: Request, at: At, by: By, run: str, id: str) -> Response:
+    """Download the proof: a zip file that others check in a browser or with one Python file."""
+    return proof_download(at, request, by, run, id)
+
+
+def proof_download(at: Desk, request: Request, by: Token, run: str, id: str) -> Response:
+    """Return a request's proof as a download."""
+    about = {"Content-Disposition": f'attachment; filename="proof-{id}.zip"'}
+    return Response(at.proof(request, by, run, id), media_type="application/zip", headers=about)
 
 
 def download(at: Desk, request: Request, by: Token, run: str, id: str, suffix: str) -> FileResponse:

@@ -16,12 +16,14 @@ from fedloom.server.run_folder.listing import read_config
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import COPIES, EVENTS, EXACT, KEPT, MASKED
 from fedloom.server.unlearning.requests import KIND, left_of, refuse
+from fedloom.server.unlearning.signing import SUFFIX
 from fedloom.sims.desk import details
 from fedloom.sims.desk.runs import MissingError, Runs
 from fedloom.sims.desk.sessions import Gate
 from fedloom.sims.desk.tokens import OPERATOR, Token
 from fedloom.sims.operations.requests import RequestStatus, requests_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, queue
+from fedloom.sims.report.proofs import proof_of
 from fedloom.sims.report.report import LIMITS
 
 MOST_REASON, MOST_REPAIR = 2000, 1000  # characters of a reason, rounds of repair
@@ -77,6 +79,15 @@ class Desk:
             raise MissingError("This file does not exist.")
         self.gate.audit.note("downloaded", token.name, run=run, file=file.name)
         return file
+
+    def proof(self, request: Request, token: Token, run: str, id: str) -> bytes:
+        """Return the proof of a request for a download, and note the download. Raises MissingError without it."""
+        path = self.runs.path(run)
+        file = details.certificate_file(path, self.request(run, id).id)
+        if not all(part.is_file() and not part.is_symlink() for part in (file, file.with_suffix(SUFFIX))):
+            raise MissingError("This request has no signed certificate.")
+        self.gate.audit.note("downloaded", token.name, run=run, file=f"proof-{id}.zip")
+        return proof_of(path, id)
 
 
 def _one(requests: Sequence[RequestStatus], id: str) -> RequestStatus:

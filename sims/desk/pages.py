@@ -12,7 +12,7 @@ from fedloom.conf.metrics import Facts
 from fedloom.server.unlearning.certificate import read as read_certificate
 from fedloom.server.unlearning.signing import SUFFIX
 from fedloom.sims.desk import details
-from fedloom.sims.desk.api import At, desk_of, download
+from fedloom.sims.desk.api import At, desk_of, download, proof_download
 from fedloom.sims.desk.curves import chart
 from fedloom.sims.desk.rendering import PER_PAGE, By, page
 from fedloom.sims.desk.tokens import OPERATOR
@@ -145,3 +145,9 @@ def certificate_download(request: Request, at: At, by: By, run: str, id: str) ->
 def signature_download(request: Request, at: At, by: By, run: str, id: str) -> FileResponse:
     """Download the signature of a certificate."""
     return download(at, request, by, run, id, SUFFIX)
+
+
+@router.get("/runs/{run}/certificates/{id}/proof")
+def proof(request: Request, at: At, by: By, run: str, id: str) -> Response:
+    """Download the proof of a request."""
+    return proof_download(at, request, by, run, id)

@@ -6,6 +6,7 @@ from typing import Any
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, one_digest, read
+from fedloom.server.unlearning.goals import PARTS
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
 
@@ -13,7 +14,12 @@ from fedloom.sims.report.tables import Table, percent
 def write_html(path: Path) -> Path:
     """Write an HTML page next to the certificate `path` (JSON); return its path. Raise UserError if it cannot be read."""
     certificate = read(path)
-    return write_page(path.with_suffix(".html"), f"Certificate of request {certificate['request']}", sections(certificate))
+    return write_page(path.with_suffix(".html"), title(certificate), sections(certificate))
+
+
+def title(certificate: dict[str, Any]) -> str:
+    """Return the title of a certificate's page."""
+    return f"Certificate of request {certificate['request']}"
 
 
 def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
@@ -29,6 +35,7 @@ def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
             [*_networks(evidence), _accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)],
         ),
         *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
+        *([("The goals of verifiable unlearning", [_goals(certificate["goals"])])] if "goals" in certificate else []),
     ]
 
 
@@ -76,6 +83,12 @@ def _exact(certificate: dict[str, Any]) -> Table:
 def _scope(scope: dict[str, list[str]]) -> Table:
     rows = [[what.replace("_", " "), entry] for what in ("tested", "not_tested") for entry in scope[what]]
     return Table("", ["", "what"], rows)
+
+
+def _goals(goals: dict[str, dict[str, str]]) -> Table:
+    rows = [[goal, *(parts[part] for part in PARTS)] for goal, parts in goals.items()]
+    note = "The goals are those of Nguyen et al. 2025 (VeriFUL)."
+    return Table("", ["goal", *(part.replace("_", " ") for part in PARTS)], rows, note)
 
 
 def _stages(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:

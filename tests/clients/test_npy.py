@@ -1,7 +1,6 @@
 """Arrays as Flower makes them, byte for byte, whatever the dtype and shape; other writers' bytes are read too."""
 
 import io
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -83,7 +82,7 @@ def record_of(seed: int, view: bool = False) -> ArrayRecord:
 def test_a_record_that_comes_again_is_decoded_once_and_copied(view: bool):
     decoded: list[object] = []
 
-    def decoder(record: Mapping[str, Array]) -> State:
+    def decoder(record: ArrayRecord) -> State:
         decoded.append(record)
         return unpacked(record)
 

@@ -1,5 +1,7 @@
 """Whole fusions: what must stay the function it was, which widths and layers come out, what is refused and how."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -238,3 +240,12 @@ def test_settings_that_cannot_be():
     for name, given in wrong.items():
         with pytest.raises(UserError, match=f"fusion {name}: got '?{given}'?, takes"):
             FusionSettings(**{name: given})
+
+
+def test_a_fusion_leaves_nothing_in_memory():
+    pair = [network(f"resnet{depth}:width=0.125,norm=batch") for depth in (26, 18)]
+    fused = fuse(pair, into=1, depth=0, probe=images(8))
+    made = [weakref.ref(module) for one in (fused.balanced[1], fused.network) for module in one.modules()]
+    del fused
+    gc.collect()
+    assert not any(module() is not None for module in made)

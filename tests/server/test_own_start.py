@@ -1,6 +1,7 @@
 """Networks that sites trained apart are fused in the first round, and go on in one basis after it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from fedloom.server.strategies.base import strategy_of as any_strategy_of
 from fedloom.server.strategies.by_architecture import network_key
 from fedloom.server.strategies.cla_ot import ClaOt
 from fedloom.server.strategies.in_parts import REFERENCE
-from fedloom.server.strategies.own_start import PART, Apart, fused_apart, part_of, settings_for
+from fedloom.server.strategies.own_start import MOVED, PART, Apart, fused_apart, part_of, settings_for
 from fedloom.sims.benchmarks.soak_replies import RAISES
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
@@ -149,19 +150,22 @@ def test_one_network_fused_alone_is_itself(done):
         assert same(alone, model.state)
 
 
-def test_parts_of_the_same_widths_keep_their_function_in_the_basis_of_the_reference(done):
+def test_parts_of_the_same_widths_are_in_the_basis_of_the_reference(done):
     config, probe = done[0], probe_of(200)
     with method_of(config) as method:
         reference, view = reference_of(resolve(config)).architecture, method.state.view()
         whole, part = view.server_state(REFERENCE), strategy_of(config).parts(resolve(config))[SHALLOW]
         group = next(group for group in groups_of(resolve(config)) if group.name == SHALLOW)
-        apart = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)]
-        state = part_of(group, part, reference, whole, apart, probe, CLASS)
-        answers = [
-            method.evaluator.loaded(Model(group.architecture, one))(probe).detach() for one in (state, apart[0].state)
-        ]
-        assert torch.allclose(*answers, atol=1e-4) and not same(state, apart[0].state)
-        assert same(part_of(group, part, reference, whole, apart, None, CLASS), part.taken(whole))
+        apart, goal = [Apart(group.architecture, view.contribution(SHALLOW, "site-0000"), 1.0)], Apart(reference, whole, 1.0)
+        state = part_of(group, part, goal, apart, probe, CLASS)
+        loaded = [method.evaluator.loaded(Model(*one)) for one in ((group.architecture, state), (reference, whole))]
+        again = fuse(loaded, into=1, depth=0, probe=probe, weights=(1.0, 0.0), settings=MOVED).network
+        assert same(dict(again.state_dict()), state)  # nothing moves
+        blind = replace(goal, weight=0.0)
+        answers = [method.evaluator.loaded(Model(group.architecture, one))(probe).detach()
+                   for one in (part_of(group, part, blind, apart, probe, CLASS), apart[0].state)]  # fmt: skip
+        assert torch.allclose(*answers, atol=1e-4)
+        assert same(part_of(group, part, goal, apart, None, CLASS), part.taken(whole))
 
 
 def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path):
@@ -173,8 +177,9 @@ def test_narrower_parts_do_what_the_reference_does_better_for_the_refit(tmp_path
         group = next(group for group in groups_of(resolve(config)) if group.architecture != reference)
         part = strategy_of(config).parts(resolve(config))[group.name]
         loaded, goal = method.evaluator.loaded, method.evaluator.loaded(Model(reference, whole))(probe).detach()
+        fitted = part_of(group, part, Apart(reference, whole, 1.0), [], probe, CLASS)
         errors = [(loaded(Model(group.architecture, state))(probe) - goal).square().mean().item()
-                  for state in (part.taken(whole), part_of(group, part, reference, whole, [], probe, CLASS))]  # fmt: skip
+                  for state in (part.taken(whole), fitted)]  # fmt: skip
         assert errors[1] < 0.5 * errors[0]
 
 

@@ -1,8 +1,10 @@
 """The desk's pages and its interface for programs: what each role may do, and what becomes of a request."""
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +150,22 @@ def test_a_request_through_the_pages_is_fulfilled_by_the_runs_server(fedloom: Co
     assert client.get("/runs/digits/certificates/letter-1/signature").json()["key"].startswith("ssh-ed25519")
     assert Audit(folder.root).newest(1)[0].body == {"by": "requester", "run": "digits", "file": "letter-1.sig"}
     assert ONE not in client.get("/runs/digits/ask").text.split("<main")[1]
+
+    proof = client.get("/runs/digits/certificates/letter-1/proof")
+    assert proof.headers["content-disposition"] == 'attachment; filename="proof-letter-1.zip"'
+    assert proof.content == client.get(f"{RUN}/certificates/letter-1/proof", headers=folder.bearer("viewer")).content
+    with zipfile.ZipFile(io.BytesIO(proof.content)) as archive:
+        assert json.loads(archive.read("certificate.json")) == certificate.json()
+        archive.extractall(folder.root.parent / "proof")
+    assert (
+        subprocess.run([sys.executable, "-I", folder.root.parent / "proof/verify.py"], capture_output=True).returncode == 0
+    )
+    assert Audit(folder.root).newest(1)[0].body == {"by": "viewer", "run": "digits", "file": "proof-letter-1.zip"}
+    (folder.run / "certificates/letter-1.sig").write_text("{}")
+    said = client.get("/runs/digits/certificates/letter-1/proof")
+    assert said.status_code < 500 and "is not a signature" in said.text and str(folder.root) not in said.text
+    (folder.run / "certificates/letter-1.sig").unlink()
+    assert client.get("/runs/digits/certificates/letter-1/proof").status_code == 404
 
 
 def test_numbers_for_prometheus(client: TestClient, folder: Folder):

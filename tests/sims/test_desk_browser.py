@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
 from fedloom.server.ledger import Ledger
 from tests.sims.commands import ONE, Command
 from tests.sims.desks import Folder, folder_with, free_port, served, until
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
@@ -30,7 +30,7 @@ WIDTHS = (360, 800, 1600)
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator["Browser"]:
+def chromium() -> "Iterator[Browser]":
     with playwright.sync_playwright() as found:
         sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
         browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)

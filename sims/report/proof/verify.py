@@ -1,0 +1,317 @@
+"""Check a proof that a federation has forgotten a site. Needs Python 3.9 and the package `cryptography`.
+
+`python verify.py` checks the files in its own folder. `python verify.py --help` lists more checks.
+
+Exit code 0: all checks have passed. 1: at least one has failed. 2: files are missing or unreadable.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+    load_ssh_public_key,
+)
+
+START = "0" * 64
+MODULUS = 1 << 64
+
+
+class Report:
+    """Collects the checks and prints each."""
+
+    def __init__(self):
+        self.good = True
+
+    def check(self, what, right, reason=""):
+        self.good = self.good and bool(right)
+        print(f"{'ok  ' if right else 'FAIL'}  {what}{'' if right or not reason else ': ' + reason}")
+
+    def note(self, text):
+        print(f"      {text}")
+
+
+def key_of(text):
+    """Return a public key from PEM or from an OpenSSH line."""
+    return load_pem_public_key(text) if text.lstrip().startswith(b"-----BEGIN") else load_ssh_public_key(text)
+
+
+def spki(key):
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def signature(report, folder, published):
+    """Check the operator's signature of the certificate."""
+    key = key_of((folder / "operator.pem").read_bytes())
+    if published:
+        same = spki(key) == spki(key_of(Path(published).read_bytes()))
+        report.check("the key in the proof is the operator's published key", same)
+    else:
+        report.note(f"key of the operator (compare with the published one): sha256 {hashlib.sha256(spki(key)).hexdigest()}")
+    report.check(
+        "the operator signed the certificate (Ed25519)", is_signed(key, folder, "certificate.json", "certificate.sig")
+    )
+
+
+def is_signed(key, folder, name, signature):
+    """Return whether the holder of an Ed25519 key signed a file."""
+    try:
+        if isinstance(key, Ed25519PublicKey):
+            key.verify((folder / signature).read_bytes(), (folder / name).read_bytes())
+            return True
+    except InvalidSignature:
+        pass
+    return False
+
+
+def end(report, folder):
+    """Check the operator's signature of all events, so that none can be left out at the end or exchanged."""
+    if not (folder / "chain.sig").is_file():
+        report.note("the chain is not signed: later events may be missing")
+        return
+    key = key_of((folder / "operator.pem").read_bytes())
+    report.check("the operator signed the whole chain", is_signed(key, folder, "chain.jsonl", "chain.sig"))
+
+
+def chain(report, events):
+    """Check that each event's digest covers the event and all events before it."""
+    previous = START
+    for number, event in enumerate(events, 1):
+        text = f"{previous}[{event['id']},{json.dumps(event['time'])},{json.dumps(event['kind'])},{event['body']}]"
+        if event["id"] != number or event["digest"] != hashlib.sha256(text.encode()).hexdigest():
+            report.check("the chain of events is unbroken", False, f"event {number} does not fit")
+            return
+        previous = event["digest"]
+    report.check(f"the chain of {len(events)} events is unbroken", True)
+
+
+def replayed(events, until):
+    """Return the latest contribution of each site after the event number `until`, by site."""
+    latest, before = {}, {}
+    for event in events[:until]:
+        body, kind = json.loads(event["body"]), event["kind"]
+        if event["id"] == until:
+            before = {site: rows[-1] for site, rows in latest.items() if rows}
+        if kind in ("round", "readmitted"):
+            for site, row in body.get("contributions", {}).items():
+                latest.setdefault(site, []).append({**row, "round": row.get("round", body.get("round"))})
+        elif kind == "forgotten":
+            for site in body["sites"]:
+                latest.pop(site, None)
+        elif kind == "rolled back":
+            latest = {site: [row for row in rows if row["round"] <= body["round"]] for site, rows in latest.items()}
+    return before, {site: rows[-1] for site, rows in latest.items() if rows}
+
+
+def request(report, content, events):
+    """Check what the certificate says against the events."""
+    place = content["ledger"]["event"]
+    event = events[place - 1] if isinstance(place, int) and 1 <= place <= len(events) else None
+    fits = event is not None and event["kind"] == "forgotten" and event["digest"] == content["ledger"]["digest"]
+    report.check("the certificate names an event of the chain", fits)
+    if event is None or not fits:
+        return
+    body = json.loads(event["body"])
+    report.check("that event forgot the certificate's sites", body["sites"] == content["sites"])
+    report.check("for the certificate's request", body.get("request") == content["request"])
+    exact = content["exact"]
+    report.check("the sums' digests after it are the certificate's", body["digest"] == exact["digest_after"])
+    for kind, time in content["times"].items():
+        times = [e["time"] for e in events if e["kind"] == kind and json.loads(e["body"])["id"] == content["request"]]
+        report.check(f"the request was {kind} at {time}", time in times)
+    made = certificates(events, content["request"])
+    report.check(
+        "the chain has the sha256 of this certificate", content["sha256"] in made, "or the chain was exported before"
+    )
+    afterwards(report, content["sites"], events[place:])
+    rest(report, content, events)
+
+
+def certificates(events, request):
+    bodies = (json.loads(event["body"]) for event in events if event["kind"] == "certified")
+    return [body["sha256"] for body in bodies if body["request"] == request]
+
+
+def afterwards(report, sites, events):
+    """Check that no later round uses anything of the forgotten sites, unless they were readmitted."""
+    for site in sites:
+        used, back = [], False
+        for event in events:
+            body = json.loads(event["body"])
+            back = back or (event["kind"] == "readmitted" and site in body["sites"])
+            if event["kind"] == "round" and site in body.get("contributions", {}) and not back:
+                used.append(body["round"])
+        report.check(f"no later round of the chain has a contribution of {site}", not used, f"rounds {used}")
+        if back:
+            report.note(f"{site} was readmitted since; later rounds may have new contributions of it")
+
+
+def rest(report, content, events):
+    """Check that the remaining sites' contributions are those of the chain, and that the request changed none of them."""
+    settled = [
+        e["id"] for e in events if e["kind"] == "certified" and json.loads(e["body"])["request"] == content["request"]
+    ]
+    remaining = content["exact"]["remaining"]
+    states = [replayed(events, number)[1] for number in (content["ledger"]["event"], *settled)]
+    matches = any({site: row["blob"] for site, row in state.items()} == remaining for state in states)
+    report.check("the remaining contributions are the certificate's", matches)
+    before, after = replayed(events, content["ledger"]["event"])
+    kept = {site: row for site, row in before.items() if site not in content["sites"]}
+    report.check("the request left all other sites' contributions unchanged", kept == after)
+    report.check("no forgotten site is among the remaining ones", not set(content["sites"]) & set(remaining))
+
+
+def of_site(report, content, events, site, key):
+    """Check, for a site, which contributions of it were used and removed, and that it signed them."""
+    rounds = [json.loads(event["body"]) for event in events if event["kind"] == "round"]
+    mine = [(body["round"], body["contributions"][site]) for body in rounds if site in body.get("contributions", {})]
+    report.note(f"{site} contributed in {len(mine)} rounds: {', '.join(str(number) for number, _ in mine) or 'none'}")
+    if site in content["sites"]:
+        before, after = replayed(events, content["ledger"]["event"])
+        report.check(f"the request removed the last contribution of {site}", site in before and site not in after)
+    else:
+        last = content["exact"]["remaining"].get(site)
+        report.check(f"the last contribution of {site} is still in the sum", last in {row["blob"] for _, row in mine})
+    if key:
+        signed(report, content["run"], site, [body for body in rounds if site in body.get("contributions", {})], key)
+
+
+def _sent(public, run, site, number, word):
+    """Return whether the site signed that it sent this in its round `number`; a site counts only rounds that train."""
+    text = "\n".join(("fedloom", "sent", run, site, str(number), word["sha256"])).encode()
+    try:
+        if isinstance(public, EllipticCurvePublicKey):
+            public.verify(bytes.fromhex(word["signature"]), text, ECDSA(SHA384()))
+            return True
+    except (InvalidSignature, ValueError):
+        pass
+    return False
+
+
+def signed(report, run, site, rounds, key):
+    public, unsigned, wrong = key_of(Path(key).read_bytes()), [], []
+    for body in rounds:
+        word = ((body.get("record") or {}).get("signed") or {}).get(site)
+        if word is None:
+            unsigned.append(body["round"])
+            continue
+        if not any(_sent(public, run, site, number, word) for number in range(body["round"], 0, -1)):
+            wrong.append(body["round"])
+    report.check(f"what counts as sent by {site} has its signature", not wrong, f"not in rounds {wrong}")
+    if unsigned:
+        report.note(f"the chain has no signature of {site} in rounds {unsigned}")
+
+
+# The sum of the remaining contributions, computed again
+
+
+def tensors(path):
+    """Return the tensors of a safetensors file: by name, dtype, shape and numbers."""
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    found = {}
+    for name, entry in json.loads(content[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            form = {"F32": "f", "F64": "d", "I64": "q"}[entry["dtype"]]
+            data = content[8 + size + begin : 8 + size + end]
+            found[name] = (form, entry["shape"], struct.unpack(f"<{len(data) // struct.calcsize(form)}{form}", data))
+    return found
+
+
+def whole(value, form, bits):
+    """Return a number in units of 2**-bits, rounded to the nearest, ties to even."""
+    return value if form == "q" else round(math.ldexp(value, bits))
+
+
+def summed(rows, files, names, description, bits):
+    """Return the digest of the exact sum of contributions."""
+    totals, shapes = {}, {}
+    for row in rows:
+        times = max(1, row["samples"]) if description.get("weighted") else 1
+        for name, (form, shape, values) in tensors(files[row["blob"]]).items():
+            name = name[len(description["prefix"]) :] if name.startswith(description["prefix"]) else ""
+            if name in names:
+                total = totals.setdefault(name, [0] * len(values))
+                shapes[name] = shape
+                for index, value in enumerate(values):
+                    total[index] += times * whole(value, form, bits)
+    digest = hashlib.sha256()
+    for name in sorted(totals):
+        shape = tuple(shapes[name])
+        wrapped = [(value + MODULUS // 2) % MODULUS - MODULUS // 2 for value in totals[name]]
+        digest.update(f"{name}|<i8|{shape}|".encode() + struct.pack(f"<{len(wrapped)}q", *wrapped))
+    return digest.hexdigest()
+
+
+def sums(report, content, events, folder):
+    """Check the files of the remaining contributions, and their sum."""
+    remaining, created = content["exact"]["remaining"], json.loads(events[0]["body"])
+    files = {blob: folder / f"{blob}.safetensors" for blob in remaining.values()}
+    missing = sorted(site for site, blob in remaining.items() if not files[blob].is_file())
+    if missing:
+        report.note(f"no files of {', '.join(missing)}: the sum is not computed again")
+    present = [path for path in files.values() if path.is_file()]
+    right = all(hashlib.sha256(path.read_bytes()).hexdigest() == path.stem for path in present)
+    report.check(f"{len(present)} files of contributions are those of the certificate", right)
+    described = created.get("sums", {"sum": {"prefix": "", "weighted": False}})
+    if len(described) != 1 or not content["exact"]["tensors"]:
+        report.note("the method has several sums or none: the sum is not computed again")
+        return
+    if missing or not right:
+        return
+    known = {row["blob"]: row for number in range(len(events)) for row in replayed_rows(events[number])}
+    rows = [known[blob] for blob in remaining.values()]
+    digest = summed(rows, files, content["exact"]["tensors"], next(iter(described.values())), created["bits"])
+    report.check("their exact sum is the certificate's", digest == content["exact"]["sum_of_remaining"])
+
+
+def replayed_rows(event):
+    return json.loads(event["body"]).get("contributions", {}).values() if event["kind"] in ("round", "readmitted") else []
+
+
+def parsed():
+    parser = argparse.ArgumentParser(description="Check a proof that a federation has forgotten a site.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="the proof's files")
+    parser.add_argument("--key", help="the operator's published public key (PEM, or an OpenSSH line)")
+    parser.add_argument("--site", help="also check what this site sent")
+    parser.add_argument("--site-key", help="the site's public key")
+    parser.add_argument("--contributions", type=Path, help="a folder with the files of the remaining contributions")
+    return parser.parse_args()
+
+
+def main():
+    asked, report = parsed(), Report()
+    try:
+        content = json.loads((asked.folder / "certificate.json").read_bytes())
+        content["sha256"] = hashlib.sha256((asked.folder / "certificate.json").read_bytes()).hexdigest()
+        events = [json.loads(line) for line in (asked.folder / "chain.jsonl").read_text("utf-8").splitlines()]
+        print(f"Request {content['request']} of run {content['run']}: forget {', '.join(content['sites'])}")
+        signature(report, asked.folder, asked.key)
+        end(report, asked.folder)
+        chain(report, events)
+        request(report, content, events)
+        if asked.site:
+            of_site(report, content, events, asked.site, asked.site_key)
+        if asked.contributions:
+            sums(report, content, events, asked.contributions)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+        print(f"the proof cannot be read: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("All checks passed." if report.good else "At least one check FAILED.")
+    sys.exit(0 if report.good else 1)
+
+
+if __name__ == "__main__":
+    main()

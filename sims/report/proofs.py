@@ -1,0 +1,114 @@
+"""`fedloom proof`: one file that proves a request to others, without Fedloom on their machine.
+
+The zip holds the certificate, its signature and key, the ledger's events, a page, and two programs that check all of them
+(`proof/verify.html` in a browser, `proof/verify.py` with `cryptography` alone).
+"""
+
+import base64
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from fedloom.clients.storage.states import write_bytes
+from fedloom.conf.errors import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.tables import canonical
+from fedloom.server.unlearning.certificate import CERTIFICATES, read
+from fedloom.server.unlearning.signing import SUFFIX, operator_key
+from fedloom.sims.report.certificates import sections, title
+from fedloom.sims.report.page import page_text
+
+PROGRAMS = Path(__file__).parent / "proof"
+TIME = (1980, 1, 1, 0, 0, 0)  # of all files in the zip, so that equal proofs have equal bytes
+README = """Proof of request {request}: the run {run} has forgotten {sites}.
+
+certificate.html   The certificate, as a page.
+certificate.json   The same as canonical JSON (RFC 8785), which is signed.
+certificate.sig    The operator's signature (Ed25519, 64 bytes).
+operator.pem       The operator's public key. Its sha256 is {fingerprint}.
+chain.jsonl        The events of the run's ledger. The digest of each event covers all events before it.
+chain.sig          The operator's signature of chain.jsonl, made with this proof.
+verify.html        A page that checks all this. Open it in a browser, and drop the zip on it. It needs no network.
+verify.py          The same checks: python verify.py
+
+The signature alone, with OpenSSL 3:
+
+openssl pkeyutl -verify -pubin -inkey operator.pem -rawin -in certificate.json -sigfile certificate.sig
+
+Compare the sha256 of the key with the one that the operator publishes. The events name all sites of the run, and the
+number of their examples in each round. They hold no data and no weights.
+"""
+
+
+def write_proof(run: Path, request: str, out: Path) -> Path:
+    """Write the proof of a certified request as a zip file, and return its path. Arguments and errors as of `proof_of`."""
+    write_bytes(out, proof_of(run, request))
+    return out
+
+
+def proof_of(run: Path, request: str) -> bytes:
+    """Return the zip file with the proof of a certified request.
+
+    Args:
+        run: The run's folder.
+        request: The request's id.
+
+    Raises:
+        UserError: The run has no signed certificate of the request.
+    """
+    if Path(request).name != request:
+        raise UserError(f"request: got '{request}', which is not the id of a request")
+    path = run / CERTIFICATES / f"{request}.json"
+    content = read(path)
+    key, signature = _signed(path)
+    texts = {"request": content["request"], "run": content["run"], "sites": ", ".join(content["sites"])}
+    der = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    files = {
+        "README.txt": README.format(**texts, fingerprint=hashlib.sha256(der).hexdigest()).encode(),
+        "certificate.html": page_text(title(content), sections(content)).encode(),
+        "certificate.json": path.read_bytes(),
+        "certificate.sig": signature,
+        "operator.pem": key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        **_chain(run, key),
+        **{name: (PROGRAMS / name).read_bytes() for name in ("verify.html", "verify.py")},
+    }
+    return _zipped(files)
+
+
+def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:
+    """Return the public key and the signature of a certificate."""
+    try:
+        beside = json.loads(path.with_suffix(SUFFIX).read_text(encoding="utf-8"))
+        return load_ssh_public_key(str(beside["key"]).encode()), base64.b64decode(str(beside["signature"]), validate=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: is not signed; `fedloom key` says why the operator's key cannot be used") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path.with_suffix(SUFFIX)}: is not a signature ({type(error).__name__})") from None
+
+
+def _chain(run: Path, key: PublicKeyTypes) -> dict[str, bytes]:
+    """Return the files of the ledger's events, one JSON object in each line; `body` is the text that the digests cover.
+
+    They are signed now, if the operator's key is still the certificate's.
+    """
+    with Ledger.open(run, server=False) as ledger:
+        lines = [
+            json.dumps({"id": event.id, "time": event.time, "kind": event.kind, "body": canonical(event.body),
+                        "digest": event.digest}) for event in ledger.events()
+        ]  # fmt: skip
+    content, mine = "".join(f"{line}\n" for line in lines).encode(), operator_key()
+    return {"chain.jsonl": content, **({"chain.sig": mine.sign(content)} if mine.public_key() == key else {})}
+
+
+def _zipped(files: dict[str, bytes]) -> bytes:
+
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name, TIME), content, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
