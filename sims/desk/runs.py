@@ -18,7 +18,9 @@ from fedloom.sims.operations.run_list import row_of
 T = TypeVar("T")
 LISTED_SECONDS = 2.0  # a list of the folder's runs is this old at most
 MOST_CACHED = 2000  # results in the cache
-_STAMPED = (CONFIG, METRICS, SUMMARY, LEDGER, SEAL, f"{LEDGER}-wal")
+_WAL = f"{LEDGER}-wal"
+_STAMPED = (CONFIG, METRICS, SUMMARY, LEDGER, _WAL)
+_HEAD = 96  # bytes: the ledger's digest in its seal; the salt of its log, which is new whenever the log begins again
 
 
 class MissingError(UserError):
@@ -64,8 +66,11 @@ def id_of(root: Path, path: Path) -> str:
 
 
 def stamp(path: Path) -> tuple[Any, ...]:
-    """Return a value that changes when a file of the run does, or a server starts or stops."""
-    return busy(path), *(_stamp(path / name) for name in _STAMPED)
+    """Return a value that changes when a file of the run does, or a server starts or stops.
+
+    Times of files are too coarse for two requests at once, so the ledger counts with its seal and its log's size and salt.
+    """
+    return busy(path), *(_stamp(path / name) for name in _STAMPED), _head(path / SEAL), _head(path / _WAL)
 
 
 def version(path: Path) -> str:
@@ -78,7 +83,15 @@ def _stamp(file: Path) -> tuple[int, ...]:
         found = file.stat()
     except OSError:
         return ()
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_size
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as content:
+            return content.read(_HEAD)
+    except OSError:
+        return b""
 
 
 @dataclass
