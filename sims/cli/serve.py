@@ -98,10 +98,8 @@ def revoke(context: typer.Context, name: Annotated[str, typer.Argument(help="Nam
 
 
 def _stores(runs: Path) -> "tuple[Tokens, Audit]":
-    from fedloom.conf.errors import UserError
     from fedloom.sims.desk.audit import Audit
+    from fedloom.sims.desk.runs import checked
     from fedloom.sims.desk.tokens import Tokens
 
-    if not runs.is_dir():
-        raise UserError(f"{runs}: the folder does not exist; name the folder that contains the runs")
-    return Tokens(runs), Audit(runs)
+    return Tokens(checked(runs)), Audit(runs)

@@ -87,7 +87,7 @@ def sites(at: At, run: str) -> list[details.Site]:
 @router.get("/runs/{run}/sites/{site:path}", tags=["runs"])
 def one_site(at: At, run: str, site: str) -> details.SiteRecord:
     """Return a site: its rounds, its node and key, and what this machine stores of it."""
-    return at.runs.cached(run, details.site_of, site)
+    return details.site_of(at.runs.path(run), site)
 
 
 @router.get("/runs/{run}/events", tags=["ledger"])
@@ -137,7 +137,7 @@ def cancel(request: Request, at: At, by: By, run: str, id: str) -> RequestStatus
 @router.get("/runs/{run}/certificates", tags=["certificates"])
 def certificates(at: At, run: str) -> list[details.Certificate]:
     """List the certificates of a run."""
-    return at.runs.cached(run, details.certificates_of)
+    return details.certificates_of(at.runs.path(run))
 
 
 @router.get("/runs/{run}/certificates/{id}", tags=["certificates"], response_class=FileResponse)

@@ -1,6 +1,7 @@
 """What the desk does: read runs, queue requests and withdraw them. Pages and the HTTP interface call these functions."""
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,7 @@ class Desk:
 
     def request(self, run: str, id: str) -> RequestStatus:
         """Return one request. Raises MissingError if the run has no such request."""
-        found = next((one for one in self.requests(run) if one.id == id), None)
-        if found is None:
-            raise MissingError("This request does not exist.")
-        return found
+        return _one(self.requests(run), id)
 
     def submit(self, request: Request, token: Token, run: str, order: UnlearningRequest) -> RequestStatus:
         """Queue a request for the run's server, and return it. The same id with the same content returns the first one.
@@ -63,7 +61,7 @@ class Desk:
         queued = queue(path, order.id, order)
         if (queued.sites, queued.reason, queued.options) != (tuple(order.sites), order.reason, order.options):
             raise ConflictError(f"The request '{order.id}' exists with other sites, options or another reason.")
-        return self.request(run, order.id)
+        return _one(requests_of(path), order.id)
 
     def cancel(self, request: Request, token: Token, run: str, id: str) -> RequestStatus:
         """Withdraw a waiting request. An operator may withdraw any, others their own."""
@@ -72,7 +70,7 @@ class Desk:
         self.gate.count_act(token)
         with Ledger.open(path, server=False) as ledger:
             ledger.cancel(id, token.name)
-        return self.request(run, id)
+        return _one(requests_of(path), id)
 
     def certificate(self, request: Request, token: Token, run: str, id: str, suffix: str) -> Path:
         """Return the file of a certificate for a download, and note the download. Raises MissingError without it."""
@@ -90,6 +88,12 @@ class Desk:
             raise MissingError("This request has no signed certificate.")
         self.gate.audit.note("downloaded", token.name, run=run, file=f"proof-{id}.zip")
         return proof_of(path, id)
+
+
+def _one(requests: Sequence[RequestStatus], id: str) -> RequestStatus:
+    if (found := next((one for one in requests if one.id == id), None)) is None:
+        raise MissingError("This request does not exist.")
+    return found
 
 
 def may_cancel(token: Token, known: RequestStatus) -> bool:
@@ -128,7 +132,8 @@ class Preview:
 
 
 def preview(path: Path, order: UnlearningRequest, running: bool) -> Preview:
-    """Return what a request would do to a run. Nothing is changed."""
+    """Return what a request would do to a run. Nothing is changed. Raises UserError for a request that is not valid."""
+    checked(order)
     config, summary, training = read_config(path), sound_summary(path), details.training_of(path)
     with Ledger.open(path, server=False) as ledger:
         refuse(ledger, order.sites)

@@ -85,7 +85,7 @@ async def _changes(request: Request, run: str, before: str) -> AsyncIterator[str
 @router.get("/runs/{run}/sites/{site:path}")
 def one_site(request: Request, at: At, by: By, run: str, site: str) -> HTMLResponse:
     """Show a site."""
-    return page(request, "site.html", run=at.runs.get(run), record=at.runs.cached(run, details.site_of, site))
+    return page(request, "site.html", run=at.runs.get(run), record=details.site_of(at.runs.path(run), site))
 
 
 @router.get("/runs/{run}/events")
@@ -123,7 +123,7 @@ def audit(request: Request, at: At, by: By) -> HTMLResponse:
 @router.get("/runs/{run}/certificates")
 def certificates(request: Request, at: At, by: By, run: str) -> HTMLResponse:
     """List the certificates of a run."""
-    found = at.runs.cached(run, details.certificates_of)
+    found = details.certificates_of(at.runs.path(run))
     return page(request, "certificates.html", run=at.runs.get(run), certificates=found)
 
 
@@ -131,7 +131,7 @@ def certificates(request: Request, at: At, by: By, run: str) -> HTMLResponse:
 def certificate(request: Request, at: At, by: By, run: str, id: str) -> HTMLResponse:
     """Show a certificate."""
     content = read_certificate(details.certificate_file(at.runs.path(run), at.request(run, id).id))
-    listed = next((one for one in at.runs.cached(run, details.certificates_of) if one.request == id), None)
+    listed = next((one for one in details.certificates_of(at.runs.path(run)) if one.request == id), None)
     return page(request, "certificate.html", run=at.runs.get(run), id=id, sections=sections(content), about=listed)
 
 

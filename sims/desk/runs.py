@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.ledger.database import LEDGER
-from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY
-from fedloom.server.run_folder.listing import RUNNING, busy, runs_in
+from fedloom.server.run_folder.layout import CONFIG, METRICS, SEAL, SUMMARY
+from fedloom.server.run_folder.listing import RUNNING, busy, is_run, runs_in
 from fedloom.sims.operations.run_list import row_of
 
 T = TypeVar("T")
 LISTED_SECONDS = 2.0  # a list of the folder's runs is this old at most
 MOST_CACHED = 2000  # results in the cache
-_STAMPED = (CONFIG, METRICS, SUMMARY, LEDGER, f"{LEDGER}-wal")
+_WAL = f"{LEDGER}-wal"
+_STAMPED = (CONFIG, METRICS, SUMMARY, LEDGER, _WAL)
+_HEAD = 96  # bytes: the ledger's digest in its seal; the salt of its log, which is new whenever the log begins again
 
 
 class MissingError(UserError):
@@ -50,15 +52,25 @@ class Run:
         return self.status == RUNNING
 
 
+def checked(root: Path) -> Path:
+    """Return the folder of runs. Raises UserError if it does not exist, or is a run itself."""
+    if not root.is_dir() or is_run(root):
+        fault = "is a run" if root.is_dir() else "the folder does not exist"
+        raise UserError(f"{root}: {fault}; name the folder that contains the runs")
+    return root
+
+
 def id_of(root: Path, path: Path) -> str:
     """Return a run's id: its path below `root`, with `/` as `~1` and `~` as `~0`, as in JSON pointers."""
-    inner = path.relative_to(root).as_posix()
-    return (path.resolve().name if inner == "." else inner).replace("~", "~0").replace("/", "~1")
+    return path.relative_to(root).as_posix().replace("~", "~0").replace("/", "~1")
 
 
 def stamp(path: Path) -> tuple[Any, ...]:
-    """Return a value that changes when a file of the run does, or a server starts or stops."""
-    return busy(path), *(_stamp(path / name) for name in _STAMPED)
+    """Return a value that changes when a file of the run does, or a server starts or stops.
+
+    Times of files are too coarse for two requests at once, so the ledger counts with its seal and its log's size and salt.
+    """
+    return busy(path), *(_stamp(path / name) for name in _STAMPED), _head(path / SEAL), _head(path / _WAL)
 
 
 def version(path: Path) -> str:
@@ -66,12 +78,20 @@ def version(path: Path) -> str:
     return hashlib.sha256(repr(stamp(path)).encode()).hexdigest()[:16]
 
 
-def _stamp(file: Path) -> tuple[int, int]:
+def _stamp(file: Path) -> tuple[int, ...]:
     try:
         found = file.stat()
     except OSError:
-        return 0, 0
+        return ()
     return found.st_mtime_ns, found.st_size
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as content:
+            return content.read(_HEAD)
+    except OSError:
+        return b""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from cryptography import x509
 from fedloom.conf.errors import UserError
 from fedloom.sims.desk.app import LOOPBACK, make_app
 from fedloom.sims.desk.desk import Desk
+from fedloom.sims.desk.runs import checked
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import Webhook, secret_in
 
@@ -51,9 +52,7 @@ def serve(root: Path, address: Address, say: Callable[[str], None], webhook: str
 
     `say`: shows the user a line. `webhook`, `secret`: a URL, and the file with the secret that signs messages to it.
     """
-    if not root.is_dir():
-        raise UserError(f"{root}: the folder does not exist; name the folder that contains the runs")
-    app = make_app(root, _checked(address), address.tls, lambda: server.should_exit)
+    app = make_app(checked(root), _checked(address), address.tls, lambda: server.should_exit)
     tokens = Tokens(root).all()  # fails now if the file is damaged
     hook = _hook(webhook, secret, app.state.desk)
     config = uvicorn.Config(

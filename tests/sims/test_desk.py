@@ -126,6 +126,8 @@ def test_a_request_through_the_pages_is_fulfilled_by_the_runs_server(fedloom: Co
     seen = client.post("/runs/digits/ask", data=fields).text
     for words in ("Nothing is sent yet", "What is exact", "What is not exact", "fedloom resume", "cannot be undone"):
         assert words in seen
+    none = client.post("/runs/digits/ask", data={name: text for name, text in fields.items() if name != "site"})
+    assert none.status_code == 422 and "Choose at least one site" in none.text
     with Ledger.open(folder.run, server=False) as ledger:
         assert ledger.requests() == []
     said = client.post("/runs/digits/requests", data={**fields, "id": "letter-1"})
@@ -141,6 +143,12 @@ def test_a_request_through_the_pages_is_fulfilled_by_the_runs_server(fedloom: Co
     assert certificate.json()["by"] == "requester"
     page = client.get("/runs/digits/certificates/letter-1").text
     assert "What is not exact" in page and "unchanged" in page
+    file = folder.run / "certificates" / "letter-1.json"
+    written = file.read_text()
+    file.write_text(written.replace("by letter", "by lettex"))
+    for path in ("/runs/digits/certificates", "/runs/digits/certificates/letter-1"):
+        assert 'class="badge changed"' in client.get(path).text
+    file.write_text(written)
     assert client.get("/runs/digits/certificates/letter-1/signature").json()["key"].startswith("ssh-ed25519")
     assert Audit(folder.root).newest(1)[0].body == {"by": "requester", "run": "digits", "file": "letter-1.sig"}
     assert ONE not in client.get("/runs/digits/ask").text.split("<main")[1]
@@ -218,6 +226,7 @@ def test_tokens_on_the_command_line(fedloom: Command, folder: Folder):
     listed = json.loads(fedloom("serve", folder.root, "tokens", "--json").out)["tokens"]
     assert [one["name"] for one in listed] == [*folder.secrets, "dpo"] and listed[-1]["sites"] == f"{ONE}, {TWO}"
     refused(fedloom("serve", folder.root, "token", "--role", "requester", "--name", "x"), "--sites")
+    refused(fedloom("serve", folder.run, "token", "--role", "viewer", "--name", "x"), "is a run")
     refused(fedloom("serve", folder.root, "token", "--role", "admin", "--name", "x"), "unknown role 'admin'")
     refused(fedloom("serve", folder.root, "token", "--role", "viewer", "--name", "dpo"), "has a token")
     refused(fedloom("serve", folder.root, "revoke", "dpa"), "did you mean 'dpo'")

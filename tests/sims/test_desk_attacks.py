@@ -27,7 +27,7 @@ from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import HEADER, Webhook
 from tests.sims.commands import ONE, TWO
-from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served, until
+from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 MARKUP = re.compile(r"<script>|<img|onerror=alert\(2\)>")
@@ -370,6 +370,4 @@ def test_many_pages_and_requests_at_once_lose_nothing(folder: Folder):
         for thread in threads:
             thread.join()
         assert sorted(said) == [200] * 40 + [202] * 40
-        until(
-            lambda: len(client.get(f"{API}/runs/digits/requests", headers=headers).json()) == 20, "all requests are listed"
-        )
+        assert len(client.get(f"{API}/runs/digits/requests", headers=headers).json()) == 20
