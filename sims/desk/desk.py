@@ -24,8 +24,9 @@ from fedloom.sims.desk.tokens import OPERATOR, Token
 from fedloom.sims.operations.requests import RequestStatus, requests_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, queue
 from fedloom.sims.report.proofs import proof_of
-from fedloom.sims.report.report import LIMITS
 
+TRAINED = ("They were trained together with the sites. Subtraction does not change them, so they may still hold "
+           "information from the sites.")  # fmt: skip
 MOST_REASON, MOST_REPAIR = 2000, 1000  # characters of a reason, rounds of repair
 
 
@@ -51,17 +52,27 @@ class Desk:
     def submit(self, request: Request, token: Token, run: str, order: UnlearningRequest) -> RequestStatus:
         """Queue a request for the run's server, and return it. The same id with the same content returns the first one.
 
-        Raises DeniedError if the token may not name the sites, ConflictError for an id with other content.
+        Raises DeniedError if the token may not name the sites or order training. Raises ConflictError for an id with other
+        content, and for a requester's site with another open request.
         """
         path = self.runs.path(run)
         what = f"request to forget {', '.join(order.sites)} in {run}"
         self.gate.require(request, token, token.may_name(order.sites), what)
+        trains = any(order.options.values())
+        self.gate.require(request, token, not trains or token.may(OPERATOR), f"{what}, with further training")
         self.gate.count_act(token)
+        if not token.may(OPERATOR) and (open_for := self._open_for(run, order)):
+            raise ConflictError(f"The request '{open_for}' for the same site is open: wait for it, or cancel it.")
         order = checked(replace(order, id=order.id or uuid.uuid4().hex[:12], by=token.name))
         queued = queue(path, order.id, order)
         if (queued.sites, queued.reason, queued.options) != (tuple(order.sites), order.reason, order.options):
             raise ConflictError(f"The request '{order.id}' exists with other sites, options or another reason.")
         return _one(requests_of(path), order.id)
+
+    def _open_for(self, run: str, order: UnlearningRequest) -> str:
+        """Return the id of another open request for one of the sites; "" without one."""
+        others = (one for one in self.requests(run) if one.is_open and one.id != order.id)
+        return next((one.id for one in others if set(one.sites) & set(order.sites)), "")
 
     def cancel(self, request: Request, token: Token, run: str, id: str) -> RequestStatus:
         """Withdraw a waiting request. An operator may withdraw any, others their own."""
@@ -86,8 +97,10 @@ class Desk:
         file = details.certificate_file(path, self.request(run, id).id)
         if not all(part.is_file() and not part.is_symlink() for part in (file, file.with_suffix(SUFFIX))):
             raise MissingError("This request has no signed certificate.")
+        self.gate.count_act(token)
+        content = proof_of(path, id)
         self.gate.audit.note("downloaded", token.name, run=run, file=f"proof-{id}.zip")
-        return proof_of(path, id)
+        return content
 
 
 def _one(requests: Sequence[RequestStatus], id: str) -> RequestStatus:
@@ -140,7 +153,7 @@ def preview(path: Path, order: UnlearningRequest, running: bool) -> Preview:
         sums, contributions = bool(ledger.sums()), sum(len(ledger.history(site)) for site in order.sites)
     request = Waiting(order.id, KIND, tuple(order.sites), order.reason, order.options, "received", None)
     traces: Any = summary.get("traces")
-    not_exact = dict(traces) if isinstance(traces, dict) else {"the networks": LIMITS}
+    not_exact = dict(traces) if isinstance(traces, dict) else {"the networks": TRAINED}
     masked = {"masks": MASKED} if config.federation.secure_aggregation else {}
     paths = left_of(path, request, order.sites)
     return Preview(

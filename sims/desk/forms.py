@@ -120,9 +120,10 @@ async def submit(request: Request, at: At, by: By, run: str) -> Response:
 
 def _form(request: Request, by: Token, run: str, order: UnlearningRequest, error: str = "") -> HTMLResponse:
     at = desk_of(request)
-    sites = [one for one in at.runs.cached(run, details.sites_of) if not one.forgotten and by.may_name([one.name])]
+    mine = [one for one in at.runs.cached(run, details.sites_of) if by.may_name([one.name])]
+    sites, gone = [one for one in mine if not one.forgotten], [one.title for one in mine if one.forgotten]
     found = at.runs.get(run)
-    return page(request, "ask.html", 422 if error else 200, run=found, sites=sites, order=order, error=error)
+    return page(request, "ask.html", 422 if error else 200, run=found, sites=sites, forgotten=gone, order=order, error=error)
 
 
 def _order(fields: dict[str, list[str]], id: str) -> UnlearningRequest:

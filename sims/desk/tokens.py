@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -91,22 +91,23 @@ class Tokens:
             raise unknown("role", role, ROLES)
         if not is_file_name(name):
             raise UserError(f"--name: got {name!a}; use a short name of printable characters without '/'")
-        if any(token.name == name and token.valid for token in self.all().values()):
-            raise UserError(f"--name: '{name}' has a token; use another name, or run `fedloom serve revoke {name}` first")
+        if any(token.name == name for token in self.all().values()):
+            raise UserError(f"--name: '{name}' has or had a token; use another name, as requests belong to names")
         if (role == REQUESTER) != bool(sites):
             raise UserError("--sites: name the sites of a requester (site-0001,site-0004); other roles take none")
         secret, now = PREFIX + secrets.token_urlsafe(32), datetime.now(UTC)
         ends = (now + timedelta(days=days)).isoformat(timespec="seconds")
         token = Token(name, role, tuple(sites), digest(secret), now.isoformat(timespec="seconds"), ends)
-        self._write([*(one for one in self.all().values() if one.name != name), token])
+        self._write([*self.all().values(), token])
         return secret
 
     def revoke(self, name: str) -> None:
-        """Delete the token with this name. Raises UserError if it does not exist."""
+        """End the token with this name now; the name stays in use. Raises UserError if it does not exist."""
         known = list(self.all().values())
         if name not in {token.name for token in known}:
             raise unknown("token", name, [token.name for token in known])
-        self._write([token for token in known if token.name != name])
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._write([replace(token, expires=now) if token.name == name else token for token in known])
 
     def _write(self, tokens: Sequence[Token]) -> None:
         self.path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -320,7 +320,7 @@ def test_a_readmission_stands_in_the_verdict(proof: Path):
     body = {"sites": [ONE], "contributions": {ONE: any_row(events)}, "digest": {}}
     events.append({**events[-1], "kind": "readmitted", "body": body})
     resealed(proof, content, events)
-    assert f"All checks passed. But {ONE} takes part again" in verified(proof).stdout
+    assert f"All checks passed. But {ONE} participates again" in verified(proof).stdout
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "chain.jsonl", "operator.pem", "certificate.sig"])

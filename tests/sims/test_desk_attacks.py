@@ -371,3 +371,27 @@ def test_many_pages_and_requests_at_once_lose_nothing(folder: Folder):
             thread.join()
         assert sorted(said) == [200] * 40 + [202] * 40
         assert len(client.get(f"{API}/runs/digits/requests", headers=headers).json()) == 20
+
+
+def test_a_requester_orders_no_training_and_no_second_request_for_a_site(folder: Folder):
+    client, requests = browser(folder), f"{API}/runs/digits/requests"
+
+    def asked(role: str, key: str, **options: object) -> int:
+        headers = folder.bearer(role) | {"Idempotency-Key": key}
+        return client.post(requests, headers=headers, json={"sites": [ONE], **options}).status_code
+
+    assert [asked("requester", "a", **option) for option in ({"repair": 1}, {"rollback": True}, {"retrain": True})] == [
+        403
+    ] * 3
+    assert [asked("requester", key) for key in ("a", "a", "b")] == [202, 202, 409]
+    with Ledger.open(folder.run, server=False) as ledger:
+        assert [request.id for request in ledger.requests()] == ["a"]
+    assert client.delete(f"{requests}/a", headers=folder.bearer("requester")).status_code == 200
+    assert asked("operator", "c", repair=1) == 202
+
+
+def test_a_name_belongs_to_its_first_token(folder: Folder):
+    tokens = Tokens(folder.root)
+    tokens.revoke("requester")
+    with pytest.raises(UserError, match="has or had a token"):
+        tokens.make("requester", "requester", [ONE])

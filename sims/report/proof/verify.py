@@ -213,7 +213,7 @@ def afterwards(report, sites, events):
                 used.append(event["id"])
         report.check(f"no later event of the chain has a contribution of {site}", not used, f"events {used}")
         if back:
-            report.besides += f" But {plain(site)} takes part again: it was readmitted later."
+            report.besides += f" But {plain(site)} participates again: it was readmitted later."
 
 
 def rest(report, content, events):
