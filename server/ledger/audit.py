@@ -141,6 +141,12 @@ def _tables(folder: Path, refers: list[_Refers]) -> Iterator[Problem]:
         refers.append(_references(db))
 
 
+def chain(folder: Path) -> Iterator[Problem]:
+    """Yield the first event that does not match its digest, or does not follow the event before it. Read no other file."""
+    with closing(reading(Path(folder) / LEDGER)) as db:
+        yield from _chain(db)
+
+
 def _integrity(db: sqlite3.Connection) -> Iterator[Problem]:
     for (line,) in db.execute("PRAGMA integrity_check(10)"):
         if line != "ok":

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger.blobs import Blobs, LedgerError
 from fedloom.server.ledger.database import LEDGER, Database
-from fedloom.server.ledger.rows import Contribution, Request, RoundRow, RunRow
+from fedloom.server.ledger.rows import STATES, Contribution, Request, RoundRow, RunRow
 from fedloom.server.ledger.sums import SumRow, sum_rows
 from fedloom.server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, Event, to_event
 
@@ -15,7 +15,9 @@ T = TypeVar("T")
 BOUND = "bound"  # an event
 _ROUNDS = "SELECT round, time, record, states, digest FROM rounds"
 _HISTORY = "SELECT blob, samples, round, bits FROM contributions WHERE site = ? ORDER BY round"
-REQUESTS = "SELECT id, kind, sites, reason, options, state, result FROM requests"
+_BY = """SELECT json_extract(body, '$.by') FROM events
+    WHERE kind = 'received' AND json_extract(body, '$.id') = requests.id"""  # plain: ignore
+REQUESTS = f"SELECT id, kind, sites, reason, options, state, result, ({_BY}) FROM requests"
 _PAGE = 1000  # events read at a time
 _TRIES = 5  # to read several rows of one state while a server writes
 
@@ -102,6 +104,18 @@ class Records:
         """Return the requests that are received but not applied, oldest first; with `applied`, also the applied ones."""
         sql = f"{REQUESTS} WHERE state = 'received' OR (? AND state = 'applied') ORDER BY rowid"
         return [Request.of(row) for row in self._query(sql, applied)]
+
+    def requests(self) -> list[Request]:
+        """Return all requests, oldest first."""
+        return [Request.of(row) for row in self._query(f"{REQUESTS} ORDER BY rowid")]
+
+    def dates(self) -> dict[str, dict[str, str]]:
+        """Return, by request, when it reached each of its states."""
+        dates: dict[str, dict[str, str]] = {}
+        for state in STATES:
+            for event in self.events(state):
+                dates.setdefault(event.body["id"], {})[state] = event.time
+        return dates
 
     def bound(self) -> dict[str, int]:
         """Return, by site, the node that its contributions belong to now."""

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+STATES = ("received", "applied", "verified", "refused")  # of a request
 MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused"))  # of a request, between states
 
 
@@ -68,6 +69,7 @@ class Request:
         options: The options, such as repair rounds.
         state: One of those in MOVES, such as "received".
         result: The result; None before the request is applied.
+        by: The name of the one who sent it; may be empty.
     """
 
     id: str
@@ -77,10 +79,11 @@ class Request:
     options: dict[str, Any]
     state: str
     result: dict[str, Any] | None
+    by: str = ""
 
     @classmethod
     def of(cls, row: tuple) -> "Request":
         """Return the request in a row of the table."""
-        id, kind, sites, reason, options, state, result = row
+        id, kind, sites, reason, options, state, result, by = row
         answer = None if result is None else json.loads(result)
-        return cls(id, kind, tuple(json.loads(sites)), reason, json.loads(options), state, answer)
+        return cls(id, kind, tuple(json.loads(sites)), reason, json.loads(options), state, answer, by or "")

@@ -13,6 +13,7 @@ from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.rows import MOVES
 
 FORMAT, OLDEST = 4, 2  # the format of new ledgers, and the oldest format that is read and continued
+BEGUN = ("begun", "leaving")  # events: the server begins to apply a request, or (with masks) to let its sites leave
 START = "0" * 64  # the digest before the first event
 TABLES = ("runs", "sites", "rounds", "contributions", "requests")
 EVENTS = "SELECT id, time, kind, body, previous, digest FROM events"
@@ -208,6 +209,17 @@ def check_move(db: sqlite3.Connection, id: str, state: str) -> None:
     if (row[0], state) not in MOVES:
         takes = ", ".join(later for earlier, later in MOVES if earlier == row[0]) or "nothing else"
         raise LedgerError(f"request '{id}' is {row[0]}: it cannot become '{state}' (it can become {takes})")
+
+
+def refused(db: sqlite3.Connection, id: str) -> bool:
+    """Return whether a request is refused."""
+    return db.execute("SELECT 1 FROM requests WHERE id = ? AND state = 'refused'", (id,)).fetchone() is not None
+
+
+def begun(db: sqlite3.Connection, id: str) -> bool:
+    """Return whether the server has begun to apply a request."""
+    bodies = db.execute("SELECT body FROM events WHERE kind IN (?, ?)", BEGUN)
+    return any(json.loads(body).get("request") == id for (body,) in bodies)
 
 
 def _created(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:

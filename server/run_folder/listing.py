@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sqlite3
@@ -32,6 +33,7 @@ from fedloom.server.run_folder.layout import (
 KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objective", "strategy", "baselines", "run",
         "engine", "data", "training", "federation", "evaluation"}  # in every run's config.yaml, since version 1  # fmt: skip
 MAX_LISTED = 5  # names in an error message
+MOST_PARSED = 4096  # configurations in memory
 MOST_DEPTH = 4  # levels of folders that are searched for runs
 RUNNING, STOPPED = "running", "stopped"
 ENDED = (FINISHED, "failed", "interrupted")  # the status in a summary
@@ -44,6 +46,16 @@ def is_run(path: Path) -> bool:
 
 def _tree(path: Path) -> dict[str, Any]:
     """Return the content of a run's config.yaml; empty if the folder is not a run."""
+    try:
+        found = (path / CONFIG).stat()
+    except OSError:
+        return {}
+    return _parsed(path.absolute(), found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.lru_cache(maxsize=MOST_PARSED)
+def _parsed(path: Path, *_: int) -> dict[str, Any]:
+    """Return a run's config.yaml, parsed again only if the file has changed: programs that follow runs list them often."""
     try:
         tree = read_yaml((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):

@@ -66,6 +66,9 @@ OF_RECORD: KEYS = {
     RECEIVED: ("whole number", _whole),
     "bytes": ("table of pairs of whole numbers by site", _or_none(_table_of(_pair))),
     "seconds": ("number", _or_none(_number)),
+    "replies": ("whole number", _whole),
+    "dropped": ("table of reasons by site", _or_none(_table_of(_text))),
+    "train_loss": ("number", _or_none(_number)),
 }
 
 
@@ -78,7 +81,7 @@ def checked_summary(path: Path) -> dict[str, Any]:
 
 def sound_summary(path: Path) -> dict[str, Any]:
     """Return the content of summary.json without values of a wrong type."""
-    return {key: value for key, value in read_summary(path).items() if key not in OF_SUMMARY or OF_SUMMARY[key][1](value)}
+    return _sound(read_summary(path), OF_SUMMARY)
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
@@ -89,11 +92,20 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
     return records
 
 
+def sound_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records in metrics.jsonl by round, without torn lines and values of a wrong type."""
+    return [_sound(record, OF_RECORD) for record in read_metrics(path).values()]
+
+
 def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bytes of arrays that the server sent and received in a round, from its record."""
     each = (record.get("bytes") or {}).values()
     sent, received = (sum(pair[index] for pair in each) for index in (0, 1))
     return sent, record.get(RECEIVED, received)
+
+
+def _sound(content: Mapping[str, Any], keys: KEYS) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in keys or keys[key][1](value)}
 
 
 def _check(content: Mapping[str, Any], keys: KEYS, where: str) -> None:

@@ -65,6 +65,7 @@ def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> d
         "sites": list(request.sites),
         **({"parts": parts} if (parts := parts_of(aggregation.config, request.sites)) else {}),
         "reason": request.reason,
+        **({"by": request.by} if request.by else {}),
         "options": request.options,
         "times": {kind: each.time for kind in TIMES for each in ledger.events(kind) if each.body["id"] == request.id},
         "exact": {

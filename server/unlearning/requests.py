@@ -18,6 +18,7 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, LedgerError, Request
+from fedloom.server.ledger.tables import BEGUN
 from fedloom.server.rounds.masks import rounds_together
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.folder import RunFolder
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from fedloom.server.unlearning.evidence import UnlearningEvaluation
 
 KIND = "unlearn"
-LEAVING = "leaving"  # an event: a request's sites will be forgotten in the next round (secure aggregation)
+APPLYING, LEAVING = BEGUN  # events; leaving: sites will be forgotten in the next round (secure aggregation)
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
 
 
@@ -68,6 +69,7 @@ class Unlearning:
             return request
         self._refuse(request)
         body = self._before(request)
+        self._begin(request, APPLYING, {})
         if request.options.get("rollback"):
             self.state.roll_back(request.sites, body, request.id)
         begin = time.perf_counter()
@@ -160,15 +162,20 @@ class Unlearning:
                 return True
         try:
             self._refuse(request)
+            if not self._noted(request, LEAVING):
+                self._begin(request, LEAVING, {"sites": request.sites, "body": self._before(request)})
         except RefusedError as error:
             if request.id != mine:
                 message(str(error))
             return True
-        if not self._noted(request, LEAVING):
-            self.ledger.note(LEAVING, {"request": request.id, "sites": request.sites, "body": self._before(request)})
         message(f"Request '{request.id}': in the next round, others remove their masks with {', '.join(request.sites)}.")
         self.state.leaving = [*self.state.leaving, *request.sites]
         return True
+
+    def _begin(self, request: Request, kind: str, body: dict[str, Any]) -> None:
+        """Note that a request is being applied. Raises RefusedError if it was cancelled meanwhile."""
+        if not self.ledger.begin(request.id, kind, body):
+            raise RefusedError(f"Request '{request.id}' was cancelled.")
 
     def _noted(self, request: Request, *kinds: str) -> dict[str, Any] | None:
         """Return the state before a request changed anything, as an event of these kinds noted it; None without one."""
@@ -278,7 +285,7 @@ def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
     )
 
 
-def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any]) -> Request:
+def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any], by: str = "") -> Request:
     """Queue a request to forget sites, and return it. This works while a server runs.
 
     Args:
@@ -287,6 +294,7 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
         sites: The sites to forget.
         reason: The reason, for the certificate.
         options: The options, such as repair rounds.
+        by: Who sends it, for the ledger and the certificate.
 
     Raises:
         UserError: The request is not valid.
@@ -295,10 +303,11 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
         return known
     if not _ID.fullmatch(id):
         raise UserError(f"request id: got '{id}'; use up to 100 characters of A-Z, a-z, 0-9, '.', '_' and '-'")
-    if not _is_text(reason):
-        raise UserError(f"reason: got {reason!a}, which is not valid UTF-8 text")
+    for name, text in {"reason": reason, "by": by}.items():
+        if not _is_text(text):
+            raise UserError(f"{name}: got {text!a}, which is not valid UTF-8 text")
     refuse(ledger, sites)
-    return ledger.receive(id, KIND, sites, reason, options)
+    return ledger.receive(id, KIND, sites, reason, options, by)
 
 
 def _is_text(text: str) -> bool:

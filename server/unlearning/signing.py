@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -53,6 +54,16 @@ def operator_key() -> Ed25519PrivateKey:
 def public_line(key: Ed25519PrivateKey) -> str:
     """Return the public half of the key, in one line."""
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+
+
+def spki(key: PublicKeyTypes) -> bytes:
+    """Return a public key in DER (SubjectPublicKeyInfo), whose sha256 names it in proofs."""
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def public_pem(key: Ed25519PrivateKey) -> str:
+    """Return the public half of the key as PEM."""
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
 def sign(path: Path, content: bytes) -> None:

@@ -148,6 +148,7 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     yield _compared("sites", content["sites"], event.body["sites"])
     request = ledger.request(content["request"])
     yield _compared("reason", content["reason"], request.reason if request else None)
+    yield _compared("who asked", content.get("by", ""), request.by if request else "")
     yield _compared("options", content["options"], request.options if request else None)
     yield _compared("what was deleted", content["erased"], erased(ledger, content["request"]))
     yield _compared("evidence before", content["evidence"].get("before"), event.body["body"]["evidence"])
@@ -156,10 +157,10 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     states = ledger.sites()
     back = {site for each in ledger.events("readmitted", after=event.id) for site in each.body["sites"]}
     for site in event.body["sites"]:
-        held = _held(ledger, site)
+        stored = held(ledger, site)
         reason = "it was readmitted since, as the ledger says" if site in back else "it does"
         yield _found(f"{site} does not participate", states.get(site, False), reason)
-        yield _found(f"this machine stores nothing of {site}", not held, f"it has {', '.join(held)}")
+        yield _found(f"this machine stores nothing of {site}", not stored, f"it has {', '.join(stored)}")
     yield from _networks(ledger)
     yield from _at_sites(content, ledger)
     totals = sums_of(ledger)
@@ -176,7 +177,7 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
         yield Finding(f"{fact} then", "not checkable", "the run has continued; its chain is still valid")
 
 
-def _held(ledger: Ledger, site: str) -> list[str]:
+def held(ledger: Ledger, site: str) -> list[str]:
     """Return what the run's folder has of a site, as texts; this includes files restored from a copy."""
     items = ["contributions in the ledger"] if ledger.history(site) else []
     paths = [*(ledger.folder / SITES).glob(f"*/{site}"), *staged_files(ledger.folder / STAGING, site),

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fedloom.sims.cli.options import RunPath
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -38,7 +39,7 @@ def experiments() -> None:
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]) -> None:
+def report(run: RunPath) -> None:
     """Draw a run's plots and write its report.html again."""
     with waiting(LIBRARIES):
         from fedloom.sims.report.report import write_report

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,7 +18,7 @@ import typer
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.conf.schema import Config
-from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs
+from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import fault, make_lenient
@@ -157,6 +157,7 @@ app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
 app.add_typer(runs.app)
+app.add_typer(serve.app, name="serve")
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")
 
@@ -193,9 +194,11 @@ def _import_from_here() -> None:
 
 
 def _guarded() -> int:
+    named: list[Path] = []
     try:
-        if (code := int(app(standalone_mode=False) or 0)) == INTERRUPTED:  # typer's exit code for Ctrl-C
+        if (code := int(app(standalone_mode=False, obj=named) or 0)) == INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
+        _say_waiting(named)
         return code
     except click.ClickException as error:  # a wrong option; click prints the error
         error.show()
@@ -212,6 +215,16 @@ def _guarded() -> int:
         return _say(f"code from outside called exit({error.code!r}); committed rounds are saved", 1)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; committed rounds are saved in the run's folder", INTERRUPTED)
+
+
+def _say_waiting(runs: Sequence[Path]) -> None:
+    """Say how many requests wait in the runs that the command named."""
+    from fedloom.server.run_folder.listing import waiting as requests
+
+    for run in runs:
+        if many := len(requests(run)):
+            wait = "request waits" if many == 1 else "requests wait"
+            typer.echo(f"note: {many} {wait} in {run}; `fedloom requests {run}` shows more", err=True)
 
 
 def _say(text: str, code: int) -> int:

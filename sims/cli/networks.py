@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.options import numbers
+from fedloom.sims.cli.options import RunPath, numbers
 from fedloom.sims.progress.waiting import LIBRARIES, steps_shown, waiting
 
 app = typer.Typer()
-RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/components.")]
 SELECTION, SEARCH = "selection", "search"
 
 Probe = Annotated[str, typer.Option(help="Domain with the training examples on which layers are compared.")]

@@ -1,19 +1,20 @@
 """Commands on one existing run: resume it, forget sites, check its certificates and its ledger."""
 
+import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedloom.conf.formatting import count
-from fedloom.sims.cli.options import Json, Quiet, numbers
+from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
 
-RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.")]
 Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0001.")]
 
 
@@ -36,6 +37,7 @@ def unlearn(
     sites: Sites,
     request_id: Annotated[str, typer.Option(help="Name of the request. Repeating a name changes nothing.")] = "",
     reason: Annotated[str, typer.Option(help="Reason, for the ledger and the certificate.")] = "",
+    by: Annotated[str, typer.Option(help="Who asks, for the ledger and the certificate.")] = "",
     repair: Annotated[int, typer.Option(help="Rounds of training without the sites, afterwards.", min=0)] = 0,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
@@ -59,11 +61,22 @@ def unlearn(
         from fedloom.sims.operations.unlearn import unlearn as fulfil
         from fedloom.sims.progress.listeners import listener_for
 
-    request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+    request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data, by)
     text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:
         typer.echo(json.dumps(certificate))
+
+
+@app.command()
+def requests(run: RunPath, as_json: Json = False) -> None:
+    """List the requests of a run: state, sites, who asked, when and why, and what is outstanding."""
+    with waiting(LIBRARIES, as_json):
+        from fedloom.sims.operations import requests as listed
+
+    found = listed.requests_of(run)
+    typer.echo(json.dumps({"requests": [listed.plain_values(one) for one in found]}) if as_json
+               else listed.table(run, found).plain() if found else f"{run}: no requests yet")  # fmt: skip
 
 
 @app.command()
@@ -113,7 +126,7 @@ def compose(
 @app.command()
 def verify(
     certificate: Annotated[Path, typer.Argument(help="A certificate: certificates/<request>.json in a run's folder.")],
-    run: Annotated[Path | None, typer.Argument(help="The run's folder. Optional with --key.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="The run's folder. Optional with --key.", callback=named)] = None,
     key: Annotated[str, typer.Option(help="The operator's public key, as a file or a line, to check the signature.")] = "",
     request: Annotated[
         str, typer.Option(help="The request that the certificate must be about. Default: the one in the file's name.")
@@ -146,11 +159,16 @@ def proof(
 
 
 @app.command()
-def key() -> None:
-    """Print the public key with which others can check this operator's certificates."""
-    from fedloom.server.unlearning.signing import operator_key, public_line
+def key(
+    pem: Annotated[bool, typer.Option("--pem", help="As PEM, for verify.py and openssl.")] = False,
+    sha256: Annotated[bool, typer.Option("--sha256", help="Its sha256, as proofs show it.")] = False,
+) -> None:
+    """Print the public key with which others can check this operator's certificates and proofs."""
+    from fedloom.server.unlearning.signing import operator_key, public_line, public_pem, spki
 
-    typer.echo(public_line(operator_key()))
+    mine = operator_key()
+    digest = hashlib.sha256(spki(mine.public_key())).hexdigest()
+    typer.echo(digest if sha256 else public_pem(mine).strip() if pem else public_line(mine))
 
 
 @app.command()
@@ -167,19 +185,20 @@ def ledger(
         from fedloom.sims.operations import ledger as ledgers
         from fedloom.sims.progress.listeners import listener_for
 
+    say: Callable[[str], None] = (lambda text: None) if as_json else typer.echo
     result: dict[str, Any] = {}
     if prune:
         result["removed"] = ledgers.prune(run)
-        typer.echo(f"{count(len(result['removed']), 'file')} removed")
+        say(f"{count(len(result['removed']), 'file')} removed")
     if check:
         result |= ledgers.audit(run, listener_for(quiet=as_json))
         for line in result["problems"] or ["no problems"]:
-            typer.echo(line)
+            say(line)
         for line in result["notes"]:
-            typer.echo(f"note: {line}")
+            say(f"note: {line}")
     if not (check or prune):
         result["events"] = ledgers.events(run)
-        typer.echo(ledgers.events_table(run, result["events"]).plain())
+        say(ledgers.events_table(run, result["events"]).plain())
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(0 if result.get("ok", True) else 1)

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -11,6 +12,16 @@ from fedloom.conf.errors import UserError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+
+
+def named(context: typer.Context, path: Path | None) -> Path | None:
+    """Remember the run that a command names, for its closing line."""
+    if path is not None and isinstance(runs := context.find_root().obj, list):
+        runs.append(path)
+    return path
+
+
+RunPath = Annotated[Path, typer.Argument(help="A run's folder, such as runs/digits.", callback=named)]
 
 _init = TyperArgument.__init__
 

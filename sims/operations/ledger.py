@@ -45,7 +45,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 def events_table(path: Path, listed: Sequence[dict[str, Any]]) -> Table:
     """Return the events listed by `events` as a table."""
-    rows = [[event["id"], event["time"], event["kind"], _short(event["body"]), event["digest"][:12]] for event in listed]
+    rows = [[event["id"], event["time"], event["kind"], short(event["body"]), event["digest"][:12]] for event in listed]
     return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
 
 
@@ -55,7 +55,7 @@ def prune(path: Path) -> list[str]:
         return ledger.prune()
 
 
-def _short(body: dict[str, Any]) -> str:
+def short(body: dict[str, Any]) -> str:
     """Return the short parts of an event's body as text."""
     parts = {key: body[key] for key in ("round", "id", "request", "sites", "reason") if body.get(key) not in (None, "", [])}
     texts = {key: _listed(item) if isinstance(item, list) else str(item) for key, item in parts.items()}

@@ -44,6 +44,7 @@ class UnlearningRequest:
         rollback: Whether to go back to before the sites participated, and train again.
         recalibrate: Whether to compute a new head from the other sites' statistics.
         without_data: Forget even if the images for measuring are missing. The certificate then has no accuracies.
+        by: Who asks, for the ledger and the certificate.
     """
 
     sites: Sequence[str]
@@ -54,6 +55,7 @@ class UnlearningRequest:
     rollback: bool = False
     recalibrate: bool = False
     without_data: bool = False
+    by: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
             RunFolder(path).check(ledger.run().config)  # before anything is received
             if ledger.request(id) is None:
                 _refuse(config, order)
-            request = receive(ledger, id, order.sites, order.reason, order.options)
+            request = receive(ledger, id, order.sites, order.reason, order.options, order.by)
             if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
                 return _first_result(path, request, order)
             tracking = stack.enter_context(Tracking(trackable(config, shown.message), shown.message))
@@ -112,10 +114,15 @@ def _refuse(config: Config, order: UnlearningRequest) -> None:
                         "--without-data forgets without measuring; the certificate has no accuracies") from None  # fmt: skip
 
 
+def queue(path: Path, id: str, order: UnlearningRequest) -> Request:
+    """Queue a request for the server that runs now or next, and return it. A known id returns the first request."""
+    with Ledger.open(path, server=False) as ledger:
+        return receive(ledger, id, order.sites, order.reason, order.options, order.by)
+
+
 def _queue(path: Path, id: str, order: UnlearningRequest) -> Unlearned:
     """Queue a request for the running server, or report its state."""
-    with Ledger.open(path, server=False) as ledger:
-        request = receive(ledger, id, order.sites, order.reason, order.options)
+    request = queue(path, id, order)
     if request.state in ("verified", "refused"):
         return _first_result(path, request, order)
     if request.state == "received":

@@ -14,9 +14,19 @@ from fedloom.sims.report.tables import Table, percent
 def write_html(path: Path) -> Path:
     """Write an HTML page next to the certificate `path` (JSON); return its path. Raise UserError if it cannot be read."""
     certificate = read(path)
+    return write_page(path.with_suffix(".html"), title(certificate), sections(certificate))
+
+
+def title(certificate: dict[str, Any]) -> str:
+    """Return the title of a certificate's page."""
+    return f"Certificate of request {certificate['request']}"
+
+
+def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
+    """Return the parts of a certificate's page, by heading."""
     evidence = certificate.get("evidence", {})
     erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
-    sections: list[tuple[str, list[Part]]] = [
+    return [
         ("What is exact", [certificate["exact"]["statement"], _exact(certificate)]),
         ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in certificate["not_exact"].items()])]),
         ("What was deleted", [erased, *_at_sites(certificate)]),
@@ -27,7 +37,6 @@ def write_html(path: Path) -> Path:
         *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
         *([("The goals of verifiable unlearning", [_goals(certificate["goals"])])] if "goals" in certificate else []),
     ]
-    return write_page(path.with_suffix(".html"), f"Certificate of request {certificate['request']}", sections)
 
 
 def write_pages(folder: Path) -> None:
@@ -59,6 +68,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
         ["sites", names_of(certificate)],
         ["run", certificate["run"]],
         ["reason", certificate["reason"] or "-"],
+        *([["asked by", str(certificate["by"])]] if certificate.get("by") else []),
         ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],
         *([f"request {state}", when] for state, when in certificate["times"].items()),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),

@@ -48,11 +48,7 @@ def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Pa
 
     Raises UserError if a picture cannot be read or the page cannot be written.
     """
-    body = "".join(_section(heading, parts) for heading, parts in sections)
-    page = (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n<title>{_escape(title)}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
-    )
+    page = page_text(title, sections)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
     fresh = path.with_name(f".{path.name}.new")
@@ -63,6 +59,15 @@ def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Pa
         reason = f"{error.strerror}; check that the folder exists and the disk has space"
         raise UserError(f"{path}: cannot be written ({reason})") from None
     return path
+
+
+def page_text(title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> str:
+    """Return the text of such a page."""
+    body = "".join(_section(heading, parts) for heading, parts in sections)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n<title>{_escape(title)}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
+    )
 
 
 def _section(heading: str, parts: Sequence[Part]) -> str:

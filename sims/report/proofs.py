@@ -17,10 +17,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
-from fedloom.server.ledger.tables import canonical
-from fedloom.server.unlearning.certificate import CERTIFICATES, read
-from fedloom.server.unlearning.signing import SUFFIX, operator_key
-from fedloom.sims.report.certificates import write_html
+from fedloom.server.ledger.tables import START, canonical, link
+from fedloom.server.unlearning.certificate import CERTIFICATES, as_written, read
+from fedloom.server.unlearning.signing import SUFFIX, operator_key, spki
+from fedloom.sims.report.certificates import sections, title
+from fedloom.sims.report.page import page_text
 
 PROGRAMS = Path(__file__).parent / "proof"
 TIME = (1980, 1, 1, 0, 0, 0)  # of all files in the zip, so that equal proofs have equal bytes
@@ -31,48 +32,59 @@ certificate.json   The same as canonical JSON (RFC 8785), which is signed.
 certificate.sig    The operator's signature (Ed25519, 64 bytes).
 operator.pem       The operator's public key. Its sha256 is {fingerprint}.
 chain.jsonl        The events of the run's ledger. The digest of each event covers all events before it.
-chain.sig          The operator's signature of chain.jsonl, made with this proof.
+SHA256SUMS         The sha256 of all files here.
+SHA256SUMS.sig     The operator's signature of SHA256SUMS, made with this proof.
 verify.html        A page that checks all this. Open it in a browser, and drop the zip on it. It needs no network.
-verify.py          The same checks: python verify.py
+verify.py          The same checks: pip install cryptography, then python -I verify.py --key KEY
 
-The signature alone, with OpenSSL 3:
+The operator publishes the key: `fedloom key --pem` prints it, `fedloom key --sha256` prints its sha256. Compare it with the
+one in this proof. verify.html and verify.py came with the proof. If you do not trust its sender, take both from the source
+of Fedloom (sims/report/proof).
+
+The signature of the certificate alone, with OpenSSL 3:
 
 openssl pkeyutl -verify -pubin -inkey operator.pem -rawin -in certificate.json -sigfile certificate.sig
 
-Compare the sha256 of the key with the one that the operator publishes. The events name all sites of the run, and the
-number of their examples in each round. They hold no data and no weights.
+The events name all sites of the run, and the number of their examples in each round. They hold no data and no weights.
 """
 
 
 def write_proof(run: Path, request: str, out: Path) -> Path:
-    """Write the proof of a certified request as a zip file, and return its path.
+    """Write the proof of a certified request as a zip file, and return its path. Arguments and errors as of `proof_of`."""
+    write_bytes(out, proof_of(run, request))
+    return out
+
+
+def proof_of(run: Path, request: str) -> bytes:
+    """Return the zip file with the proof of a certified request.
 
     Args:
         run: The run's folder.
         request: The request's id.
-        out: The zip file.
 
     Raises:
-        UserError: The run has no signed certificate of the request.
+        UserError: The run has no signed certificate of the request, it was changed, or the ledger's chain is broken.
     """
     if Path(request).name != request:
         raise UserError(f"request: got '{request}', which is not the id of a request")
     path = run / CERTIFICATES / f"{request}.json"
-    content, page = read(path), write_html(path)
+    content = read(path)
     key, signature = _signed(path)
+    mine, der = operator_key(), spki(key)
+    if spki(mine.public_key()) != der:
+        raise UserError(f"{path}: another key has signed it; set FEDLOOM_KEY to the file of that key")
     texts = {"request": content["request"], "run": content["run"], "sites": ", ".join(content["sites"])}
-    der = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     files = {
         "README.txt": README.format(**texts, fingerprint=hashlib.sha256(der).hexdigest()).encode(),
-        "certificate.html": page.read_bytes(),
+        "certificate.html": page_text(title(content), sections(content)).encode(),
         "certificate.json": path.read_bytes(),
         "certificate.sig": signature,
         "operator.pem": key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
-        **_chain(run, key),
+        "chain.jsonl": _chain(run, request, path),
         **{name: (PROGRAMS / name).read_bytes() for name in ("verify.html", "verify.py")},
     }
-    write_bytes(out, _zipped(files))
-    return out
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
+    return _zipped({**files, "SHA256SUMS": sums, "SHA256SUMS.sig": mine.sign(sums)})
 
 
 def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:
@@ -86,18 +98,20 @@ def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:
         raise UserError(f"{path.with_suffix(SUFFIX)}: is not a signature ({type(error).__name__})") from None
 
 
-def _chain(run: Path, key: PublicKeyTypes) -> dict[str, bytes]:
-    """Return the files of the ledger's events, one JSON object in each line; `body` is the text that the digests cover.
-
-    They are signed now, if the operator's key is still the certificate's.
-    """
+def _chain(run: Path, request: str, certificate: Path) -> bytes:
+    """Return the ledger's events, one JSON object in each line; `body` is the text that the digests cover."""
+    lines, previous = [], START
     with Ledger.open(run, server=False) as ledger:
-        lines = [
-            json.dumps({"id": event.id, "time": event.time, "kind": event.kind, "body": canonical(event.body),
-                        "digest": event.digest}) for event in ledger.events()
-        ]  # fmt: skip
-    content, mine = "".join(f"{line}\n" for line in lines).encode(), operator_key()
-    return {"chain.jsonl": content, **({"chain.sig": mine.sign(content)} if mine.public_key() == key else {})}
+        if not as_written(certificate, request, ledger):
+            raise UserError(f"{certificate}: it differs from what the server wrote; restore it from a copy of the run")
+        for event in ledger.events():
+            body = canonical(event.body)
+            if event.digest != link(previous, event.id, event.time, event.kind, body):
+                raise UserError(f"{run}: the chain is broken at event {event.id}; run `fedloom ledger {run} --check`")
+            previous = event.digest
+            facts = {"id": event.id, "time": event.time, "kind": event.kind, "body": body, "digest": event.digest}
+            lines.append(f"{json.dumps(facts)}\n")
+    return "".join(lines).encode()
 
 
 def _zipped(files: dict[str, bytes]) -> bytes:

@@ -8,11 +8,11 @@ import pytest
 
 from fedloom.conf import Config
 from fedloom.fusion.exact import ExactSum
-from fedloom.server.ledger import Ledger
+from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import check
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES, read, sums_of
-from fedloom.server.unlearning.requests import KIND
+from fedloom.server.unlearning.requests import APPLYING, KIND
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume, verdicts
 from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, run
@@ -217,3 +217,62 @@ def test_a_run_that_was_stopped_under_repair_goes_on_with_it(tmp_path: Path, aft
     assert one["digest"] == other["digest"]
     assert one["accuracy"] == other["accuracy"]
     assert check(folder(stopped)) == []
+
+
+class Cancelling(Asking):
+    """Cancels a request as soon as the server says that it begins to work on it, or before."""
+
+    def queue(self) -> None:
+        super().queue()
+        with Ledger.open(self.path, server=False) as reader:
+            if (request := reader.request("r1")) and request.state == "received":
+                reader.cancel("r1", "dpo")
+
+
+def test_a_cancelled_request_is_refused_and_the_run_goes_on(tmp_path: Path):
+    config, client = configured(tmp_path, "rounds=2"), WatchedApp()
+    heard = Cancelling(folder(config), {"r1": [ONE]})
+    run(config, heard, client)
+    assert len(client.orders) == 2 * SITES and heard.messages == []
+    with Ledger.open(folder(config), server=False) as ledger:
+        request = ledger.request("r1")
+        assert request and request.state == "refused"
+        assert request.result == {"reason": "cancelled by dpo", "cancelled": "dpo"}
+        with pytest.raises(LedgerError, match="cannot become 'refused'"):
+            ledger.cancel("r1", "dpo")
+    assert check(folder(config)) == []
+
+
+@pytest.mark.parametrize("when", ["_before", "check_forgetting"])
+def test_a_request_that_is_cancelled_while_the_server_looks_at_it_is_not_applied(
+    finished: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    config, heard = copied(finished, tmp_path), list[str]()
+    with method_of(config) as method:
+        unlearning = method.unlearning()
+        asked(unlearning, "r1", [ONE])
+        owner = unlearning if when == "_before" else unlearning.state
+        original = getattr(owner, when)
+
+        def late(*words: Any, **options: Any) -> Any:
+            with Ledger.open(folder(config), server=False) as reader:
+                reader.cancel("r1", "dpo")
+            monkeypatch.undo()
+            return original(*words, **options)
+
+        monkeypatch.setattr(owner, when, late)
+        assert not unlearning.take(heard.append)
+        assert heard == ["Request 'r1' was cancelled."]
+        assert len(method.state.members()) == SITES
+    assert check(folder(config)) == []
+
+
+def test_a_request_that_the_server_has_begun_to_apply_cannot_be_cancelled(finished: Config, tmp_path: Path):
+    config = copied(finished, tmp_path)
+    with method_of(config) as method:
+        asked(method.unlearning(), "r1", [ONE])
+        assert method.ledger.begin("r1", APPLYING, {})
+        with Ledger.open(folder(config), server=False) as reader, pytest.raises(LedgerError, match="has begun to apply"):
+            reader.cancel("r1", "dpo")
+    run(to_resume(config))
+    assert verdicts(config) == {"match"}

@@ -32,7 +32,8 @@ def test_a_sound_ledger_is_found_sound(fedloom: Command, finished_run: Path):
     assert found.keys() == {"ok", "digest", "problems", "notes"}
     assert found["ok"] and not found["problems"] and not found["notes"]
     assert found["digest"] == json.loads((finished_run / "summary.json").read_text())["digest"]
-    assert said.out.splitlines()[0] == "no problems"
+    assert json.loads(said.out) == found and said.err == ""
+    assert fedloom("ledger", finished_run, "--check").out.splitlines()[0] == "no problems"
 
 
 @pytest.mark.parametrize(

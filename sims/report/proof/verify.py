@@ -1,16 +1,22 @@
 """Check a proof that a federation has forgotten a site. Needs Python 3.9 and the package `cryptography`.
 
-`python verify.py` checks the files in its own folder. `python verify.py --help` lists more checks.
+`python -I verify.py` checks the files in its own folder. `python -I verify.py --help` lists more checks.
 
 Exit code 0: all checks have passed. 1: at least one has failed. 2: files are missing or unreadable.
 """
+# ruff: noqa: E402
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.realpath(__file__))
+sys.path = [path for path in sys.path if os.path.realpath(path or ".") != HERE]  # imports nothing that came with the proof
 
 import argparse
 import hashlib
 import json
 import math
 import struct
-import sys
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -25,6 +31,15 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 START = "0" * 64
+FILES = {
+    "certificate.html",
+    "certificate.json",
+    "certificate.sig",
+    "chain.jsonl",
+    "operator.pem",
+    "verify.html",
+    "verify.py",
+}
 MODULUS = 1 << 64
 
 
@@ -32,14 +47,33 @@ class Report:
     """Collects the checks and prints each."""
 
     def __init__(self):
-        self.good = True
+        self.good, self.besides = True, ""
 
     def check(self, what, right, reason=""):
         self.good = self.good and bool(right)
-        print(f"{'ok  ' if right else 'FAIL'}  {what}{'' if right or not reason else ': ' + reason}")
+        print(f"{'ok  ' if right else 'FAIL'}  {plain(what)}{'' if right or not reason else ': ' + plain(reason)}")
 
     def note(self, text):
-        print(f"      {text}")
+        print(f"      {plain(text)}")
+
+
+def plain(text):
+    """Return a text without control characters, which could change what a terminal shows."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def value_of(text):
+    """Return the value of a JSON text. Raises ValueError for repeated keys, and for numbers that JSON does not have."""
+
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    def unique(pairs):
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key stands twice in one object")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
 
 
 def key_of(text):
@@ -75,13 +109,21 @@ def is_signed(key, folder, name, signature):
     return False
 
 
-def end(report, folder):
-    """Check the operator's signature of all events, so that none can be left out at the end or exchanged."""
-    if not (folder / "chain.sig").is_file():
-        report.note("the chain is not signed: later events may be missing")
-        return
+def manifest(report, folder):
+    """Check that the operator signed the list of files, and that exactly these files are here, unchanged."""
     key = key_of((folder / "operator.pem").read_bytes())
-    report.check("the operator signed the whole chain", is_signed(key, folder, "chain.jsonl", "chain.sig"))
+    report.check("the operator signed the list of all files", is_signed(key, folder, "SHA256SUMS", "SHA256SUMS.sig"))
+    lines = (folder / "SHA256SUMS").read_text("ascii").splitlines()
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    here = {path.name for path in folder.iterdir()} - {"SHA256SUMS", "SHA256SUMS.sig"}
+    for name in sorted(FILES - listed.keys()):
+        report.check(f"{name} is in the list", False)
+    for name in sorted(listed.keys() | here):
+        if name not in listed:
+            report.note(f"{name} is not part of the proof")
+            continue
+        right = name in here and hashlib.sha256((folder / name).read_bytes()).hexdigest() == listed[name]
+        report.check(f"{name} is as the operator signed it", right, "it is missing or changed")
 
 
 def chain(report, events):
@@ -100,7 +142,7 @@ def replayed(events, until):
     """Return the latest contribution of each site after the event number `until`, by site."""
     latest, before = {}, {}
     for event in events[:until]:
-        body, kind = json.loads(event["body"]), event["kind"]
+        body, kind = value_of(event["body"]), event["kind"]
         if event["id"] == until:
             before = {site: rows[-1] for site, rows in latest.items() if rows}
         if kind in ("round", "readmitted"):
@@ -122,24 +164,41 @@ def request(report, content, events):
     report.check("the certificate names an event of the chain", fits)
     if event is None or not fits:
         return
-    body = json.loads(event["body"])
-    report.check("that event forgot the certificate's sites", body["sites"] == content["sites"])
+    body = value_of(event["body"])
+    report.check("that event forgot the certificate's sites", body["sites"] == content["sites"] and content["sites"])
     report.check("for the certificate's request", body.get("request") == content["request"])
     exact = content["exact"]
     report.check("the sums' digests after it are the certificate's", body["digest"] == exact["digest_after"])
-    for kind, time in content["times"].items():
-        times = [e["time"] for e in events if e["kind"] == kind and json.loads(e["body"])["id"] == content["request"]]
-        report.check(f"the request was {kind} at {time}", time in times)
-    made = certificates(events, content["request"])
+    report.check("the digests before it are the certificate's", body["body"]["digest_before"] == exact["digest_before"])
+    measured = body["body"]["evidence"] == content["evidence"].get("before")
+    report.check("what was measured before it is the certificate's", measured)
+    made_for(report, content, events)
     report.check(
-        "the chain has the sha256 of this certificate", content["sha256"] in made, "or the chain was exported before"
+        "the chain has the sha256 of this certificate", content["sha256"] in certificates(events, content["request"])
     )
     afterwards(report, content["sites"], events[place:])
     rest(report, content, events)
 
 
+def made_for(report, content, events):
+    """Check the request itself: its run, sites, reason and times, and what was deleted for it."""
+
+    def mine(kind, name="id"):
+        bodies = ((event["time"], value_of(event["body"])) for event in events if event["kind"] == kind)
+        return [(time, body) for time, body in bodies if body[name] == content["request"]]
+
+    report.check("the chain is of the certificate's run", value_of(events[0]["body"])["run"] == content["run"])
+    right = [all(body[part] == content[part] for part in ("sites", "reason", "options")) for _, body in mine("received")]
+    report.check("the request's sites, reason and options are the certificate's", right == [True])
+    for kind in ("received", "applied"):
+        stated = content["times"].get(kind)
+        report.check(f"the request was {kind} at {stated}", stated in [time for time, _ in mine(kind)])
+    paths = {path for _, body in mine("erased", "request") for path in body["paths"]}
+    report.check("what was deleted is the certificate's", paths == set(content["erased"]))
+
+
 def certificates(events, request):
-    bodies = (json.loads(event["body"]) for event in events if event["kind"] == "certified")
+    bodies = (value_of(event["body"]) for event in events if event["kind"] == "certified")
     return [body["sha256"] for body in bodies if body["request"] == request]
 
 
@@ -148,20 +207,18 @@ def afterwards(report, sites, events):
     for site in sites:
         used, back = [], False
         for event in events:
-            body = json.loads(event["body"])
+            body = value_of(event["body"])
             back = back or (event["kind"] == "readmitted" and site in body["sites"])
-            if event["kind"] == "round" and site in body.get("contributions", {}) and not back:
-                used.append(body["round"])
-        report.check(f"no later round of the chain has a contribution of {site}", not used, f"rounds {used}")
+            if site in body.get("contributions", {}) and not back:
+                used.append(event["id"])
+        report.check(f"no later event of the chain has a contribution of {site}", not used, f"events {used}")
         if back:
-            report.note(f"{site} was readmitted since; later rounds may have new contributions of it")
+            report.besides += f" But {plain(site)} participates again: it was readmitted later."
 
 
 def rest(report, content, events):
     """Check that the remaining sites' contributions are those of the chain, and that the request changed none of them."""
-    settled = [
-        e["id"] for e in events if e["kind"] == "certified" and json.loads(e["body"])["request"] == content["request"]
-    ]
+    settled = [e["id"] for e in events if e["kind"] == "certified" and value_of(e["body"])["request"] == content["request"]]
     remaining = content["exact"]["remaining"]
     states = [replayed(events, number)[1] for number in (content["ledger"]["event"], *settled)]
     matches = any({site: row["blob"] for site, row in state.items()} == remaining for state in states)
@@ -170,11 +227,28 @@ def rest(report, content, events):
     kept = {site: row for site, row in before.items() if site not in content["sites"]}
     report.check("the request left all other sites' contributions unchanged", kept == after)
     report.check("no forgotten site is among the remaining ones", not set(content["sites"]) & set(remaining))
+    digests = (
+        [one_digest(remaining)]
+        if not content["exact"]["tensors"]
+        else [
+            one_digest(value_of(event["body"])["digest"])
+            for event in events[content["ledger"]["event"] - 1 : max(settled, default=0)]
+            if event["kind"] in ("forgotten", "round", "readmitted")
+        ]
+    )
+    report.check("the digest of the remaining sum is in the chain", content["exact"]["sum_of_remaining"] in digests)
+
+
+def one_digest(digests):
+    """Return one digest for several, by name; the digest itself if there is only one."""
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    return hashlib.sha256("".join(f"{name}:{digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
 def of_site(report, content, events, site, key):
     """Check, for a site, which contributions of it were used and removed, and that it signed them."""
-    rounds = [json.loads(event["body"]) for event in events if event["kind"] == "round"]
+    rounds = [value_of(event["body"]) for event in events if event["kind"] == "round"]
     mine = [(body["round"], body["contributions"][site]) for body in rounds if site in body.get("contributions", {})]
     report.note(f"{site} contributed in {len(mine)} rounds: {', '.join(str(number) for number, _ in mine) or 'none'}")
     if site in content["sites"]:
@@ -257,7 +331,7 @@ def summed(rows, files, names, description, bits):
 
 def sums(report, content, events, folder):
     """Check the files of the remaining contributions, and their sum."""
-    remaining, created = content["exact"]["remaining"], json.loads(events[0]["body"])
+    remaining, created = content["exact"]["remaining"], value_of(events[0]["body"])
     files = {blob: folder / f"{blob}.safetensors" for blob in remaining.values()}
     missing = sorted(site for site, blob in remaining.items() if not files[blob].is_file())
     if missing:
@@ -278,7 +352,7 @@ def sums(report, content, events, folder):
 
 
 def replayed_rows(event):
-    return json.loads(event["body"]).get("contributions", {}).values() if event["kind"] in ("round", "readmitted") else []
+    return value_of(event["body"]).get("contributions", {}).values() if event["kind"] in ("round", "readmitted") else []
 
 
 def parsed():
@@ -294,12 +368,13 @@ def parsed():
 def main():
     asked, report = parsed(), Report()
     try:
-        content = json.loads((asked.folder / "certificate.json").read_bytes())
+        content = value_of((asked.folder / "certificate.json").read_bytes().decode())
         content["sha256"] = hashlib.sha256((asked.folder / "certificate.json").read_bytes()).hexdigest()
-        events = [json.loads(line) for line in (asked.folder / "chain.jsonl").read_text("utf-8").splitlines()]
-        print(f"Request {content['request']} of run {content['run']}: forget {', '.join(content['sites'])}")
+        events = [value_of(line) for line in (asked.folder / "chain.jsonl").read_bytes().decode().split("\n")[:-1]]
+        report.note(f"Request {content['request']} of run {content['run']}: forget {', '.join(content['sites'])}")
+        report.note(f"The proof is as of event {events[-1]['id']}, {events[-1]['time']}")
         signature(report, asked.folder, asked.key)
-        end(report, asked.folder)
+        manifest(report, asked.folder)
         chain(report, events)
         request(report, content, events)
         if asked.site:
@@ -307,9 +382,9 @@ def main():
         if asked.contributions:
             sums(report, content, events, asked.contributions)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
-        print(f"the proof cannot be read: {type(error).__name__}: {error}", file=sys.stderr)
+        print(plain(f"the proof cannot be read: {type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(2)
-    print("All checks passed." if report.good else "At least one check FAILED.")
+    print(f"All checks passed.{report.besides}" if report.good else "At least one check FAILED.")
     sys.exit(0 if report.good else 1)
 
 

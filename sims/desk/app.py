@@ -1,0 +1,93 @@
+"""The desk as an ASGI application: routes, errors, limits."""
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from fedloom.conf.errors import UserError, plain
+from fedloom.server.ledger import LedgerError
+from fedloom.sims.desk import api, forms, measures, pages, rendering
+from fedloom.sims.desk.audit import Audit
+from fedloom.sims.desk.desk import ConflictError, Desk
+from fedloom.sims.desk.limits import Shield
+from fedloom.sims.desk.runs import MissingError, Runs
+from fedloom.sims.desk.sessions import DeniedError, Gate
+from fedloom.sims.desk.tokens import Token, Tokens
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+STATUS = ((MissingError, 404), (ConflictError, 409), (LedgerError, 409), (UserError, 422))  # the first that fits
+
+
+def make_app(
+    root: Path, hosts: frozenset[str] = LOOPBACK, tls: bool = False, stopping: Callable[[], bool] = lambda: False
+) -> FastAPI:
+    """Return the desk of a folder of runs.
+
+    Args:
+        root: The folder of runs.
+        hosts: The names under which the desk may be called.
+        tls: Whether the connection is encrypted.
+        stopping: Whether the server is about to stop, so that pages no longer follow runs.
+    """
+    app = FastAPI(
+        title="Fedloom desk", version=metadata.version("fedloom"), docs_url=None, redoc_url=None,
+        openapi_url=f"{api.ROOT}/openapi.json", description=api.__doc__ or "",
+    )  # fmt: skip
+    app.state.desk = Desk(Runs(root), Gate(Tokens(root), Audit(root), tls))
+    app.state.stopping = stopping
+    app.include_router(api.router)
+    app.include_router(forms.router)
+    app.include_router(pages.router)
+    app.mount("/static", StaticFiles(directory=rendering.HERE / "static"))
+    app.add_api_route("/health", _health, include_in_schema=False)
+    app.add_api_route("/metrics", _metrics, include_in_schema=False)
+    app.add_exception_handler(UserError, _failed)
+    app.add_exception_handler(HTTPException, _failed)
+    app.add_exception_handler(RequestValidationError, _failed)
+    app.add_exception_handler(Exception, _failed)
+    app.add_middleware(Shield, hosts=hosts, tls=tls)
+    return app
+
+
+def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+def _metrics(request: Request, by: Annotated[Token, Depends(api.caller)]) -> PlainTextResponse:
+    return PlainTextResponse(measures.text(api.desk_of(request)), media_type="text/plain; version=0.0.4")
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """Return an error as JSON for programs, as a page for people. Unexpected errors are logged, and not described."""
+    status, text = _described(request, error)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "60"}}.get(status, {})
+    if request.url.path.startswith((f"{api.ROOT}/", "/metrics", "/health")):
+        return JSONResponse({"error": text}, status, headers)
+    if isinstance(error, rendering.LogInError):
+        here = request.url.path if request.method == "GET" else "/"
+        return rendering.to(f"/login?next={quote(here)}" if here != "/" else "/login")
+    return rendering.page(request, "error.html", status, code=status, text=text, title=HTTPStatus(status).phrase)
+
+
+def _described(request: Request, error: Exception) -> tuple[int, str]:
+    if isinstance(error, DeniedError):
+        return error.status, str(error)
+    if isinstance(error, RequestValidationError):
+        return 422, "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+    if isinstance(error, UserError):
+        status = next(code for kind, code in STATUS if isinstance(error, kind))
+        return status, plain(api.desk_of(request).runs.without_root(str(error)))
+    if isinstance(error, HTTPException):
+        return error.status_code, "This page does not exist." if error.status_code == 404 else str(error.detail)
+    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, plain(request.url.path), exc_info=error)
+    return 500, "The desk failed to answer. Its log says why; the run is not affected."

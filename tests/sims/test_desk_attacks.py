@@ -1,0 +1,397 @@
+"""An attacker at the desk: other sites' forms, markup, paths, stolen and guessed tokens, other hosts, floods."""
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import shutil
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedloom.conf import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.sims.desk.audit import Audit
+from fedloom.sims.desk.tokens import Tokens
+from fedloom.sims.desk.webhook import HEADER, Webhook
+from tests.sims.commands import ONE, TWO
+from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+MARKUP = re.compile(r"<script>|<img|onerror=alert\(2\)>")
+
+
+@pytest.fixture
+def folder(finished_run: Path, tmp_path: Path) -> Folder:
+    return folder_with(finished_run, tmp_path / "runs")
+
+
+FORMS = ["/logout", "/runs/digits/ask", "/runs/digits/requests", "/runs/digits/requests/r1/cancel"]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_a_form_of_another_page_is_refused(folder: Folder, path: str):
+    client, other = browser(folder, "operator"), browser(folder, "operator")
+    fields = {"site": ONE, "reason": "x", "id": "r1"}
+    for csrf in ("", "0" * 64, csrf_of(other, "/")):
+        said = client.post(path, data={**fields, "csrf": csrf})
+        assert said.status_code == 403 and "load the page again" in said.text
+    assert client.get("/").status_code == 200  # still logged in
+    with Ledger.open(folder.run, server=False) as ledger:
+        assert ledger.requests() == []
+
+
+def test_logging_in_needs_the_desks_own_form(folder: Folder):
+    client = browser(folder)
+    assert client.post("/login", data={"token": folder.secrets["operator"]}).status_code == 403
+    assert client.get("/", follow_redirects=False).status_code == 303
+
+
+def test_a_session_is_new_and_its_cookie_is_out_of_reach_of_scripts_and_other_sites(folder: Folder):
+    client = browser(folder)
+    before = client.get("/login").cookies.get("desk") or client.cookies["desk"]
+    said = client.post("/login", follow_redirects=False,
+                       data={"csrf": csrf_of(client, "/login"), "token": folder.secrets["viewer"]})  # fmt: skip
+    cookie = said.headers["set-cookie"]
+    assert before not in cookie and "HttpOnly" in cookie and "SameSite=strict" in cookie
+    assert folder.secrets["viewer"] not in cookie
+    client.cookies.set("desk", before)
+    assert client.get("/", follow_redirects=False).status_code == 303  # the earlier cookie is not logged in
+
+
+@pytest.mark.parametrize("next", ["//evil.example", "https://evil.example", "/\\evil.example", "/\n/evil", "javascript:x"])
+def test_logging_in_leads_to_this_desk_alone(folder: Folder, next: str):
+    client = browser(folder)
+    fields = {"csrf": csrf_of(client, "/login"), "token": folder.secrets["viewer"], "next": next}
+    said = client.post("/login", data=fields, follow_redirects=False)
+    assert said.headers["location"] == "/"
+
+
+def test_nothing_in_a_runs_files_is_markup(folder: Folder):
+    path = folder.root / EVIL.replace("/", "")
+    shutil.copytree(folder.run, path)
+    record = {"round": 3, "replies": 1, "dropped": {ONE: EVIL, EVIL: "x"}, "accuracy": {EVIL: 0.5, "union": 0.5}}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    summary = json.loads((path / "summary.json").read_text())
+    summary["sites"][1]["domain"] = summary["sites"][1]["part"] = summary["method"] = EVIL
+    summary["traces"] = {EVIL: EVIL}
+    (path / "summary.json").write_text(json.dumps(summary))
+    with Ledger.open(path, server=False) as ledger:
+        ledger.receive("r1", "unlearn", [ONE], EVIL, {"repair": EVIL}, EVIL)
+    client = browser(folder, "operator")
+    found = client.get(f"{API}/runs", headers=folder.bearer("viewer")).json()
+    run = "/runs/" + next(one["id"] for one in found if one["id"] != "digits").replace("<", "%3C").replace(" ", "%20")
+    pages = ["/", "/requests", "/compare", run, f"{run}/requests", f"{run}/requests/r1", f"{run}/events", f"{run}/ask",
+             f"{run}/sites/{ONE}", f"{run}/sites/{EVIL}", f"/runs/digits?start={EVIL}", f"/login?next=/{EVIL}",
+             f"/{EVIL}"]  # fmt: skip
+    for page in pages:
+        said = client.get(page)
+        assert not MARKUP.search(said.text), page
+    assert "&lt;script&gt;" in client.get(run).text and "&lt;script&gt;" in client.get(f"{run}/requests/r1").text
+    review = client.post(f"{run}/ask", data={"csrf": csrf_of(client, run), "site": TWO, "reason": EVIL + '"'})
+    assert review.status_code == 200 and not MARKUP.search(review.text) and "&lt;script&gt;" in review.text
+    assert not MARKUP.search(client.get("/audit").text)
+
+
+PATHS = ["..%2fdigits", "%2e%2e", "%2e%2e%2fsecret", "digits%2f..%2f..%2fsecret", "~1secret", "..~1secret",
+         ".desk", "digits%00", "/etc", "digits~1baselines", "C:%5C", "digits/"]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", PATHS)
+def test_a_run_is_looked_up_and_never_opened_as_a_path(folder: Folder, run: str):
+    shutil.copytree(folder.run, folder.root.parent / "secret")
+    client = browser(folder, "operator")
+    for path in (f"/runs/{run}", f"/runs/{run}/certificates/tokens", f"{API}/runs/{run}/sites", f"/static/{run}"):
+        said = client.get(path, headers=folder.bearer("operator"), follow_redirects=False)
+        assert said.status_code in (307, 404), (path, said.status_code)
+
+
+@pytest.mark.parametrize(
+    "id", ["../config", "..%2fconfig", "../../.desk/tokens", "%2e%2e%2f%2e%2e%2f.desk%2ftokens", "r1", "*"]
+)
+def test_a_certificate_is_looked_up_by_a_known_request(folder: Folder, id: str):
+    (folder.run / "certificates").mkdir(exist_ok=True)
+    (folder.run / "certificates" / "r1.json").write_text("{}")  # the ledger knows no such request
+    client = browser(folder, "operator")
+    for end in ("", "/file", "/signature"):
+        assert client.get(f"/runs/digits/certificates/{id}{end}").status_code == 404
+    assert client.get(f"{API}/runs/digits/certificates/{id}", headers=folder.bearer("operator")).status_code == 404
+
+
+@pytest.mark.parametrize("id", ["../../../secret", "link"])
+def test_a_run_that_was_made_to_lead_elsewhere_gives_nothing_away(folder: Folder, id: str):
+    secret = folder.root.parent / "secret.json"
+    secret.write_text('{"secret": 1}')
+    (folder.run / "certificates").mkdir(exist_ok=True)
+    (folder.run / "certificates" / "link.json").symlink_to(secret)
+    with Ledger.open(folder.run, server=False) as ledger:
+        ledger.receive(id, "unlearn", [ONE], "", {})
+    client = browser(folder, "operator")
+    name = id.replace("/", "%2F")
+    for path in (f"/runs/digits/certificates/{name}", f"/runs/digits/certificates/{name}/file"):
+        said = client.get(path)
+        assert said.status_code == 404 and "secret&" not in said.text
+    assert client.get("/runs/digits/certificates").status_code == 200
+
+
+def test_a_run_with_nonsense_in_its_files_breaks_no_list(folder: Folder):
+    path = folder.root / "odd"
+    shutil.copytree(folder.run, path)
+    (path / "summary.json").write_text(
+        json.dumps({"status": "finished", "per_site": 7, "unlearned": 3, "scores": [1], "sites": {}})
+    )
+    (path / "metrics.jsonl").write_text(
+        '{"round": 1, "seconds": NaN, "bytes": 3, "dropped": [1], "accuracy": {"union": "x"}}\n'
+    )
+    client = browser(folder, "operator")
+    assert {one["id"] for one in client.get(f"{API}/runs", headers=folder.bearer("viewer")).json()} >= {"digits"}
+    assert client.get(f"{API}/runs/odd/rounds", headers=folder.bearer("viewer")).status_code == 200
+    for page in ("/", "/requests", "/compare", "/metrics"):
+        assert client.get(page, headers=folder.bearer("viewer")).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["../x", "a/b", "x" * 101, ".hidden", "a b", "a\u00e9"])
+def test_a_requests_id_is_a_plain_name(folder: Folder, key: str):
+    headers = {**folder.bearer("operator"), "Idempotency-Key": key.encode()}
+    said = browser(folder).post(f"{API}/runs/digits/requests", headers=headers, json={"sites": [ONE]})  # type: ignore[arg-type]
+    assert said.status_code == 422 and "request id" in said.text
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "localhost@evil.example", "", "127.0.0.1.nip.io"]
+)
+def test_other_host_names_are_not_served(folder: Folder, host: str):
+    client = browser(folder)
+    for path in ("/", "/health", "/static/desk.css", f"{API}/runs"):
+        said = client.get(path, headers={"Host": host, **folder.bearer("operator")})
+        assert said.status_code == 421 and "digits" not in said.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/login", "/health", "/nowhere", "/static/desk.js", f"{API}/runs", f"{API}/openapi.json"]
+)
+def test_every_answer_limits_what_a_browser_may_do(folder: Folder, path: str):
+    said = browser(folder).get(path, follow_redirects=False)
+    policy = said.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert said.headers["x-content-type-options"] == "nosniff" and said.headers["x-frame-options"] == "DENY"
+    assert "access-control-allow-origin" not in said.headers
+
+
+def test_pages_have_no_inline_scripts_and_styles_which_the_policy_would_block(folder: Folder):
+    client = browser(folder, "operator")
+    for page in ("/login", "/", "/runs/digits", "/runs/digits/ask"):
+        text = client.get(page).text
+        assert not re.search(
+            r"<style|\sstyle=|\son[a-z]+=|javascript:|<script(?! src=\"/static/)|https?://(?!www\.w3\.org)", text
+        )
+
+
+def test_large_and_endless_bodies_are_refused(folder: Folder):
+    client = browser(folder, "operator")
+    assert client.post("/login", content=b"x" * 70_000).status_code == 413
+    assert client.post("/login", content=(b"x" for _ in range(3))).status_code == 413  # chunked
+    many = "&".join(f"site=s{number}" for number in range(5000))
+    assert client.post("/runs/digits/ask", content=many).status_code == 403
+
+
+def test_tokens_are_stored_as_digests_in_a_file_of_their_owner(folder: Folder):
+    path = folder.root / ".desk" / "tokens.json"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    text = path.read_text()
+    assert not any(secret in text or secret.removeprefix("fedloom_") in text for secret in folder.secrets.values())
+    os.chmod(path, 0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        Tokens(folder.root).all()
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_a_token_that_ends_ends_its_sessions(folder: Folder, how: str):
+    client, bearer = browser(folder, "operator"), folder.bearer("operator")
+    assert client.get(f"{API}/runs", headers=bearer).status_code == 200
+    if how == "revoked":
+        Tokens(folder.root).revoke("operator")
+    else:
+        path = folder.root / ".desk" / "tokens.json"
+        rows = [
+            {**row, "expires": (datetime.now(UTC) - timedelta(seconds=1)).isoformat()}
+            for row in json.loads(path.read_text())
+        ]
+        path.write_text(json.dumps(rows))
+    assert client.get("/", follow_redirects=False).status_code == 303
+    assert client.get(f"{API}/runs", headers=bearer).status_code == 401
+
+
+def test_logging_out_ends_the_session_at_the_desk(folder: Folder):
+    client = browser(folder, "viewer")
+    cookie = client.cookies["desk"]
+    client.post("/logout", data={"csrf": csrf_of(client, "/")})
+    client.cookies.set("desk", cookie)
+    assert client.get("/", follow_redirects=False).status_code == 303
+
+
+def test_guessing_tokens_is_slowed_down_but_locks_no_one_out(folder: Folder):
+    client = browser(folder)
+    tried = [log_in(client, f"fedloom_{number}").status_code for number in range(14)]
+    assert tried[:10] == [401] * 10 and set(tried[10:]) == {429}
+    assert client.get(f"{API}/runs", headers={"Authorization": "Bearer x"}).status_code == 429
+    assert client.get(f"{API}/runs", headers=folder.bearer("viewer")).status_code == 200
+    assert [event.kind for event in Audit(folder.root).newest(20)] == ["wrong token"] * 10
+    assert "fedloom_" not in (folder.root / ".desk" / "audit.jsonl").read_text()
+
+
+def test_the_audit_record_shows_changes_and_outlives_a_torn_line(folder: Folder):
+    audit = Audit(folder.root)
+    for number in range(3):
+        audit.note("logged in", f"user {number}")
+    assert audit.problem() == ""
+    whole = audit.path.read_bytes()
+    for changed in (whole.replace(b"user 1", b"user 9"), b"".join(whole.splitlines(keepends=True)[1:])):
+        audit.path.write_bytes(changed)
+        assert audit.problem()
+    audit.path.write_bytes(whole + b'[4, "torn')
+    audit.note("logged in", "user 4")
+    assert audit.newest(1)[0].body["by"] == "user 4" and "line 4" in audit.problem()
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Receives what a webhook sends; fails as often as it is asked to."""
+
+    heard: ClassVar[list[tuple[str, bytes]]] = []
+    failures: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        status = self.failures.pop() if self.failures else 200
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        if status == 200:
+            self.heard.append((self.headers[HEADER], body))
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[str]:
+    Receiver.heard.clear()
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook"
+    server.shutdown()
+    server.server_close()
+
+
+def test_each_change_of_a_request_is_sent_signed_also_after_the_desk_was_down(folder: Folder, receiver: str):
+    def hook() -> Webhook:
+        return Webhook(receiver, b"a secret of 16 characters", browser(folder).app.state.desk)  # type: ignore[attr-defined]
+
+    with Ledger.open(folder.run, server=False) as ledger:
+        ledger.receive("before", "unlearn", [TWO], "", {})
+        with hook():  # what was there before is not sent
+            pass
+        ledger.receive("r1", "unlearn", [ONE], "why", {}, "dpo")
+        ledger.cancel("r1", "ops")
+    Receiver.failures[:] = [302, 500]
+    later = hook()
+    assert not later.look() and not later.look() and later.look() and later.look()
+    heard = [json.loads(body) for _, body in Receiver.heard]
+    assert [(one["run"], one["state"], one["request"]["id"]) for one in heard] == [
+        ("digits", "received", "r1"), ("digits", "cancelled", "r1")]  # fmt: skip
+    for header, body in Receiver.heard:
+        sent, signature = (part.partition("=")[2] for part in header.split(","))
+        assert abs(time.time() - int(sent)) < 60
+        expected = hmac.new(b"a secret of 16 characters", f"{sent}.".encode() + body, hashlib.sha256).hexdigest()
+        assert signature == expected
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for localhost and desk.example, and its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("desk.example"), x509.DNSName("localhost")])
+    made = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+            .serial_number(1).not_valid_before(now).not_valid_after(now + timedelta(days=1))
+            .add_extension(names, critical=True).sign(key, hashes.SHA256()))  # fmt: skip
+    cert, secret = folder / "cert.pem", folder / "key.pem"
+    cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+                                         serialization.NoEncryption()))  # fmt: skip
+    return cert, secret
+
+
+def test_other_machines_reach_the_desk_by_tls_alone(folder: Folder, tmp_path: Path):
+    cert, key = certificate(tmp_path)
+    port = free_port()
+    with served(folder, port, "--host", "0.0.0.0", "--cert", str(cert), "--key", str(key), scheme="https"):
+        context = ssl.create_default_context(cafile=str(cert))
+        with httpx.Client(base_url=f"https://localhost:{port}", verify=context) as client:
+            said = client.get("/login")
+            assert "max-age" in said.headers["strict-transport-security"]
+            cookie = said.headers["set-cookie"]
+            assert cookie.startswith("__Host-desk=") and "Secure" in cookie and "Path=/" in cookie
+            assert client.get("/health", headers={"Host": "desk.example"}).status_code == 200
+            assert client.get("/health", headers={"Host": "evil.example"}).status_code == 421
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{port}/health")
+
+
+def test_many_pages_and_requests_at_once_lose_nothing(folder: Folder):
+    port = free_port()
+    with served(folder, port), httpx.Client(base_url=f"http://localhost:{port}", timeout=60) as client:
+        headers, said = folder.bearer("operator"), []
+
+        def act(number: int) -> None:
+            if number % 2:
+                said.append(client.get(f"{API}/runs/digits/requests", headers=headers).status_code)
+            else:
+                key = {"Idempotency-Key": f"r{number // 4}"}  # each id is sent twice
+                body = {"sites": [ONE]}
+                said.append(client.post(f"{API}/runs/digits/requests", headers={**headers, **key}, json=body).status_code)
+
+        threads = [threading.Thread(target=act, args=(number,)) for number in range(80)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(said) == [200] * 40 + [202] * 40
+        assert len(client.get(f"{API}/runs/digits/requests", headers=headers).json()) == 20
+
+
+def test_a_requester_orders_no_training_and_no_second_request_for_a_site(folder: Folder):
+    client, requests = browser(folder), f"{API}/runs/digits/requests"
+
+    def asked(role: str, key: str, **options: object) -> int:
+        headers = folder.bearer(role) | {"Idempotency-Key": key}
+        return client.post(requests, headers=headers, json={"sites": [ONE], **options}).status_code
+
+    assert [asked("requester", "a", **option) for option in ({"repair": 1}, {"rollback": True}, {"retrain": True})] == [
+        403
+    ] * 3
+    assert [asked("requester", key) for key in ("a", "a", "b")] == [202, 202, 409]
+    with Ledger.open(folder.run, server=False) as ledger:
+        assert [request.id for request in ledger.requests()] == ["a"]
+    assert client.delete(f"{requests}/a", headers=folder.bearer("requester")).status_code == 200
+    assert asked("operator", "c", repair=1) == 202
+
+
+def test_a_name_belongs_to_its_first_token(folder: Folder):
+    tokens = Tokens(folder.root)
+    tokens.revoke("requester")
+    with pytest.raises(UserError, match="has or had a token"):
+        tokens.make("requester", "requester", [ONE])
