@@ -4,7 +4,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,28 @@ class Database:
             raise
 
     def query(self, sql: str, *values: Any) -> list[tuple]:
-        """Return all rows of an SQL query. Raises LedgerError if they cannot be read."""
+        """Return all rows of an SQL query. Raises LedgerError if they cannot be read.
+
+        A file that is opened as immutable is read again if another process has written to it meanwhile.
+        """
         with sqlite_errors(self.path):
-            if self._final:
-                self._db.close()
-                self._open()  # SQLite does not notice changes of an immutable file
-            return self._db.execute(sql, values).fetchall()
+            for _ in range(_TRIES):
+                before = self._content() if self._final else ()
+                try:
+                    rows = self._rows(sql, values)
+                except sqlite3.DatabaseError:
+                    if not before or self._content() == before:
+                        raise
+                    continue
+                if not before or self._content() == before:
+                    return rows
+            return self._rows(sql, values)
+
+    def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple]:
+        if self._final:
+            self._db.close()
+            self._open()  # SQLite does not notice changes of an immutable file
+        return self._db.execute(sql, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -182,6 +198,13 @@ class Database:
         if self._lock is not None:
             _unlock(self._lock)
             self._lock = None
+
+    def _content(self) -> tuple[object, ...]:
+        """Return a value that changes when a process writes: it removes the seal first, and writes a new one at the end."""
+        found, number = self.path.stat(), 0
+        with suppress(FileNotFoundError):
+            number = (self.path.parent / SEAL).stat().st_ino
+        return found.st_mtime_ns, found.st_size, _log(self.path).exists(), number
 
     def _open(self) -> None:
         self._final = not self.server and not _log(self.path).exists()
