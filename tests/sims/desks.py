@@ -90,7 +90,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def until(holds: Any, what: str, seconds: float = 60.0) -> None:
+def until(holds: Any, what: str, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"not in {seconds} s: {what}"
