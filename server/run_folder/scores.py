@@ -13,20 +13,26 @@ from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 SCORES, METRIC = "scores", "metric"
 
 
+def _first(record: Mapping[str, Any]) -> str:
+    """Return the name of the first metric: the one that `metric` names, as canonical JSON sorts the others; "": accuracy."""
+    scores, stored = record.get(SCORES) or {}, (record.get(METRIC) or {}).get("name")
+    return stored if stored in scores else next(iter(scores), "")
+
+
 def headline(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first metric's values in a record by domain, in a summary by network and domain; empty if not measured."""
-    scores = record.get(SCORES)
-    return (next(iter(scores.values()), {}) if scores else record.get(ACCURACY)) or {}
+    name = _first(record)
+    return (record[SCORES][name] if name else record.get(ACCURACY)) or {}
 
 
 def as_headline(record: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries of a record that have `values` as its first metric's."""
-    return {SCORES: {next(iter(record[SCORES])): values}} if record.get(SCORES) else {ACCURACY: values}
+    return {SCORES: {name: values}} if (name := _first(record)) else {ACCURACY: values}
 
 
 def first_metric(record: Mapping[str, Any]) -> Facts:
     """Return the first metric of a record or a summary."""
-    facts = facts_of(next(iter(record.get(SCORES) or {}), ACCURACY))
+    facts = facts_of(_first(record) or ACCURACY)
     stored = record.get(METRIC) or {}
     if stored.get("name") != facts.name:
         return facts

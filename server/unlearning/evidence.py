@@ -19,6 +19,7 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import Evaluator
+from fedloom.server.run_folder.scores import METRIC, SCORES
 from fedloom.server.unlearning.attacks import disagreement, distance, membership, time_to_relearn
 
 MAX_IMAGES = 2000  # images on each side of a membership attack
@@ -44,7 +45,10 @@ class UnlearningEvaluation:
             }
         try:
             measured = self.evaluator.metrics.entries(self.evaluator.table(model, "test"))
-            evidence: dict[str, Any] = {"network": digest(model.state), **measured, "membership": {}}
+            first = self.evaluator.metrics.first
+            facts = {"name": first.name, "higher_is_better": first.higher_is_better, "share": first.share}
+            about = {METRIC: facts} if SCORES in measured else {}
+            evidence: dict[str, Any] = {"network": digest(model.state), **measured, **about, "membership": {}}
         except UserError as error:  # the images are the sites' own
             return {"accuracy": {}, "membership": {}, "not_measured": str(error)}
         for site in steps("membership attacks", self.sites):
