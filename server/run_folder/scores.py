@@ -16,7 +16,7 @@ SCORES, METRIC = "scores", "metric"
 def _first(record: Mapping[str, Any]) -> str:
     """Return the name of the first metric: the one that `metric` names, as canonical JSON sorts the others; "": accuracy."""
     scores, stored = record.get(SCORES) or {}, (record.get(METRIC) or {}).get("name")
-    return stored if stored in scores else next(iter(scores), "")
+    return str(stored) if stored in scores else next(iter(scores), "")
 
 
 def headline(record: Mapping[str, Any]) -> dict[str, Any]:
