@@ -86,6 +86,8 @@ def decode_again(record: ArrayRecord, decoder: Callable[[ArrayRecord], State]) -
     `decoder`: how to decode it otherwise.
     """
     held = [getattr(array.data, "obj", array.data) for array in record.values()]
+    if any(memoryview(data).nbytes != len(array.data) for data, array in zip(held, record.values(), strict=True)):
+        return decoder(record)  # parts of longer buffers, which their identity does not tell apart
     kinds = ((name, array.dtype, array.stype, tuple(array.shape)) for name, array in record.items())
     key = tuple(zip(kinds, map(id, held), strict=True))
     if (known := _decoded.states.get(key)) is not None:

@@ -19,6 +19,7 @@ from fedloom.fusion.flat import Layout, flat_of, flattened, layout_of_shapes
 from fedloom.fusion.state import State
 
 _FLAT_TYPES = {"F32": torch.float32, "I64": torch.int64}
+MOST_HEADER = 2**20  # bytes of a header that is looked up among known ones
 HEADER = 8  # bytes that hold the length of a safetensors file's header
 
 
@@ -112,7 +113,7 @@ def _ordered(packed: bytes) -> bytes:
 def state_in(content: bytes) -> State:
     """Return the state in the bytes of a safetensors file, as a flat state where it can be one. Raises SafetensorError."""
     begin = HEADER + int.from_bytes(content[:HEADER], "little")
-    if (known := _layout(content[:begin])) is not None:
+    if begin <= MOST_HEADER and (known := _layout(content[:begin])) is not None:
         layout, dtype = known
         if 0 < len(content) - begin == sum(layout.sizes) * dtype.itemsize:
             return layout.state(torch.frombuffer(bytearray(memoryview(content)[begin:]), dtype=dtype))

@@ -29,11 +29,11 @@ def goals(content: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             NOTHING, "that the server's clock is right; no time stamp of a third party is included", ANYONE,
         ),
         "correctness": _goal(
-            "One event of the chain removes these sites for this request. It is signed; the chain has its sha256.",
+            "One event of the chain removes these sites for this request. The chain has the certificate's sha256.",
             NOTHING, "that the server has no copy outside the run's folder", ANYONE,
         ),
         "exclusivity": _goal(
-            "Only the contributions of the forgotten sites changed; all others have the same sha256 before and after.",
+            "The event changes the contributions of the forgotten sites alone; all others have the same sha256 after it.",
             _accuracy(content), "that the accuracy on other sites' data is unchanged", f"{ANYONE}; {SITES}",
         ),
         "reversibility": _goal(

@@ -273,7 +273,8 @@ def measure(peer: str, rounds: int, python: str = "") -> list[float]:
             os.killpg(done.pid, signal.SIGKILL)
             done.wait()
             raise RuntimeError(f"not finished in {LIMIT} s") from None
-        out.seek(0), errors.seek(0)
+        out.seek(0)
+        errors.seek(0)
         lines, said = [line for line in out if line.startswith("[")], errors.read().strip()
     if done.returncode or not lines:
         raise RuntimeError((said or "no message").splitlines()[-1])

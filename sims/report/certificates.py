@@ -5,7 +5,7 @@ from typing import Any
 
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
-from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, one_digest, read
+from fedloom.server.unlearning.certificate import CERTIFICATES, TIMES, names_of, one_digest, read
 from fedloom.server.unlearning.goals import PARTS
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
@@ -70,7 +70,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
         ["reason", certificate["reason"] or "-"],
         *([["asked by", str(certificate["by"])]] if certificate.get("by") else []),
         ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],
-        *([f"request {state}", when] for state, when in certificate["times"].items()),
+        *([f"request {state}", certificate["times"].get(state, "-")] for state in TIMES),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
         *([f"digest of the sum {when}", one_digest(digests)] for when, digests in sums.items()),
         [f"digest of {rest}", exact["sum_of_remaining"]],

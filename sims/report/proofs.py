@@ -12,14 +12,14 @@ import zipfile
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.tables import START, canonical, link
 from fedloom.server.unlearning.certificate import CERTIFICATES, as_written, read
-from fedloom.server.unlearning.signing import SUFFIX, operator_key, spki
+from fedloom.server.unlearning.signing import SUFFIX, operator_key, public_pem, spki
 from fedloom.sims.report.certificates import sections, title
 from fedloom.sims.report.page import page_text
 
@@ -79,7 +79,7 @@ def proof_of(run: Path, request: str) -> bytes:
         "certificate.html": page_text(title(content), sections(content)).encode(),
         "certificate.json": path.read_bytes(),
         "certificate.sig": signature,
-        "operator.pem": key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        "operator.pem": public_pem(mine).encode(),
         "chain.jsonl": _chain(run, request, path),
         **{name: (PROGRAMS / name).read_bytes() for name in ("verify.html", "verify.py")},
     }
@@ -115,7 +115,6 @@ def _chain(run: Path, request: str, certificate: Path) -> bytes:
 
 
 def _zipped(files: dict[str, bytes]) -> bytes:
-
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         for name, content in files.items():

@@ -108,3 +108,19 @@ def test_records_with_the_same_bytes_but_other_names_shapes_or_kinds_are_told_ap
         whole[name] = Array(array.dtype, array.shape, "numpy.ndarray", array.data)
     with pytest.raises(ValueError):  # NumPy's, as without the copy
         decode_again(whole, unpacked)
+
+
+def test_parts_of_one_buffer_are_told_apart():
+    """Several records may be views of one longer buffer, such as a whole message."""
+    records = [record_of(1), record_of(2)]
+    whole = b"".join(array.data for record in records for array in record.values())
+    views, begin = [], 0
+    for record in records:
+        view = ArrayRecord()
+        for name, array in record.items():
+            view[name] = Array(array.dtype, array.shape, array.stype, b"")
+            view[name].data = memoryview(whole)[begin : begin + len(array.data)]  # type: ignore[assignment]
+            begin += len(array.data)
+        views.append(view)
+    for view, record in zip([*views, *views], [*records, *records], strict=True):
+        assert digest(decode_again(view, unpacked)) == digest(unpacked(record))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from fedloom.clients.storage.states import read_metadata, read_state, safetensors_of, state_in, write_state
+from fedloom.clients.storage.states import _layout, read_metadata, read_state, safetensors_of, state_in, write_state
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
 from fedloom.fusion.state import digest
@@ -50,6 +50,15 @@ def test_a_file_is_read_as_safetensors_reads_it(tensors: list[tuple[torch.dtype,
     cut = content[: data.draw(st.integers(0, len(content) - 1))]
     with pytest.raises(SafetensorError):
         state_in(cut)
+
+
+def test_a_damaged_file_with_an_endless_header_is_not_remembered():
+    content = safetensors_of(state(1.0, 500))
+    before = _layout.cache_info()
+    for length in (2**63, 2**62, 2**21):
+        with pytest.raises(SafetensorError):
+            state_in(length.to_bytes(8, "little") + content[8:].ljust(2**22))
+    assert _layout.cache_info() == before
 
 
 def test_a_round_can_be_repeated_from_the_same_base(store: SiteStore):

@@ -8,6 +8,7 @@ import pytest
 
 from fedloom.conf import Config
 from tests.server.parts import close_all, folder, one_thread
+from tests.server.proofs import forgotten_run, proof_of
 from tests.server.resumes import configured, results, run, stopped
 from tests.server.runs import copied
 
@@ -51,3 +52,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
         return known[overrides]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def forgotten(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run that has forgotten a site, and went on for a round."""
+    return forgotten_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def proof(forgotten: Config, tmp_path: Path) -> Path:
+    """The files of its proof; the zip is beside them."""
+    return proof_of(forgotten, tmp_path)

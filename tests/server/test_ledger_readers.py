@@ -1,5 +1,6 @@
 """Readers beside a server that commits: what they read is of one and the same state."""
 
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger, LedgerError
+from fedloom.server.ledger.database import Database
 from tests.server.ledgers import SITES, Plain, new
 
 
@@ -48,3 +50,40 @@ def test_a_server_that_commits_during_every_try_is_told(tmp_path: Path):
         plain.commit(server, SITES)
         with pytest.raises(UserError, match="commits round after round"):
             reading(reader, lambda tried: plain.commit(server, SITES))
+
+
+@pytest.mark.parametrize("fault", [None, sqlite3.DatabaseError("database disk image is malformed")])
+def test_a_closed_ledger_is_read_again_if_a_process_has_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception | None
+):
+    with new(tmp_path) as server:
+        Plain().commit(server, SITES)
+    rows, late = Database._rows, [True]
+
+    def read(self: Database, sql: str, values: tuple[object, ...]) -> list[tuple]:
+        found = rows(self, sql, values)
+        if late and late.pop():  # another process writes after this one has read, and before it looks at the file again
+            with Ledger.open(tmp_path, server=False) as other:
+                monkeypatch.setattr(Database, "_rows", rows)
+                other.receive("r1", "unlearn", [SITES[0]], "", {})
+                monkeypatch.setattr(Database, "_rows", read)
+            if fault is not None:
+                raise fault
+        return found
+
+    with Ledger.open(tmp_path, server=False) as reader:
+        monkeypatch.setattr(Database, "_rows", read)
+        assert [request.id for request in reader.requests()] == ["r1"]
+
+
+def test_a_closed_ledger_that_is_damaged_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with new(tmp_path) as server:
+        Plain().commit(server, SITES)
+
+    def damaged(self: Database, sql: str, values: tuple[object, ...]) -> list[tuple]:
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    with Ledger.open(tmp_path, server=False) as reader:
+        monkeypatch.setattr(Database, "_rows", damaged)
+        with pytest.raises(LedgerError, match="malformed"):
+            reader.requests()

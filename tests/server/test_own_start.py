@@ -19,6 +19,7 @@ from fedloom.fusion.cla_ot.transport import same_plan
 from fedloom.fusion.discriminant import discriminant, scaled
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
+from fedloom.fusion.state import digest
 from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of, reference_of
@@ -148,6 +149,15 @@ def test_one_network_fused_alone_is_itself(done):
             reference, iter([Apart(reference, model.state, 3.0)]), before, torch.rand(9, 1, 8, 8), settings_for(True, CLASS)
         )
         assert same(alone, model.state)
+
+
+def test_a_fusion_changes_none_of_the_networks_that_it_reads(done):
+    with method_of(done[0]) as method:
+        apart = [Apart(model.architecture, model.state, 1.0) for site in done[0].roster
+                 for model in [method.state.models()[site.name]]]  # fmt: skip
+        before = [digest(one.state) for one in apart]
+        fused_apart(apart[0].architecture, apart, apart[0].state, probe_of(60), settings_for(True, CLASS))
+        assert [digest(one.state) for one in apart] == before
 
 
 def test_parts_of_the_same_widths_are_in_the_basis_of_the_reference(done):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fedloom.clients.data import site_sizes
 from fedloom.conf import UserError
-from fedloom.sims.benchmarks import engine_cases, engines, faults, processes, soak_plan, unlearning
+from fedloom.sims.benchmarks import engine_cases, engines, faults, peer_jobs, processes, soak_plan, unlearning
 from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case, Job, read_job
 from fedloom.sims.benchmarks.engine_measure import Row, measure
 from fedloom.sims.benchmarks.engines import BARS, bars_table, rows_table
@@ -250,3 +250,17 @@ def test_a_soak_that_fails_says_no():
 def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_path: Path):
     found = unlearning.measure(8, 0.25, tmp_path)
     assert min(found.values()) > 0 and found["total_s"] >= max(found["subtract_s"], found["commit_s"])
+
+
+def test_a_peer_runs_its_rounds_and_one_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch):
+    assert len(peer_jobs.measure("plain loop, one process", 5)) == 2
+    monkeypatch.setattr(peer_jobs, "LIMIT", 1)
+    with pytest.raises(RuntimeError, match="not finished in 1 s"):
+        peer_jobs.measure("plain loop, one process", 10**6)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", [peer for peer in peer_jobs.PEERS if peer not in peer_jobs.NEEDS])
+def test_each_peer_that_comes_with_the_project_runs(peer: str):
+    assert len(peer_jobs.measure(peer, 5)) == 2

@@ -106,14 +106,14 @@ def test_the_same_key_is_the_same_request(client: TestClient, folder: Folder):
     assert len(client.get(f"{RUN}/requests", headers=folder.bearer("viewer")).json()) == 1
 
 
-@pytest.mark.parametrize(("body", "told"), [
+@pytest.mark.parametrize(("body", "reason"), [
     ({"sites": []}, "at least 1 item"), ({"sites": ["site-9"]}, "unknown site"), ({"sites": [ONE, ONE]}, "named twice"),
     ({"sites": [ONE], "repair": -1}, "repair"), ({"sites": [ONE], "repair": 10**9}, "repair"), ({}, "sites"),
     ({"sites": [ONE], "by": "ceo"}, "by"), ({"sites": [ONE], "reason": "x" * 3000}, "reason"),
     ({"sites": ["site-0000", ONE, TWO]}, "no site would be left")])  # fmt: skip
-def test_bad_requests_are_refused_with_the_reason(client: TestClient, folder: Folder, body: dict, told: str):
+def test_bad_requests_are_refused_with_the_reason(client: TestClient, folder: Folder, body: dict, reason: str):
     said = client.post(f"{RUN}/requests", headers=folder.bearer("operator"), json=body)
-    assert said.status_code == 422 and told in said.json()["error"], said.text
+    assert said.status_code == 422 and reason in said.json()["error"], said.text
     assert str(folder.root) not in said.text
     assert client.get(f"{RUN}/requests", headers=folder.bearer("viewer")).json() == []
 
@@ -209,13 +209,13 @@ def test_a_damaged_run_does_not_hide_the_others(folder: Folder):
         assert client.get(f"/runs/broken{page}").status_code in (200, 404, 409), page
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "reason"), [
     (["--host", "0.0.0.0"], "--cert and --key"), (["--host", "example.org"], "--cert and --key"),
     (["--cert", "x.pem"], "name both"), (["--cert", "x.pem", "--key", "y.pem"], "cannot be used"),
     (["--webhook", "https://x.example"], "--webhook-secret-file")])  # fmt: skip
-def test_the_desk_does_not_start_without_what_it_needs(fedloom: Command, folder: Folder, words: list[str], told: str):
+def test_the_desk_does_not_start_without_what_it_needs(fedloom: Command, folder: Folder, words: list[str], reason: str):
     said = fedloom("serve", folder.root, *words)
-    refused(said, told)
+    refused(said, reason)
 
 
 def test_tokens_on_the_command_line(fedloom: Command, folder: Folder):

@@ -100,13 +100,13 @@ def signature(report, folder, published):
 
 def is_signed(key, folder, name, signature):
     """Return whether the holder of an Ed25519 key signed a file."""
+    if not isinstance(key, Ed25519PublicKey):
+        return False
     try:
-        if isinstance(key, Ed25519PublicKey):
-            key.verify((folder / signature).read_bytes(), (folder / name).read_bytes())
-            return True
+        key.verify((folder / signature).read_bytes(), (folder / name).read_bytes())
     except InvalidSignature:
-        pass
-    return False
+        return False
+    return True
 
 
 def manifest(report, folder):
@@ -189,7 +189,8 @@ def made_for(report, content, events):
 
     report.check("the chain is of the certificate's run", value_of(events[0]["body"])["run"] == content["run"])
     right = [all(body[part] == content[part] for part in ("sites", "reason", "options")) for _, body in mine("received")]
-    report.check("the request's sites, reason and options are the certificate's", right == [True])
+    right += [body.get("by", "") == content.get("by", "") for _, body in mine("received")]
+    report.check("the request's sites, reason, options and sender are the certificate's", right == [True, True])
     for kind in ("received", "applied"):
         stated = content["times"].get(kind)
         report.check(f"the request was {kind} at {stated}", stated in [time for time, _ in mine(kind)])
@@ -218,25 +219,30 @@ def afterwards(report, sites, events):
 
 def rest(report, content, events):
     """Check that the remaining sites' contributions are those of the chain, and that the request changed none of them."""
-    settled = [e["id"] for e in events if e["kind"] == "certified" and value_of(e["body"])["request"] == content["request"]]
-    remaining = content["exact"]["remaining"]
-    states = [replayed(events, number)[1] for number in (content["ledger"]["event"], *settled)]
-    matches = any({site: row["blob"] for site, row in state.items()} == remaining for state in states)
-    report.check("the remaining contributions are the certificate's", matches)
+    settled, remaining = issued(events, content["request"]), content["exact"]["remaining"]
+    report.check("the remaining contributions are the certificate's", state_of(content, events) is not None)
     before, after = replayed(events, content["ledger"]["event"])
     kept = {site: row for site, row in before.items() if site not in content["sites"]}
     report.check("the request left all other sites' contributions unchanged", kept == after)
     report.check("no forgotten site is among the remaining ones", not set(content["sites"]) & set(remaining))
-    digests = (
-        [one_digest(remaining)]
-        if not content["exact"]["tensors"]
-        else [
-            one_digest(value_of(event["body"])["digest"])
-            for event in events[content["ledger"]["event"] - 1 : max(settled, default=0)]
-            if event["kind"] in ("forgotten", "round", "readmitted")
-        ]
-    )
+    later = events[content["ledger"]["event"] - 1 : max(settled, default=0)]
+    bodies = [value_of(event["body"]) for event in later if event["kind"] in ("forgotten", "round", "readmitted")]
+    digests = [one_digest(body["digest"]) for body in bodies] if content["exact"]["tensors"] else [one_digest(remaining)]
     report.check("the digest of the remaining sum is in the chain", content["exact"]["sum_of_remaining"] in digests)
+
+
+def issued(events, request):
+    """Return the numbers of the events by which the request's certificate was written."""
+    return [e["id"] for e in events if e["kind"] == "certified" and value_of(e["body"])["request"] == request]
+
+
+def state_of(content, events):
+    """Return the remaining contributions, by site, when the certificate was written; None if they are not its own."""
+    for number in (content["ledger"]["event"], *issued(events, content["request"])):
+        state = replayed(events, number)[1]
+        if {site: row["blob"] for site, row in state.items()} == content["exact"]["remaining"]:
+            return state
+    return None
 
 
 def one_digest(digests):
@@ -249,28 +255,28 @@ def one_digest(digests):
 def of_site(report, content, events, site, key):
     """Check, for a site, which contributions of it were used and removed, and that it signed them."""
     rounds = [value_of(event["body"]) for event in events if event["kind"] == "round"]
-    mine = [(body["round"], body["contributions"][site]) for body in rounds if site in body.get("contributions", {})]
-    report.note(f"{site} contributed in {len(mine)} rounds: {', '.join(str(number) for number, _ in mine) or 'none'}")
+    sent = [body for body in rounds if site in body["contributions"] and body["round"]]  # round 0: what the server sets
+    report.note(f"{site} contributed in {len(sent)} rounds: {', '.join(str(body['round']) for body in sent) or 'none'}")
     if site in content["sites"]:
         before, after = replayed(events, content["ledger"]["event"])
         report.check(f"the request removed the last contribution of {site}", site in before and site not in after)
     else:
-        last = content["exact"]["remaining"].get(site)
-        report.check(f"the last contribution of {site} is still in the sum", last in {row["blob"] for _, row in mine})
+        state = state_of(content, events) or {}
+        report.check(f"the last contribution of {site} is still in the sum", site in state)
     if key:
-        signed(report, content["run"], site, [body for body in rounds if site in body.get("contributions", {})], key)
+        signed(report, content["run"], site, sent, key)
 
 
 def _sent(public, run, site, number, word):
     """Return whether the site signed that it sent this in its round `number`; a site counts only rounds that train."""
     text = "\n".join(("fedloom", "sent", run, site, str(number), word["sha256"])).encode()
+    if not isinstance(public, EllipticCurvePublicKey):
+        return False
     try:
-        if isinstance(public, EllipticCurvePublicKey):
-            public.verify(bytes.fromhex(word["signature"]), text, ECDSA(SHA384()))
-            return True
+        public.verify(bytes.fromhex(word["signature"]), text, ECDSA(SHA384()))
     except (InvalidSignature, ValueError):
-        pass
-    return False
+        return False
+    return True
 
 
 def signed(report, run, site, rounds, key):
@@ -343,16 +349,12 @@ def sums(report, content, events, folder):
     if len(described) != 1 or not content["exact"]["tensors"]:
         report.note("the method has several sums or none: the sum is not computed again")
         return
-    if missing or not right:
+    state = state_of(content, events)
+    if missing or not right or state is None:
         return
-    known = {row["blob"]: row for number in range(len(events)) for row in replayed_rows(events[number])}
-    rows = [known[blob] for blob in remaining.values()]
+    rows = state.values()
     digest = summed(rows, files, content["exact"]["tensors"], next(iter(described.values())), created["bits"])
     report.check("their exact sum is the certificate's", digest == content["exact"]["sum_of_remaining"])
-
-
-def replayed_rows(event):
-    return value_of(event["body"]).get("contributions", {}).values() if event["kind"] in ("round", "readmitted") else []
 
 
 def parsed():

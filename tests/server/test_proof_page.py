@@ -1,0 +1,81 @@
+"""The page of a proof in a real browser: it finds what verify.py finds."""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.server.unlearning.signing import operator_key, spki
+from tests.server.proofs import BROKEN, FALSE, events_of, resealed, same_findings
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    with playwright.sync_playwright() as found:
+        sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
+        browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield browser.new_context(offline=True).new_page()
+        browser.close()
+
+
+def seen(page: Any, proof: Path, *files: Path) -> tuple[str, list[str]]:
+    """The verdict and the failed checks of the page for these files."""
+    page.goto(f"file://{proof}/verify.html")
+    page.set_input_files("#files", [str(file) for file in files])
+    page.wait_for_selector('#verdict:not(:has-text("Checking")):not(:has-text("No proof"))')
+    return page.inner_text("#verdict"), [
+        item.text_content().removeprefix("FAILED") for item in page.locator(".failed").all()
+    ]
+
+
+def test_the_page_accepts_the_zip_and_its_files(page: Any, proof: Path):
+    assert seen(page, proof, proof.parent / "proof.zip") == ("All checks passed.", [])
+    assert seen(page, proof, *proof.iterdir()) == ("All checks passed.", [])
+    assert "certificate.json is missing" in seen(page, proof, proof / "chain.jsonl")[0]
+
+
+def test_a_zip_with_folders_or_repeated_files_is_refused(page: Any, proof: Path, tmp_path: Path):
+    for number, name in enumerate(("sub/certificate.json", "certificate.json")):
+        false = shutil.copy(tmp_path / "proof.zip", tmp_path / f"false-{number}.zip")
+        with zipfile.ZipFile(false, "a") as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            archive.writestr(name, "{}")
+        assert "a folder, or a file twice" in seen(page, proof, Path(false))[0]
+    assert "one zip file alone" in seen(page, proof, tmp_path / "proof.zip", tmp_path / "false-0.zip")[0]
+
+
+@pytest.mark.parametrize("name", [*[change.__name__ for change in FALSE], *BROKEN])
+def test_the_page_finds_what_the_program_finds(page: Any, proof: Path, name: str):
+    false = {change.__name__: change for change in FALSE}
+    if name in false:
+        content, events = json.loads((proof / "certificate.json").read_bytes()), events_of(proof)
+        false[name](content, events)
+        resealed(proof, content, events)
+        expected = FALSE[false[name]]
+    else:
+        BROKEN[name][0](proof)
+        expected = BROKEN[name][1]
+    verdict, found = seen(page, proof, *proof.iterdir())
+    assert "FAILED" in verdict and same_findings(found, expected), found
+
+
+def test_the_page_compares_the_published_key(page: Any, proof: Path):
+    seen(page, proof, proof.parent / "proof.zip")
+    page.fill("#key", "0" * 64)
+    page.locator("#key").blur()
+    page.wait_for_selector("#verdict:has-text('FAILED')")
+    page.fill("#key", hashlib.sha256(spki(operator_key().public_key())).hexdigest())
+    page.locator("#key").blur()
+    page.wait_for_selector("#verdict:has-text('passed')")
