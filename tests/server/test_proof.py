@@ -153,6 +153,10 @@ def test_a_readmission_stands_in_the_verdict(proof: Path):
     events.append({**events[-1], "kind": "readmitted", "body": body})
     resealed(proof, content, events)
     assert f"All checks passed. But {ONE} participates again" in verified(proof).stdout
+    forgotten = next(event for event in events if event["kind"] == "forgotten")
+    events.append({**forgotten, "body": {**forgotten["body"], "request": "r2"}})
+    resealed(proof, content, events)
+    assert "All checks passed.\n" in verified(proof).stdout
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "chain.jsonl", "operator.pem", "certificate.sig"])

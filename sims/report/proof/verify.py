@@ -209,7 +209,8 @@ def afterwards(report, sites, events):
         used, back = [], False
         for event in events:
             body = value_of(event["body"])
-            back = back or (event["kind"] == "readmitted" and site in body["sites"])
+            if event["kind"] in ("readmitted", "forgotten") and site in body["sites"]:
+                back = event["kind"] == "readmitted"
             if site in body.get("contributions", {}) and not back:
                 used.append(event["id"])
         report.check(f"no later event of the chain has a contribution of {site}", not used, f"events {used}")
