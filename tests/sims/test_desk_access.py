@@ -1,0 +1,222 @@
+"""The desk: tokens, sessions, the audit record, webhooks, TLS, and many callers at once."""
+
+import hashlib
+import hmac
+import json
+import os
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedloom.conf import UserError
+from fedloom.server.ledger import Ledger
+from fedloom.sims.desk.audit import Audit
+from fedloom.sims.desk.tokens import Tokens
+from fedloom.sims.desk.webhook import HEADER, Webhook
+from tests.sims.commands import ONE, TWO
+from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
+
+@pytest.fixture
+def folder(finished_run: Path, tmp_path: Path) -> Folder:
+    return folder_with(finished_run, tmp_path / "runs")
+
+
+def test_tokens_are_stored_as_digests_in_a_file_of_their_owner(folder: Folder):
+    path = folder.root / ".desk" / "tokens.json"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    text = path.read_text()
+    assert not any(secret in text or secret.removeprefix("fedloom_") in text for secret in folder.secrets.values())
+    os.chmod(path, 0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        Tokens(folder.root).all()
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_a_token_that_ends_ends_its_sessions(folder: Folder, how: str):
+    client, bearer = browser(folder, "operator"), folder.bearer("operator")
+    assert client.get(f"{API}/runs", headers=bearer).status_code == 200
+    if how == "revoked":
+        Tokens(folder.root).revoke("operator")
+    else:
+        path = folder.root / ".desk" / "tokens.json"
+        rows = [
+            {**row, "expires": (datetime.now(UTC) - timedelta(seconds=1)).isoformat()}
+            for row in json.loads(path.read_text())
+        ]
+        path.write_text(json.dumps(rows))
+    assert client.get("/", follow_redirects=False).status_code == 303
+    assert client.get(f"{API}/runs", headers=bearer).status_code == 401
+
+
+def test_logging_out_ends_the_session_at_the_desk(folder: Folder):
+    client = browser(folder, "viewer")
+    cookie = client.cookies["desk"]
+    client.post("/logout", data={"csrf": csrf_of(client, "/")})
+    client.cookies.set("desk", cookie)
+    assert client.get("/", follow_redirects=False).status_code == 303
+
+
+def test_guessing_tokens_is_slowed_down_but_locks_no_one_out(folder: Folder):
+    client = browser(folder)
+    tried = [log_in(client, f"fedloom_{number}").status_code for number in range(14)]
+    assert tried[:10] == [401] * 10 and set(tried[10:]) == {429}
+    assert client.get(f"{API}/runs", headers={"Authorization": "Bearer x"}).status_code == 429
+    assert client.get(f"{API}/runs", headers=folder.bearer("viewer")).status_code == 200
+    assert [event.kind for event in Audit(folder.root).newest(20)] == ["wrong token"] * 10
+    assert "fedloom_" not in (folder.root / ".desk" / "audit.jsonl").read_text()
+
+
+def test_the_audit_record_shows_changes_and_outlives_a_torn_line(folder: Folder):
+    audit = Audit(folder.root)
+    for number in range(3):
+        audit.note("logged in", f"user {number}")
+    assert audit.problem() == ""
+    whole = audit.path.read_bytes()
+    for changed in (whole.replace(b"user 1", b"user 9"), b"".join(whole.splitlines(keepends=True)[1:])):
+        audit.path.write_bytes(changed)
+        assert audit.problem()
+    audit.path.write_bytes(whole + b'[4, "torn')
+    audit.note("logged in", "user 4")
+    assert audit.newest(1)[0].body["by"] == "user 4" and "line 4" in audit.problem()
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Receives what a webhook sends; fails as often as it is asked to."""
+
+    heard: ClassVar[list[tuple[str, bytes]]] = []
+    failures: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        status = self.failures.pop() if self.failures else 200
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        if status == 200:
+            self.heard.append((self.headers[HEADER], body))
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[str]:
+    Receiver.heard.clear()
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook"
+    server.shutdown()
+    server.server_close()
+
+
+def test_each_change_of_a_request_is_sent_signed_also_after_the_desk_was_down(folder: Folder, receiver: str):
+    def hook() -> Webhook:
+        return Webhook(receiver, b"a secret of 16 characters", browser(folder).app.state.desk)  # type: ignore[attr-defined]
+
+    with Ledger.open(folder.run, server=False) as ledger:
+        ledger.receive("before", "unlearn", [TWO], "", {})
+        with hook():  # what was there before is not sent
+            pass
+        ledger.receive("r1", "unlearn", [ONE], "why", {}, "dpo")
+        ledger.cancel("r1", "ops")
+    Receiver.failures[:] = [302, 500]
+    later = hook()
+    assert not later.look() and not later.look() and later.look() and later.look()
+    heard = [json.loads(body) for _, body in Receiver.heard]
+    assert [(one["run"], one["state"], one["request"]["id"]) for one in heard] == [
+        ("digits", "received", "r1"), ("digits", "cancelled", "r1")]  # fmt: skip
+    for header, body in Receiver.heard:
+        sent, signature = (part.partition("=")[2] for part in header.split(","))
+        assert abs(time.time() - int(sent)) < 60
+        expected = hmac.new(b"a secret of 16 characters", f"{sent}.".encode() + body, hashlib.sha256).hexdigest()
+        assert signature == expected
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for localhost and desk.example, and its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("desk.example"), x509.DNSName("localhost")])
+    made = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+            .serial_number(1).not_valid_before(now).not_valid_after(now + timedelta(days=1))
+            .add_extension(names, critical=True).sign(key, hashes.SHA256()))  # fmt: skip
+    cert, secret = folder / "cert.pem", folder / "key.pem"
+    cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+                                         serialization.NoEncryption()))  # fmt: skip
+    return cert, secret
+
+
+def test_other_machines_reach_the_desk_by_tls_alone(folder: Folder, tmp_path: Path):
+    cert, key = certificate(tmp_path)
+    port = free_port()
+    with served(folder, port, "--host", "0.0.0.0", "--cert", str(cert), "--key", str(key), scheme="https"):
+        context = ssl.create_default_context(cafile=str(cert))
+        with httpx.Client(base_url=f"https://localhost:{port}", verify=context) as client:
+            said = client.get("/login")
+            assert "max-age" in said.headers["strict-transport-security"]
+            cookie = said.headers["set-cookie"]
+            assert cookie.startswith("__Host-desk=") and "Secure" in cookie and "Path=/" in cookie
+            assert client.get("/health", headers={"Host": "desk.example"}).status_code == 200
+            assert client.get("/health", headers={"Host": "evil.example"}).status_code == 421
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{port}/health")
+
+
+def test_many_pages_and_requests_at_once_lose_nothing(folder: Folder):
+    port = free_port()
+    with served(folder, port), httpx.Client(base_url=f"http://localhost:{port}", timeout=60) as client:
+        headers, url = folder.bearer("operator"), f"{API}/runs/digits/requests"
+
+        def act(number: int) -> tuple[int, str]:
+            if number % 2:
+                said = client.get(url, headers=headers)
+            else:
+                key = {"Idempotency-Key": f"r{number // 4}"}  # each id is sent twice
+                said = client.post(url, headers={**headers, **key}, json={"sites": [ONE]})
+            return said.status_code, "" if said.is_success else said.text
+
+        with ThreadPoolExecutor(80) as threads:
+            assert Counter(threads.map(act, range(80))) == {(200, ""): 40, (202, ""): 40}
+        assert len(client.get(url, headers=headers).json()) == 20
+
+
+def test_a_requester_orders_no_training_and_no_second_request_for_a_site(folder: Folder):
+    client, requests = browser(folder), f"{API}/runs/digits/requests"
+
+    def asked(role: str, key: str, **options: object) -> int:
+        headers = folder.bearer(role) | {"Idempotency-Key": key}
+        return client.post(requests, headers=headers, json={"sites": [ONE], **options}).status_code
+
+    assert [asked("requester", "a", **option) for option in ({"repair": 1}, {"rollback": True}, {"retrain": True})] == [
+        403
+    ] * 3
+    assert [asked("requester", key) for key in ("a", "a", "b")] == [202, 202, 409]
+    with Ledger.open(folder.run, server=False) as ledger:
+        assert [request.id for request in ledger.requests()] == ["a"]
+    assert client.delete(f"{requests}/a", headers=folder.bearer("requester")).status_code == 200
+    assert asked("operator", "c", repair=1) == 202
+
+
+def test_a_name_belongs_to_its_first_token(folder: Folder):
+    tokens = Tokens(folder.root)
+    tokens.revoke("requester")
+    with pytest.raises(UserError, match="has or had a token"):
+        tokens.make("requester", "requester", [ONE])
