@@ -15,7 +15,7 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.database import LEDGER, make
 from fedloom.server.ledger.records import BOUND
-from fedloom.server.ledger.request_queue import RequestQueue
+from fedloom.server.ledger.request_queue import RequestQueue, note_applied
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import ONE
 from fedloom.server.ledger.tables import (
@@ -87,6 +87,7 @@ class Ledger(RequestQueue):
             if server:
                 with ledger._database.transaction():
                     pass  # removes the seal, and fails now if nothing can be written
+                ledger.receive_lost()
         except BaseException:
             ledger._database.close()
             raise
@@ -169,6 +170,8 @@ class Ledger(RequestQueue):
         `body`: further facts for the event. `request` becomes 'applied' in the same transaction, with `body` as its result.
         Raises LedgerError if a site is unknown or forgotten, or the request is not waiting.
         """
+        if request is not None and (row := self.request(request)) is not None:
+            note_applied(self.folder, self.run().run, row)
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("forgotten", written, sites, {}, request)
 

@@ -146,6 +146,17 @@ def verify(
 
 
 @app.command()
+def backup(
+    run: RunPath, out: Annotated[Path, typer.Argument(help="A new folder for the copy, on another disk if possible.")]
+) -> None:
+    """Copy a run, also while it trains, and check the copy. To restore it, copy the folder back and resume it."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.operations.backup import backup as copy
+
+    typer.echo(f"written: {out}, after round {copy(run, out)}; the copy has no faults")
+
+
+@app.command()
 def proof(
     run: RunPath,
     request: Annotated[str, typer.Argument(help="The id of a request with a certificate.")],

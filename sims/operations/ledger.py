@@ -31,6 +31,9 @@ def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
             last = ledger.last_round()
             digest = last.digest if last else {}
             lines["problem"] += [f"{CERTIFICATES}/{name}: differs from what the server wrote" for name in changed(ledger)]
+            for lost in ledger.lost():
+                lines["note"].append(f"{LEDGER}: is older than request '{lost['id']}', which had removed "
+                                     f"{', '.join(lost['sites'])}. 'fedloom resume {path}' removes them again")  # fmt: skip
             for request in ledger.waiting(applied=True):
                 lines["note"].append(f"{LEDGER}: request '{request.id}' is {request.state}, not verified yet. "
                                      f"A running server will continue it. {without_server(path)}")  # fmt: skip
