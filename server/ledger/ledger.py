@@ -20,6 +20,9 @@ from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import ONE
 from fedloom.server.ledger.tables import (
     FORMAT,
+    REPLACED,
+    THINNED,
+    WITH_STATES,
     WRITING,
     append,
     check_move,
@@ -197,7 +200,9 @@ class Ledger(RequestQueue):
         lost = [site for site, forgotten in self.sites().items() if site in gave and not forgotten and not any(
             contribution.round <= round for contribution in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or lost:
-            hint = "federation.history=all stores it, until a site is forgotten"
+            pruned = (event := self.newest(THINNED)) is not None and round < event.body["round"]
+            hint = f"it was removed on {event.time[:10]}, with all before round {event.body['round']}" if pruned else (
+                "federation.history=all stores it, until a site is forgotten")  # fmt: skip
             raise UserError(f"{self.folder}: the state after round {round} is not stored ({hint})")
         if self._readmitted_since(round):
             raise UserError(f"{self.folder}: a site was readmitted after round {round}; the sum of that round is without it")
@@ -273,6 +278,20 @@ class Ledger(RequestQueue):
             raise LedgerError(f"an event '{kind}' changes the ledger's tables; `note` cannot add it")
         with self._database.transaction() as db:
             append(db, kind, body)
+
+    def thin(self, before: int) -> int:
+        """Remove what only going back to a round before this one needs. Return the number of removed files.
+
+        Every site's last contribution stays, and the last round's states.
+        """
+        last = self.last_round()
+        before = min(before, last.round) if last else 0
+        files = self.blobs.names()
+        old = f"SELECT 1 FROM contributions {REPLACED} UNION ALL SELECT 1 FROM rounds {WITH_STATES} LIMIT 1"
+        if self._query(old, before, before):
+            with self._replacing() as db:
+                append(db, THINNED, {"round": before})
+        return len(files - self.blobs.names())
 
     def prune(self) -> list[str]:
         """Remove blobs that no row refers to, and temporary files; return their names. Do not call it while sites reply."""

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.conf.formatting import count
 from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
@@ -183,12 +182,29 @@ def key(
 
 
 @app.command()
+def prune(
+    run: RunPath,
+    older_than: Annotated[
+        str,
+        typer.Option(help="Also remove what only going back to rounds of this age needs, and retrained networks: 90d, 12h."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Delete files that nothing refers to. Contributions, sums and certificates stay."""
+    with waiting(LIBRARIES, as_json):
+        from fedloom.sims.operations.ledger import prune as remove
+
+    removed = remove(run, older_than)
+    typer.echo(json.dumps({"removed": removed}) if as_json
+               else "\n".join([f"removed: {line}" for line in removed] or ["nothing to remove"]))  # fmt: skip
+
+
+@app.command()
 def ledger(
     run: RunPath,
     check: Annotated[
         bool, typer.Option("--check", help="Verify the event chain, the files and the sums. Exit code 1 for problems.")
     ] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Delete files that nothing refers to.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the events of a run's ledger, or check the ledger and its files."""
@@ -198,16 +214,13 @@ def ledger(
 
     say: Callable[[str], None] = (lambda text: None) if as_json else typer.echo
     result: dict[str, Any] = {}
-    if prune:
-        result["removed"] = ledgers.prune(run)
-        say(f"{count(len(result['removed']), 'file')} removed")
     if check:
         result |= ledgers.audit(run, listener_for(quiet=as_json))
         for line in result["problems"] or ["no problems"]:
             say(line)
         for line in result["notes"]:
             say(f"note: {line}")
-    if not (check or prune):
+    else:
         result["events"] = ledgers.events(run)
         say(ledgers.events_table(run, result["events"]).plain())
     if as_json:
