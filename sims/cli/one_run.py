@@ -1,6 +1,5 @@
 """Commands on one existing run: resume it, forget sites, check its certificates and its ledger."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -172,13 +171,22 @@ def proof(
 def key(
     pem: Annotated[bool, typer.Option("--pem", help="As PEM, for verify.py and openssl.")] = False,
     sha256: Annotated[bool, typer.Option("--sha256", help="Its sha256, as proofs show it.")] = False,
+    former: Annotated[bool, typer.Option("--former", help="Also the keys before it, one after the other.")] = False,
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="First replace it by a new key. The old key stays for proofs of its certificates."),
+    ] = False,
 ) -> None:
     """Print the public key with which others can check this operator's certificates and proofs."""
-    from fedloom.server.unlearning.signing import operator_key, public_line, public_pem, spki
+    from fedloom.server.unlearning import signing
 
-    mine = operator_key()
-    digest = hashlib.sha256(spki(mine.public_key())).hexdigest()
-    typer.echo(digest if sha256 else public_pem(mine).strip() if pem else public_line(mine))
+    if rotate:
+        old = signing.rotate()
+        typer.echo(f"The old key is in {old}. Publish the new key, and leave the old public key published: it checks the "
+                   "certificates that it signed.", err=True)  # fmt: skip
+    for mine in [signing.operator_key(), *(signing.former_keys() if former else ())]:
+        digest = signing.fingerprint(mine.public_key())
+        typer.echo(digest if sha256 else signing.public_pem(mine).strip() if pem else signing.public_line(mine))
 
 
 @app.command()

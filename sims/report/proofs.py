@@ -19,7 +19,7 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.tables import START, canonical, link
 from fedloom.server.unlearning.certificate import CERTIFICATES, as_written, read
-from fedloom.server.unlearning.signing import SUFFIX, operator_key, public_pem, spki
+from fedloom.server.unlearning.signing import SUFFIX, fingerprint, former_keys, operator_key, public_pem, spki
 from fedloom.sims.report.certificates import sections, title
 from fedloom.sims.report.page import page_text
 
@@ -70,12 +70,13 @@ def proof_of(run: Path, request: str) -> bytes:
     path = run / CERTIFICATES / f"{request}.json"
     content = read(path)
     key, signature = _signed(path)
-    mine, der = operator_key(), spki(key)
-    if spki(mine.public_key()) != der:
+    der = spki(key)
+    mine = next((own for own in (operator_key(), *former_keys()) if spki(own.public_key()) == der), None)
+    if mine is None:
         raise UserError(f"{path}: another key has signed it; set FEDLOOM_KEY to the file of that key")
     texts = {"request": content["request"], "run": content["run"], "sites": ", ".join(content["sites"])}
     files = {
-        "README.txt": README.format(**texts, fingerprint=hashlib.sha256(der).hexdigest()).encode(),
+        "README.txt": README.format(**texts, fingerprint=fingerprint(key)).encode(),
         "certificate.html": page_text(title(content), sections(content)).encode(),
         "certificate.json": path.read_bytes(),
         "certificate.sig": signature,
