@@ -159,12 +159,15 @@ def proof(
     run: RunPath,
     request: Annotated[str, typer.Argument(help="The id of a request with a certificate.")],
     out: Annotated[Path | None, typer.Option(help="The zip file. Default: proof-<request>.zip.")] = None,
+    timestamp: Annotated[
+        str, typer.Option(help="URL of an authority that adds a time stamp (RFC 3161).", envvar="FEDLOOM_TIMESTAMP")
+    ] = "",
 ) -> None:
     """Write a request's proof as a zip file, which others check in a browser or with one Python file, without Fedloom."""
     with waiting(LIBRARIES):
         from fedloom.sims.report.proofs import write_proof
 
-    typer.echo(f"written: {write_proof(run, request, out or Path(f'proof-{request}.zip'))}")
+    typer.echo(f"written: {write_proof(run, request, out or Path(f'proof-{request}.zip'), timestamp)}")
 
 
 @app.command()
