@@ -89,5 +89,7 @@ def _described(request: Request, error: Exception) -> tuple[int, str]:
         return status, plain(api.desk_of(request).runs.without_root(str(error)))
     if isinstance(error, HTTPException):
         return error.status_code, "This page does not exist." if error.status_code == 404 else str(error.detail)
-    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, plain(request.url.path), exc_info=error)
+    path = plain(request.url.path)
+    run = {"run": path.partition("/runs/")[2].partition("/")[0]}
+    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, path, exc_info=error, extra=run)
     return 500, "The desk failed to answer. Its log says why; the run is not affected."

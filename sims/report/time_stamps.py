@@ -18,7 +18,7 @@ WITHOUT = "No proof is written; leave --timestamp out for one without a time sta
 def time_stamp(content: bytes, url: str) -> bytes:
     """Return the answer (.tsr) of the authority at a URL, which states when it was sent the content's sha256.
 
-    Raises UserError if there is no valid answer, or no openssl. Whether to trust the authority is for the reader to check.
+    Raises UserError if the answer is not valid, or openssl is missing. The reader decides whether to trust the authority.
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise UserError(f"--timestamp: got '{url}', takes the URL of a time-stamping authority")
