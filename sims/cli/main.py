@@ -21,8 +21,7 @@ from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet
 from fedloom.sims.process import Ending, listen
-from fedloom.sims.progress.log_lines import VARIABLE, line_of, wants_json
-from fedloom.sims.progress.output import fault, make_lenient
+from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 

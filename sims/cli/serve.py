@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedloom.sims.cli.options import Json
-from fedloom.sims.progress.log_lines import line_of, wants_json
+from fedloom.sims.progress.output import line_of, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.runs import checked
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import Webhook, secret_in
-from fedloom.sims.progress.log_lines import json_logging, wants_json
+from fedloom.sims.progress.output import json_logging, wants_json
 
 NICE = 15  # on a busy machine, the desk takes under 4 % of a core from a run's server
 STOP_SECONDS = 2  # for open connections

@@ -19,7 +19,7 @@ from typing import IO
 from fedloom.conf.errors import UserError
 from fedloom.sims.federation.executor import DOOR
 from fedloom.sims.federation.proxies import unproxied, usable
-from fedloom.sims.progress.log_lines import wants_json, wrapped
+from fedloom.sims.progress.output import wants_json, wrapped
 
 LOCK, KEEPER = "running.lock", "keeper.lock"  # keeper and program hold the first, the keeper alone the second
 PID, LOG, OLD_LOG = "running.pid", "log.txt", "log.1.txt"

@@ -20,8 +20,7 @@ from fedloom.conf.progress import progress_to
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema
 from fedloom.server.run_folder.scores import first_metric, headline
-from fedloom.sims.progress.log_lines import line_of, wants_json
-from fedloom.sims.progress.output import lenient
+from fedloom.sims.progress.output import lenient, line_of, wants_json
 from fedloom.sims.report.results import closing_lines, result_tables
 from fedloom.sims.report.tables import clean
 

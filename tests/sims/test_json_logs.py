@@ -14,7 +14,7 @@ import pytest
 from uvicorn.config import LOGGING_CONFIG
 
 from fedloom.sims.desk import details
-from fedloom.sims.progress.log_lines import json_logging, line_of, wrapped
+from fedloom.sims.progress.output import json_logging, line_of, wrapped
 from tests.sims.commands import FEDLOOM, SMALL
 from tests.sims.desks import browser, folder_with, free_port, served
 
