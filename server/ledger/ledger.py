@@ -200,9 +200,9 @@ class Ledger(RequestQueue):
         lost = [site for site, forgotten in self.sites().items() if site in gave and not forgotten and not any(
             contribution.round <= round for contribution in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or lost:
-            pruned = (event := self.newest(THINNED)) is not None and round < event.body["round"]
-            hint = f"it was removed on {event.time[:10]}, with all before round {event.body['round']}" if pruned else (
-                "federation.history=all stores it, until a site is forgotten")  # fmt: skip
+            hint, thinned = "federation.history=all stores it, until a site is forgotten", self.newest(THINNED)
+            if thinned is not None and round < thinned.body["round"]:
+                hint = f"it was removed on {thinned.time[:10]}, with all before round {thinned.body['round']}"
             raise UserError(f"{self.folder}: the state after round {round} is not stored ({hint})")
         if self._readmitted_since(round):
             raise UserError(f"{self.folder}: a site was readmitted after round {round}; the sum of that round is without it")

@@ -52,7 +52,7 @@ def answering(answer: Callable[[bytes], bytes]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None: ...
+        def log_message(self, format: str, *_: object) -> None: ...
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
