@@ -12,7 +12,6 @@ import numpy as np
 
 from fedloom.clients.data import label, site_examples, test_images
 from fedloom.clients.networks import Model
-from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
@@ -39,14 +38,13 @@ RELEARNED = 3  # federations in which the steps to relearn are measured
 MAX_STEPS, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
 Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
-AS_ONE, RATE = 4, 0.1  # rounds and rate of training the aggregate as one network; chosen with seeds 100 to 102
+RESTORE = 4  # rounds of restoration
 WAYS = {
     "before": "before",
     "subtract": "subtract",
     "repair": f"subtract + {FURTHER} rounds of repair",
     "recalibrated": f"subtract + {FURTHER} rounds + recalibrated head",
-    "as one": f"subtract + {AS_ONE} rounds as one network",
-    "halved": f"subtract + {AS_ONE} rounds from half-way back",
+    "restored": f"subtract, restored in {RESTORE} rounds",
     "replay": "FedEraser's replay",
     "retrained": "retrained",
     "again": "retrained, other batches",
@@ -84,15 +82,10 @@ def _replay(earlier: Path) -> dict[str, Any]:
     return {"strategy": strategy, "training": {**SETTING["training"], "epochs": SETTING["training"]["epochs"] // 2}}
 
 
-def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
-    """Train the aggregate as one network, from its current state, and from half of the way back to the start."""
-    start, models = folder / "subtracted.safetensors", {}
-    write_state(start, run.model().state)
-    for name, share in (("as one", 1.0), ("halved", 0.5)):
-        strategy = {"name": f"{MODULE}.averaging:Averaging", "start": str(start), "share": share}
-        changes = {"strategy": strategy, "rounds": AS_ONE, "training": {**SETTING["training"], "rate": RATE}}
-        models[name] = _without(configured("averaging", seed, folder / f"one-{share}", changes=changes))
-    return models
+def _restored(run: Shadow, seed: int, folder: Path) -> Models:
+    """Restore the aggregate in a copy of the run, so that the other ways begin at the subtracted one."""
+    with run.copied("restored") as copy:
+        return {"restored": (copy.restored(RESTORE), copy.seconds)}
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
@@ -106,8 +99,8 @@ def _recalibrated(run: Shadow, seed: int, folder: Path) -> Models:
 
 
 FURTHER_WAYS: dict[str, tuple[Callable[[Shadow, int, Path], Models], ...]] = {
-    "averaging": (_repaired,),
-    "exact": (_as_one, _repaired, _recalibrated),
+    "averaging": (_restored, _repaired),
+    "exact": (_restored, _repaired, _recalibrated),
 }
 
 
