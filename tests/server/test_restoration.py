@@ -1,5 +1,6 @@
 """Restoring after a subtraction: the others train the aggregate as one network, and the sum stays exact."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,23 @@ def test_fedavg_starts_half_way_back_and_masks_do_not_matter(tmp_path: Path):
     with method_of(masked) as method:
         assert check(folder(masked)) == []
         assert [site.name for site in method.state.members()] == ["site-0000", "site-0002", "site-0003"]
+
+
+@pytest.mark.parametrize("name", ["cla_ot", "heterofl"])
+def test_networks_of_different_size_move_back_as_parts_of_one(tmp_path: Path, name: str):
+    networks = [{"name": "mlp", "widths": [8, 8]}, {"name": "mlp", "widths": [8, 8, 8] if name == "cla_ot" else [16, 16]}]
+    sites = [{"domain": "digits", "samples": 20, "network": networks[index % 2]} for index in range(SITES)]
+    config = run(configured(tmp_path, f"sites={json.dumps(sites)}", f"network={json.dumps(networks[1])}",
+                            f"objective={{name: {'heterogeneous' if name == 'cla_ot' else 'heterofl'}}}",
+                            f"strategy={{name: {name}}}", "training.rate=0.0"))  # fmt: skip
+    with method_of(config) as method:
+        before = method.state.aggregate().state
+    restored(config, 1, ONE)
+    with method_of(config) as method:
+        after, initial = method.state.aggregate().state, method.state.strategy.first_reference(method.state.view())  # type: ignore[attr-defined]
+    for tensor in after:
+        torch.testing.assert_close(after[tensor], torch.lerp(before[tensor], initial[tensor], 0.5), rtol=1e-4, atol=1e-6)
+    assert check(folder(config)) == []
 
 
 @pytest.mark.parametrize(
