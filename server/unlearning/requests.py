@@ -92,6 +92,7 @@ class Unlearning:
 
         `retrained`: a network that was trained without the sites, for comparison.
         """
+        from fedloom.server.unlearning.readings import readings
         from fedloom.server.unlearning.scope import scope
 
         self._erase(request)  # the networks that were trained since
@@ -99,6 +100,7 @@ class Unlearning:
         evaluation = self._evaluation(request)
         done = certificate(self.ledger, self.state, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
+        done["readings"] = readings(self.config, request.sites, self.state.members(), done["evidence"])
         done["scope"] = scope(done["evidence"])
         done["goals"] = goals(done)
         issue(self.ledger, done)

@@ -22,6 +22,7 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
 from fedloom.server.unlearning.client_erasure import Erasure, outstanding
+from fedloom.server.unlearning.readings import outcome
 from fedloom.server.unlearning.requests import RESTORE, receive, wants_training
 from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from fedloom.sims.operations.site_names import site_names
@@ -102,7 +103,7 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
         return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
-    text = f"Request '{id}' is verified: {names_of(content)} forgotten. Certificate: {file.with_suffix('.html')}"
+    text = f"Request '{id}' is verified: {outcome(content, names_of(content))}. Certificate: {file.with_suffix('.html')}"
     return Unlearned(text, content)
 
 
