@@ -12,10 +12,12 @@ import numpy as np
 
 from fedloom.clients.data import label, site_examples, test_images
 from fedloom.clients.networks import Model
+from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
 from fedloom.sims.experiments.study import Study, means
+from fedloom.sims.experiments.unlearning.averaging import sifu_bound, sifu_start
 from fedloom.sims.experiments.unlearning.shadows import (
     DRAWN,
     FURTHER,
@@ -39,6 +41,7 @@ MAX_STEPS, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
 Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
 RESTORE = 4  # rounds of restoration
+NOISE, EPSILON, DELTA = 0.01, 10.0, 0.1  # of SIFU
 WAYS = {
     "before": "before",
     "subtract": "subtract",
@@ -46,6 +49,7 @@ WAYS = {
     "recalibrated": f"subtract + {FURTHER} rounds + recalibrated head",
     "restored": f"subtract, restored in {RESTORE} rounds",
     "replay": "FedEraser's replay",
+    "sifu": "SIFU",
     "retrained": "retrained",
     "again": "retrained, other batches",
 }
@@ -68,6 +72,7 @@ def shadow(method: str, seed: int) -> dict[str, Any]:
             models = {"before": (run.model(), run.seconds), "subtract": (run.model([LEAVER]), 0.0)}
             if method == "averaging":
                 models["replay"] = _without(configured(method, seed, folder / "replay", changes=_replay(folder / "run")))
+                models["sifu"] = _sifu(run, seed, folder)
             run.method.state.forget([LEAVER], {})
             for way in FURTHER_WAYS[method]:
                 models |= way(run, seed, folder)
@@ -80,6 +85,16 @@ def _replay(earlier: Path) -> dict[str, Any]:
     """Return the changes of SETTING for FedEraser's rounds, with half as many epochs."""
     strategy = {"name": f"{MODULE}.averaging:Replay", "history": str(earlier)}
     return {"strategy": strategy, "training": {**SETTING["training"], "epochs": SETTING["training"]["epochs"] // 2}}
+
+
+def _sifu(run: Shadow, seed: int, folder: Path) -> tuple[Model, float]:
+    """Train again for the rounds that SIFU takes back, from its noisy start."""
+    config, bound = run.method.config, sifu_bound(NOISE, EPSILON, DELTA)
+    start, last = sifu_start(config, run.method.ledger, LEAVER, NOISE, bound)
+    write_state(folder / "sifu.safetensors", start)
+    strategy = {"name": f"{MODULE}.averaging:Averaging", "start": str(folder / "sifu.safetensors")}
+    changes = {"strategy": strategy, "rounds": max(1, config.rounds - last)}
+    return _without(configured("averaging", seed, folder / "sifu", changes=changes))
 
 
 def _restored(run: Shadow, seed: int, folder: Path) -> Models:
