@@ -286,6 +286,7 @@ class Result:
         *,
         request_id: str = "",
         reason: str = "",
+        by: str = "",
         repair: int = 0,
         restore: int = 0,
         recalibrate: bool = False,
@@ -302,6 +303,7 @@ class Result:
             sites: The names of one or several sites.
             request_id: The name of the request; empty: a new one. Repeating a name changes nothing.
             reason: For the ledger and the certificate.
+            by: Who asks, for the ledger and the certificate.
             repair: Rounds of training without the sites, afterwards.
             restore: Rounds in which the other sites train the aggregate as one network, from half-way back to its initial
                 state.
@@ -316,7 +318,7 @@ class Result:
         """
         names = [sites] if isinstance(sites, str) else list(sites)
         request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data,
-                                    restore=restore)  # fmt: skip
+                                    by, restore)  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

@@ -85,7 +85,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
 def _readings(readings: dict[str, Any]) -> list[Part]:
     """Return whether the measurements show that the network has forgotten, and how to read each."""
     verdict = {
-        "yes": "Something of the sites was detectable before the request, and is not any more.",
+        "yes": "Something of the sites was detectable before the request, and no longer is.",
         "no": f"The network has not forgotten: {'; '.join(readings[STILL])}.",
     }.get(readings[SHOWN], "Nothing of the sites was detectable before the request, so the measurements cannot show more.")
     return [verdict, Table("", ["measurement"], [[line] for line in readings[LINES]])]
