@@ -49,7 +49,7 @@ def readings(config: Config, names: Sequence[str], members: Sequence[Site], evid
 
 
 def outcome(content: Mapping[str, Any], names: str) -> str:
-    """Return a certificate's outcome as words. `names`: the sites. A request that has not forgotten does not read as a success."""
+    """Return a certificate's outcome as words. `names`: the sites. Without forgetting, it does not read as a success."""
     found = content.get("readings") or {}
     if found.get(SHOWN) != "no":
         return f"{names} forgotten"
