@@ -143,7 +143,7 @@ def _trained(job: Job, images: Examples, protection: "Protection | None") -> Rec
     if order.secure and order.again == IDLE:
         return update(job, session, Outcome(math.nan, len(images)), start, protection)
     job.policy.limits.check_examples(len(session.training_examples(images)), job.experiment, job.site)
-    outcome = learn(session, images, job.experiment, job.site, order.round, job.device, order.words, least)
+    outcome = learn(session, images, job.experiment, job.site, order.schedule_round, job.device, order.words, least)
     if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
         raise RefusedError("objective: the objective or the network draws random numbers (Dropout, for example) from the "
                            "run's seed. A server could choose a seed so that only one image of one site counts. "

@@ -80,7 +80,8 @@ class RoundTransport:
         self, kind: str, context: RoundContext, sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
-        asking = Asking(kind, context.number, context.site_round, "", context.trained, context.attempt, context.again)
+        asking = Asking(kind, context.number, context.site_round, "", context.trained, context.attempt, context.again,
+                        context.restoration)  # fmt: skip
         return self.question(asking, sites, content, expected)
 
     def masked(self, context: RoundContext, expected: Mapping[str, RecordSpec]) -> Gathering:
