@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
-from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.audit import AWAY, check
 from fedloom.server.ledger.connection import Connection
 from fedloom.server.ledger.database import LEDGER, reading, sqlite_errors
 from fedloom.server.run_folder.folder import read_config
@@ -31,7 +31,8 @@ def backup(path: Path, out: Path) -> int:
     try:
         _hold(path, held)
         shutil.copytree(held, new, symlinks=True)
-        if faults := [f"{fault.file}: {fault.what}" for fault in check(new) if fault.severity == "problem"]:
+        found = (fault for fault in check(new) if fault.severity == "problem" or fault.what == AWAY)
+        if faults := [f"{fault.file}: {fault.what}" for fault in found]:
             raise UserError(f"{path}: the copy has a fault ({faults[0]}); run `fedloom ledger {path} --check`")
         new.rename(out)
     except (OSError, shutil.Error) as error:
