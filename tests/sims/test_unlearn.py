@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
