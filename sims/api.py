@@ -289,6 +289,7 @@ class Result:
         by: str = "",
         repair: int = 0,
         restore: int = 0,
+        back: float = 0.5,
         recalibrate: bool = False,
         rollback: bool = False,
         retrain: bool = False,
@@ -305,8 +306,8 @@ class Result:
             reason: For the ledger and the certificate.
             by: Who asks, for the ledger and the certificate.
             repair: Rounds of training without the sites, afterwards.
-            restore: Rounds in which the other sites train the aggregate as one network, from half-way back to its initial
-                state.
+            restore: Rounds in which the other sites train the aggregate as one network.
+            back: The share of the way by which the aggregate moves back to its initial state before these rounds.
             recalibrate: Fit the aggregate's head again, to sums from the other sites.
             rollback: Go back to the round before the sites joined, and train again.
             retrain: Train a network without the sites, for comparison.
@@ -318,7 +319,7 @@ class Result:
         """
         names = [sites] if isinstance(sites, str) else list(sites)
         request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data,
-                                    by, restore)  # fmt: skip
+                                    by, restore, back)  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

@@ -52,6 +52,7 @@ class Averaging(Strategy):
         super().__init_subclass__(**options)
         refuse_renamed(cls, OF_AVERAGING)
 
+    unrestorable: ClassVar[str] = ""  # why `context.restoration` cannot work
     memory: ClassVar[tuple[str, ...]] = ()  # names of further saved states, with the parameters' shapes
 
     weighting: str = option(
@@ -108,7 +109,7 @@ class Averaging(Strategy):
         context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
 
     def no_restoration(self, experiment: Experiment) -> str:
-        return ""
+        return self.unrestorable
 
     def _moved_back(self, context: RoundContext, network: State, share: float) -> dict[str, State]:
         """Return the network, moved by a share of the way to the initial one, and each memory as in the first round."""

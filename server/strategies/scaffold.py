@@ -28,6 +28,7 @@ class Scaffold(Averaging):
     """
 
     default_objective: ClassVar[str] = "scaffold"
+    unrestorable: ClassVar[str] = "the sites' control variates do not fit the network that has moved back"
 
     weighting: str = option("equal", "how sites count in both means", choices=("samples", "equal"))
     rate: float = option(1.0, "learning rate of the server", low=0.0)
@@ -43,9 +44,6 @@ class Scaffold(Averaging):
             if getattr(getattr(experiment, section), key):
                 raise UserError(f"{section}.{key}: the server's variate would differ from the one with which a site "
                                 "corrects its steps; set it to 0, or use strategy.name=fedavg")  # fmt: skip
-
-    def no_restoration(self, experiment: Experiment) -> str:
-        return "the sites' control variates do not fit the network that has moved back"
 
     def extra_broadcast(self, context: RoundContext) -> State:
         return self.control(context)

@@ -40,11 +40,14 @@ def unlearn(
     restore: Annotated[
         int,
         typer.Option(
-            help="Rounds in which the other sites train the aggregate as one network, from half-way back. "
-            "Try a fifth of the run's rounds.",
+            help="Rounds in which the other sites train the aggregate as one network. Try a fifth of the run's rounds.",
             min=0,
         ),
     ] = 0,
+    back: Annotated[
+        float,
+        typer.Option(help="With --restore: how far the aggregate first moves back to its initial state.", min=0.0, max=1.0),
+    ] = 0.5,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
     ] = False,
@@ -68,7 +71,7 @@ def unlearn(
         from fedloom.sims.progress.listeners import listener_for
 
     request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data, by,
-                                restore)  # fmt: skip
+                                restore, back)  # fmt: skip
     text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:
