@@ -35,9 +35,10 @@ from fedloom.server.rounds.privacy import check_hidden, hidden
 from fedloom.server.rounds.schedules import check_asked
 from fedloom.server.rounds.transport import MOST_REASON
 from fedloom.server.run.final_evaluation import OWN, counted
+from fedloom.server.run.more_rounds import extend
 from fedloom.server.run.resource_usage import Spent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
-from fedloom.server.run_folder.folder import SUMMARY, RunFolder, refuse_existing
+from fedloom.server.run_folder.folder import SUMMARY, RunFolder, read_config, refuse_existing
 from fedloom.server.run_folder.layout import FINISHED
 from fedloom.server.run_folder.scores import SCORES
 from fedloom.server.strategies import STRATEGIES, slots_of
@@ -147,9 +148,10 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:
+        longer = extend(config, folder, ledger)  # before anything else is written
+        config = dataclasses.replace(config, rounds=read_config(folder.path).rounds)
         if _untouched(ledger, folder):
             return folder.summary()
-        folder.check(ledger.run().config)  # before anything is written
         method: TrainingRun | None = None
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
@@ -158,7 +160,7 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
             if has_data(config):
                 notes = [*remarks(config), *folder.note_data(digests(config.domains))]
                 folder.note_tables(method.state.domains(), encoding_of)
-            for line in [*notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
+            for line in [*longer, *notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
@@ -215,6 +217,8 @@ def finished(config: Config) -> dict[str, Any]:
     """Return the summary of the run to resume, if it is finished and nothing is left to do; otherwise an empty one."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     if not (config.run.resume and begun(folder.path / LEDGER) and folder.summary().get("status") == FINISHED):
+        return {}
+    if config.rounds != read_config(folder.path).rounds:
         return {}
     with Ledger.open(folder.path) as ledger:
         return folder.summary() if _untouched(ledger, folder) else {}

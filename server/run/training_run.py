@@ -30,6 +30,7 @@ from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.final_evaluation import Measured, NetworkScores, check_models, common_names
+from fedloom.server.run.more_rounds import extend
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.strategies import slots_of
@@ -172,6 +173,7 @@ class TrainingRun:
         members = [site.name for site in self.state.members() if site.name not in without]
         run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
         with open_ledger(config, folder, run, members) as ledger:
+            extend(config, folder, ledger)
             yield TrainingRun(config, folder, ledger, self.evaluator)
 
     def _announce(self, loop: RoundLoop) -> None:

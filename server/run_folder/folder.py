@@ -76,6 +76,10 @@ class RunFolder:
         path = self.path / CONFIG
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
+    def write_config(self, text: str) -> None:
+        """Write config.yaml."""
+        write_bytes(self.path / CONFIG, text.encode())
+
     def append(self, record: dict[str, Any]) -> None:
         """Add a round's record to metrics.jsonl."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:

@@ -13,10 +13,11 @@ from fedloom.clients.data import absolute
 from fedloom.clients.data.domains import data_folder
 from fedloom.clients.data.listing import of_run
 from fedloom.clients.training.torch_defaults import ordinary
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
+from fedloom.conf.load import read_override
 from fedloom.conf.progress import under_way
-from fedloom.conf.schema import Config
+from fedloom.conf.schema import MOST_ROUNDS, Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.rounds.listener import Listener, Listeners
@@ -100,6 +101,7 @@ def refuse(config: Config) -> None:
 
 def resume(
     path: Path,
+    overrides: Sequence[str] = (),
     *,
     tracking: Sequence[Any] | None = None,
     listener: Watcher | None = None,
@@ -108,13 +110,26 @@ def resume(
 ) -> dict[str, Any]:
     """Continue a run after its last committed round, and return its summary.
 
+    `overrides`: `rounds=20`, or nothing: a run that has begun can only get more rounds.
     `tracking`: trackers that replace those of the configuration. The other arguments are those of `simulate`.
     """
-    config = read_config(path)
+    config = with_rounds(read_config(path), overrides)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     if tracking is not None:
         config = dataclasses.replace(config, tracking=list(tracking))
     return simulate(config, listener=listener, listeners=listeners, began=began)
+
+
+def with_rounds(config: Config, overrides: Sequence[str]) -> Config:
+    """Return the configuration with the number of rounds in `rounds=N`. Raises UserError for other overrides."""
+    for word in overrides:
+        if not isinstance(word, str) or word.partition("=")[0] != "rounds":
+            raise UserError(f"resume: got {word!r}, but a run that has begun can only get more rounds, such as rounds=20")
+        rounds = read_override(word)
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= MOST_ROUNDS:
+            raise UserError(f"rounds: got {plain(str(rounds))!r}, takes a whole number from 1 to {MOST_ROUNDS}")
+        config = dataclasses.replace(config, rounds=rounds)
+    return config
 
 
 def simulate_once(config: Config, *, listener: Watcher | None = None) -> dict[str, Any]:
