@@ -174,6 +174,12 @@ class EvaluationConfig:
         "server", "server: on the domains' images; sites: each site on its own images", choices=("server", "sites")
     )
     batch: int = option(500, "images per forward pass", low=1)
+    keep: str = option(
+        "last",
+        "best: also store and measure the network of the round with the best stopping.metric on validation examples, as "
+        "`best`; forgetting a site deletes it",
+        choices=("last", "best"),
+    )
     statistics: str = option(
         "running",
         "BatchNorm's statistics: the network's own, those of each batch, or recomputed on validation examples",
@@ -181,6 +187,15 @@ class EvaluationConfig:
     )
     sites: int = option(50, "sites measured one by one at the end, a random sample of those that trained; -1: all", low=-1)
     classes: bool = option(False, "in a real federation: sites also report correct answers and images of each class")
+
+
+@dataclass(frozen=True)
+class StoppingConfig:
+    """Early stopping, by values on validation examples."""
+
+    metric: str = option("", "one of evaluation.metrics; empty: the first. evaluation.keep=best uses it, too")
+    patience: int = option(0, "stop when so many rounds bring no better value; 0: train all rounds", low=0)
+    min_change: float = option(0.0, "a value is better if it changes by more than this", low=0.0)
 
 
 @dataclass(frozen=True)
@@ -203,6 +218,7 @@ class Config:
     federation: FederationConfig = option(FederationConfig, "the round loop")
     privacy: PrivacyConfig = option(PrivacyConfig, "differential privacy")
     evaluation: EvaluationConfig = option(EvaluationConfig, "measuring networks")
+    stopping: StoppingConfig = option(StoppingConfig, "early stopping")
     tracking: list[Any] = option(
         [], "trackers that record each round: tensorboard, mlflow, wandb, csv; with options: {name: mlflow, uri: ...}"
     )

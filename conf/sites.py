@@ -14,7 +14,8 @@ METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
 MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba",
               "exclusive", "alone"}  # fmt: skip
 PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
-RESULT_NAMES = {"aggregate", PERSONAL} | METHOD_NAMES | MODE_NAMES  # rows of tables and files that are not sites
+BEST = "best"  # the display name of the network that was best on validation examples (evaluation.keep)
+RESULT_NAMES = {"aggregate", PERSONAL, BEST} | METHOD_NAMES | MODE_NAMES  # rows of tables and files that are not sites
 UNION = "union"  # the display name of all domains together
 MOST_NAME_BYTES = 100  # a site's name is also a folder name
 

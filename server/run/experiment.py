@@ -23,11 +23,13 @@ from fedloom.clients.training.checks import check_sizes, check_training
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.metrics import TARGETS
-from fedloom.conf.schema import Config
+from fedloom.conf.schema import Config, StoppingConfig
+from fedloom.conf.sites import BEST
 from fedloom.fusion.exact import ExactSumError, check_range
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.feature_statistics import check as check_standardise
 from fedloom.server.rounds.listener import Listener, Listeners
@@ -35,7 +37,6 @@ from fedloom.server.rounds.privacy import check_hidden, hidden
 from fedloom.server.rounds.schedules import check_asked
 from fedloom.server.rounds.transport import MOST_REASON
 from fedloom.server.run.final_evaluation import OWN, counted
-from fedloom.server.run.more_rounds import extend
 from fedloom.server.run.resource_usage import Spent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import SUMMARY, RunFolder, read_config, refuse_existing
@@ -74,6 +75,10 @@ def check(config: Config) -> None:
         raise UserError(
             f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
         )
+    if config.stopping != StoppingConfig() or config.evaluation.keep == BEST:
+        from fedloom.server.run.stopping import check_stopping  # imported only where it is used
+
+        check_stopping(experiment)
     metrics_of(config)
     check_asked(config)
 
@@ -148,8 +153,12 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:
-        longer = extend(config, folder, ledger)  # before anything else is written
-        config = dataclasses.replace(config, rounds=read_config(folder.path).rounds)
+        longer = list[str]()
+        if config.run.resume:  # before anything else is written
+            from fedloom.server.run.more_rounds import extend  # imported only where it is used
+
+            longer = extend(config, folder, ledger)
+            config = dataclasses.replace(config, rounds=read_config(folder.path).rounds)
         if _untouched(ledger, folder):
             return folder.summary()
         method: TrainingRun | None = None
@@ -277,6 +286,7 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,
         "sites": [row for row in site_rows(config) if row["name"] not in forgotten_sites],
+        **({STOPPED: early} if ledger and (early := ledger.stopped()) else {}),
         **({"unlearned": sorted(forgotten_sites)} if forgotten_sites else {}),
         **({"privacy": ways} if (ways := hidden(config)) else {}),
         **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),

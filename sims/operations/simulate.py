@@ -24,6 +24,7 @@ from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import carry_out, check, finished
 from fedloom.server.run_folder.folder import RunFolder, holds, read_config, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
+from fedloom.server.run_folder.scores import rounds_of
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.engines import open_engine, refuse_engine
 from fedloom.sims.engines.share import WHOLE, Share
@@ -67,7 +68,8 @@ def simulate(
         write_pages(folder)
         report = folder / REPORT if done and (folder / REPORT).is_file() else write_report(folder)
         if done:
-            listening.note(f"{folder}: the run is finished after {count(done['rounds'], 'round')}; nothing remains to do")
+            rounds = count(rounds_of(done) or 0, "round")
+            listening.note(f"{folder}: the run is finished after {rounds}; nothing remains to do")
         listening.note(f"report: {report}")
     return summary
 

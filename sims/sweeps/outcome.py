@@ -10,7 +10,7 @@ from fedloom.conf.errors import FailedError, UserError, of_files, plain
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.listing import busy, read_summary
 from fedloom.server.run_folder.scores import headline, metric_of
-from fedloom.sims.report.tables import Table, before_forgetting
+from fedloom.sims.report.tables import Table, shown, which
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
@@ -45,9 +45,10 @@ class Outcome:
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with the status and the first metric of each run."""
-    values = [before_forgetting(outcome.summary).get("union") for outcome in outcomes]
-    rows = [[outcome.folder.name, outcome.status, metric_of(outcome.summary).text(value)]
-            for outcome, value in zip(outcomes, values, strict=True)]  # fmt: skip
+    values = [shown(outcome.summary).get("union") for outcome in outcomes]
+    best = [f" ({name})" if (name := which(outcome.summary)) else "" for outcome in outcomes]
+    rows = [[outcome.folder.name, outcome.status, f"{metric_of(outcome.summary).text(value)}{name}"]
+            for outcome, value, name in zip(outcomes, values, best, strict=True)]  # fmt: skip
     titles = dict.fromkeys(metric_of(outcome.summary).title for outcome in outcomes if headline(outcome.summary))
     note = f"{KEPT}: finished before this sweep." if any(outcome.status == KEPT for outcome in outcomes) else ""
     return Table("Runs", ["run", "status", f"test {' or '.join(titles) or ACCURACY}"], rows, note)
