@@ -14,12 +14,12 @@ from fedloom.clients.data import remarks, site_sizes
 from fedloom.clients.data.listing import held
 from fedloom.clients.data.own import digests, encoding_of
 from fedloom.clients.evaluation.metrics import metrics_of
-from fedloom.clients.networks import NETWORKS, Architecture
+from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import Experiment, objective_of, resolve
 from fedloom.clients.protocol.packing import NONE
-from fedloom.clients.training.checks import check_sizes, check_training
+from fedloom.clients.training.checks import check_sizes, check_training, check_weights, start_notes
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.metrics import TARGETS
@@ -28,6 +28,7 @@ from fedloom.conf.sites import BEST
 from fedloom.fusion.exact import ExactSumError, check_range
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
 from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.blobs import file_digest
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
@@ -66,7 +67,8 @@ def check(config: Config) -> None:
     if has_data(config):
         check_sizes(experiment)
     if config.network:
-        NETWORKS.build(config.network, "network")  # checked even if no site has it
+        NETWORKS.build(architecture_of(config).options, "network")  # checked even if no site has it
+    check_weights(experiment)
     STRATEGIES.build(config.strategy, "strategy").check(experiment)
     slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
@@ -165,9 +167,10 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             advice = method.state.strategy.warnings(method.experiment)
-            notes = list[str]()
+            notes = start_notes(method.experiment)
             if has_data(config):
-                notes = [*remarks(config), *folder.note_data(digests(config.domains))]
+                files = {path: file_digest(Path(path)) for path in method.experiment.starts}
+                notes += [*remarks(config), *folder.note_data({**digests(config.domains), **files})]
                 folder.note_tables(method.state.domains(), encoding_of)
             for line in [*longer, *notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)

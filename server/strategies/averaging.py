@@ -82,7 +82,7 @@ class Averaging(Strategy):
 
     def begin(self, context: RoundContext) -> None:
         parameters = parameters_of(context.experiment)
-        context.save_server_state(NETWORK, context.initial())
+        context.save_server_state(NETWORK, context.initial(exact=True))
         for name in self.memory:
             context.save_server_state(
                 name,
@@ -194,7 +194,7 @@ def _network(experiment: Experiment) -> nn.Module:
 @functools.lru_cache(maxsize=4)
 def parameters_of(experiment: Experiment) -> frozenset[str]:
     """Return the names of the trainable tensors of the configured network."""
-    return frozenset(name for name, _ in _network(experiment).named_parameters())
+    return frozenset(name for name, weight in _network(experiment).named_parameters() if weight.requires_grad)
 
 
 def differing_classes(experiment: Experiment) -> bool:

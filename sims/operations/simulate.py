@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,16 +175,28 @@ def absolute_paths(config: Config) -> Config:
     """Return the configuration with absolute paths in data.root and domains, so that every worker finds them."""
     root = str(Path(config.data.root).resolve()) if config.data.root else ""
     data = dataclasses.replace(config.data, root=root)
-    return dataclasses.replace(config, data=data, sites=_placed(config.sites), population=_placed(config.population))
+    sites, population, network = _placed(config.sites), _placed(config.population), _started(config.network)
+    return dataclasses.replace(config, data=data, sites=sites, population=population, network=network)
+
+
+def _started(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `network` with an absolute path in `start`."""
+    start = network.get("start")
+    return {**network, **({"start": str(Path(start).expanduser().resolve())} if isinstance(start, str) and start else {})}
 
 
 def _placed(entries: Any) -> Any:
     """Return the entries with absolute paths in their domains. A number of sites stays unchanged."""
     if not isinstance(entries, list):
         return entries
-    return [
-        dataclasses.replace(entry, domain=absolute(entry.domain))
-        if isinstance(entry, SiteConfig)
-        else {**entry, "domain": absolute(str(entry["domain"]))}
-        for entry in entries
-    ]
+    return [_entry(entry) for entry in entries]
+
+
+def _entry(entry: Any) -> Any:
+    own = dataclasses.asdict(entry) if isinstance(entry, SiteConfig) else entry
+    changes: dict[str, Any] = {"domain": absolute(str(own["domain"]))}
+    if own.get("network"):
+        changes["network"] = _started(own["network"])
+    if own.get("networks"):
+        changes["networks"] = [_started(each) for each in own["networks"]]
+    return dataclasses.replace(entry, **changes) if isinstance(entry, SiteConfig) else {**entry, **changes}
