@@ -73,9 +73,10 @@ def architecture_of(config: Config, site: Site | None = None) -> Architecture:
     section = _section(config, site)
     if not any(key in section for key in WEIGHT_OPTIONS):
         return Architecture(network_text(config, site), form_of(config, site))
+    plain = json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}, sort_keys=True)
     from fedloom.clients.networks.start import weight_options  # imported only where it is used
 
-    return Architecture(network_text(config, site), form_of(config, site), tuple(weight_options(section).freeze))
+    return Architecture(plain, form_of(config, site), tuple(weight_options(section).freeze))
 
 
 def start_of(config: Config, site: Site | None = None) -> str:
@@ -92,9 +93,8 @@ def form_of(config: Config, site: Site | None = None) -> Form:
 
 
 def network_text(config: Config, site: Site | None = None) -> str:
-    """Return the section `network` of a site, or (None) of the configuration, as JSON, without start and freeze."""
-    section = {key: value for key, value in _section(config, site).items() if key not in WEIGHT_OPTIONS}
-    return json.dumps(section, sort_keys=True)
+    """Return the section `network` of a site, or (None) of the configuration, as JSON."""
+    return json.dumps(_section(config, site), sort_keys=True)
 
 
 def _section(config: Config, site: Site | None) -> dict[str, Any]:

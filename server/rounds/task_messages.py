@@ -58,6 +58,7 @@ class Asking:
         trained: The sites that have trained in this round. Their own state is the one after training.
         attempt: The id of the attempt (secure aggregation).
         again: The number of the draw of the round's batches.
+        fails: By site that fails, when (federation.dropout), as in TaskInstructions.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Asking:
     trained: Collection[str] = ()
     attempt: str = ""
     again: int = 0
+    fails: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Sender(Protocol):
@@ -137,7 +139,7 @@ class TaskMessages:
             base=0 if lost and own is None else self._base(site), members=self.members, kind=asking.kind,
             split=asking.split, sums=self.sums, slot=self.slot, ledger=self.staging,
             before=before.where, holder=before.holder, weight=before.weight, secure=asking.attempt,
-            again=asking.again,
+            again=asking.again, fails=asking.fails.get(site.name, ""),
         )  # fmt: skip
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes, **self._standardisation}
         if own is not None:
