@@ -7,13 +7,13 @@ from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.formatting import count
-from fedloom.conf.metrics import ACCURACY, Facts
+from fedloom.conf.metrics import Facts
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import BEST, UNION
+from fedloom.conf.sites import BEST
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.folder import RunFolder
-from fedloom.server.run_folder.scores import SCORES
+from fedloom.server.run_folder.scores import value_in
 from fedloom.server.strategies import strategy_of
 
 
@@ -32,7 +32,7 @@ class Course:
 
     def see(self, record: Mapping[str, Any]) -> None:
         """Take in a round's record."""
-        if self.stops or (value := value_in(record, self.metric)) is None:
+        if self.stops or (value := value_in(record, self.metric.name)) is None:
             return
         worth, self.round = self.metric.worth(value), record["round"]
         if self._value is None or worth > self._value + self.stopping.min_change:
@@ -42,7 +42,7 @@ class Course:
 
     def keep_best(self, record: Mapping[str, Any], folder: RunFolder, state: ServerState, evaluator: Evaluator) -> None:
         """Write the aggregate to states/best.safetensors, if it is better than the network there."""
-        value, before = value_in(record, self.metric), folder.best()
+        value, before = value_in(record, self.metric.name), folder.best()
         if value is None or (before and self.metric.worth(value) <= self.metric.worth(before["value"])):
             return
         facts = {"round": str(record["round"]), "metric": self.metric.name, "value": repr(value)}
@@ -54,12 +54,6 @@ class Course:
         best = self.metric.text(self.metric.worth(self._value or 0.0))
         return (f"the best validation {self.metric.title} is that of round {self._best} ({best}), "
                 f"{count(self.stops - self._best, 'round')} ago (stopping.patience)")  # fmt: skip
-
-
-def value_in(record: Mapping[str, Any], metric: Facts) -> float | None:
-    """Return the metric's value of a round on the validation examples of all domains; None if it was not measured."""
-    table = (record.get(SCORES) or {}).get(metric.name) or (record.get(ACCURACY) if metric.name == ACCURACY else {})
-    return (table or {}).get(UNION)
 
 
 def check_stopping(experiment: Experiment) -> None:
