@@ -62,8 +62,8 @@ def full_error_text(error: BaseException) -> str:
 def public_error_text(error: BaseException) -> str:
     """Return the part of an error that the server may read: its type, and the option at fault.
 
-    The message may contain the site's own values, so it stays at the site. A DivergedError or DropoutError has no such values
-    and is returned in full.
+    The message may contain the site's own values, so it stays at the site. A DivergedError or DropoutError has none, and
+    is returned in full.
     """
     if isinstance(error, DivergedError | DropoutError):
         return str(error)

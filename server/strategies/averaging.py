@@ -88,7 +88,7 @@ class Averaging(Strategy):
                 name,
                 {key: self.initial_memory(name, tensor) for key, tensor in context.initial().items() if key in parameters},
             )
-        context.save_server_state(ROUND, _number(0))
+        context.save_server_state(ROUND, number_state(0))
 
     def initial_memory(self, name: str, like: Tensor) -> Tensor:
         """Return the first value of a tensor in the saved state `name` (one of `memory`), with the shape of `like`."""
@@ -98,7 +98,7 @@ class Averaging(Strategy):
         states = self.next_state(context)
         for name, state in states.items():
             context.save_server_state(name, state)
-        context.save_server_state(ROUND, _number(context.number))
+        context.save_server_state(ROUND, number_state(context.number))
         sent = {**states[NETWORK], **self.extra_broadcast(context)}
         own = states[NETWORK].keys() - shared(context.experiment, states[NETWORK]).keys()
         like = {name: tensor for name, tensor in sent.items() if name not in own}
@@ -206,5 +206,6 @@ def differing_classes(experiment: Experiment) -> bool:
     return uneven or len({tuple(sorted(spec.classes)) for spec, _ in specs}) > 1
 
 
-def _number(round: int) -> State:
+def number_state(round: int) -> State:
+    """Return the number of a round as a state."""
     return {"number": torch.tensor(round)}
