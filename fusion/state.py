@@ -19,6 +19,14 @@ def flat(state: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.float64), *(part.double() for part in parts)])
 
 
+def moved_back(state: Mapping[str, Tensor], initial: Mapping[str, Tensor], share: float) -> State:
+    """Return `state`, moved by a share of the way (0 to 1) to the `initial` one. Integer tensors stay unchanged."""
+    return {
+        name: torch.lerp(tensor, initial[name], share) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+
+
 def digest(state: Mapping[str, Tensor]) -> str:
     """Return the sha256 of names (sorted), dtypes, shapes and little-endian contents; equal only for equal states."""
     total = hashlib.sha256()

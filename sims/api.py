@@ -287,7 +287,9 @@ class Result:
         *,
         request_id: str = "",
         reason: str = "",
+        by: str = "",
         repair: int = 0,
+        restore: int = 0,
         recalibrate: bool = False,
         rollback: bool = False,
         retrain: bool = False,
@@ -302,7 +304,10 @@ class Result:
             sites: The names of one or several sites.
             request_id: The name of the request; empty: a new one. Repeating a name changes nothing.
             reason: For the ledger and the certificate.
+            by: Who asks, for the ledger and the certificate.
             repair: Rounds of training without the sites, afterwards.
+            restore: Rounds in which the other sites train the aggregate as one network, from half-way back to its initial
+                state.
             recalibrate: Fit the aggregate's head again, to sums from the other sites.
             rollback: Go back to the round before the sites joined, and train again.
             retrain: Train a network without the sites, for comparison.
@@ -313,7 +318,8 @@ class Result:
             UserError: For sites that are unknown or already forgotten.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
-        request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data)
+        request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data,
+                                    by, restore)  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

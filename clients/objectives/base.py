@@ -48,6 +48,8 @@ class Task:
         incoming: The records from the server, by name.
         load_local_state: Reads the site's own state after the previous round; use `own`.
         generator: Source of the objective's random choices.
+        restoring: Whether the round restores the aggregate after a site was subtracted.
+        back: The share of the way by which the site's state first moves back to its initial one, in such a round.
         held_out: Returns the site's "validation" or "test" images.
         targets: Returns the targets of the site's training examples.
     """
@@ -62,6 +64,8 @@ class Task:
     generator: torch.Generator
     held_out: Callable[[str], Examples] = nothing_held_out
     targets: Callable[[], Tensor] = no_targets
+    restoring: bool = False
+    back: float = 0.0
 
     @property
     def config(self) -> Config:

@@ -22,7 +22,7 @@ from fedloom.clients.objectives.modes import AGGREGATE, MODES
 from fedloom.clients.objectives.plain import PlainSession, below, state_of
 from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET
 from fedloom.conf.typed import option
-from fedloom.fusion.state import State
+from fedloom.fusion.state import State, moved_back
 
 STAR_ = "star."  # prefix of the names of N*'s weights
 
@@ -78,6 +78,9 @@ class OwnSession(AverageSession):
     def start(self) -> State:
         if self.task.own is not None:
             return self.task.own
+        return self._initial()
+
+    def _initial(self) -> State:
         who = self.task.site.name if self.objective.initialisation == "own" else SHARED
         return initial_state(self.task.config, who, self.task.site)
 
@@ -95,6 +98,8 @@ class ExactSession(OwnSession):
     Both losses share the head. All sites train at once, and S/n moves by the mean of their steps, as in FedAvg. With
     probability `subset_probability`, a batch sees (S - phi_j) / (n - 1) for a random other site j instead of S/n. Then the
     sum stays good when a site is removed.
+
+    In a round that restores the aggregate, the aggregate's loss replaces the own network's.
     """
 
     from_server = frozenset({ROUND})
@@ -113,7 +118,12 @@ class ExactSession(OwnSession):
     def start(self) -> State:
         mean = self.task.incoming[MEAN]
         joins = self.objective.initialisation == AGGREGATE and self.task.own is None
-        return dict(mean) if joins else {**super().start(), **_part(mean, HEAD)}
+        if joins:
+            return dict(mean)
+        own = super().start()
+        if self.task.back:
+            own = moved_back(own, self._initial(), self.task.back)
+        return {**own, **_part(mean, HEAD)}
 
     def contribution(self) -> dict[str, State]:
         state = state_of(self.network)
@@ -126,7 +136,8 @@ class ExactSession(OwnSession):
         (offset,) = drawn
         view = {EXTRACTOR + name: weights[EXTRACTOR + name] + shift for name, shift in offset.items()}
         aggregate = self.cross_entropy({**weights, **view}, images, labels)
-        return self.objective.own_weight * self.cross_entropy(weights, images, labels) + aggregate
+        own = aggregate if self.task.restoring else self.cross_entropy(weights, images, labels)
+        return self.objective.own_weight * own + aggregate
 
     def _offset(self) -> dict[str, Tensor]:
         if (others := len(self.offsets) - 1) == 0:

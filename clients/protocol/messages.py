@@ -104,11 +104,18 @@ class TaskInstructions:
     again: int = 0  # number of the redraw of the round's batches; 0: the first draw; IDLE: the site does not train
     fails: str = ""  # when the site fails in the round, one of WHEN (federation.dropout)
     request: str = ""  # with ERASE, the id of the request
+    restoring: int = 0  # in a restoration of `rounds` rounds, the number of this one; 0: an ordinary round
+    back: float = 0.0  # share of the way by which a network first moves back to its initial state
 
     @property
     def words(self) -> tuple[str, ...]:
         """The names that seed the round's random draws."""
         return (str(self.round), f"again {self.again}") if self.again else (str(self.round),)
+
+    @property
+    def schedule_round(self) -> int:
+        """The round by which the learning rate's schedule counts."""
+        return self.restoring or self.round
 
     def record(self) -> ConfigRecord:
         """Return the order as a Flower record."""
@@ -157,6 +164,10 @@ def _parsed_order(text: str) -> TaskInstructions:
         raise UserError(f"order.fails: takes one of {', '.join(WHEN)}")
     if order.rounds < 1:
         raise UserError(f"order.rounds: got {order.rounds}, takes at least 1")
+    if not 0 <= order.restoring <= order.rounds:
+        raise UserError(f"order.restoring: got {order.restoring}, takes 0 to {order.rounds}")
+    if not 0.0 <= order.back <= 1.0:
+        raise UserError(f"order.back: got {order.back}, takes 0 to 1")
     return order
 
 

@@ -52,7 +52,16 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
         alone = failed or job.experiment.loss.by_site or bool(job.config.privacy.noise or job.order.fails)
         outs = () if failed else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, job.experiment.architecture(job.site)
-        common = order.config, order.round, order.again, order.rounds, order.members, order.kind, architecture
+        common = (
+            order.config,
+            order.round,
+            order.again,
+            order.rounds,
+            order.members,
+            order.kind,
+            architecture,
+            order.restoring,
+        )
         shape = index if failed or alone else (*common, len(images), outs)
         groups.setdefault(shape, []).append(index)
     return [group[start : start + most] for group in groups.values() for start in range(0, len(group), most)]
@@ -121,7 +130,10 @@ def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
 
 def _stacked_batches(jobs: Sequence[Job]) -> Iterator[tuple[float, Tensor, Tensor]]:
     """Yield the steps of all jobs: their common learning rate, images [k, b, c, h, w], labels [k, b]."""
-    streams = [batches(job.images(), job.experiment, job.site, job.order.round, job.device, job.order.words) for job in jobs]
+    streams = [
+        batches(job.images(), job.experiment, job.site, job.order.schedule_round, job.device, job.order.words)
+        for job in jobs
+    ]
     for steps in zip(*streams, strict=True):
         rates, images, labels = zip(*steps, strict=True)
         yield rates[0], torch.stack(images), torch.stack(labels)

@@ -25,7 +25,7 @@ from fedloom.server.ledger.slots import Slots, SlotUpdate
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.privacy import refuse_hidden
 from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
-from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.schedules import Participation, Restoration
 from fedloom.server.rounds.view import Setup, View, own
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name, for all sites or each
@@ -135,6 +135,7 @@ class RoundContext(View):
         self.again = 0  # which draw of the round's batches, for secure aggregation
         self.masked: list[str] = []  # the sites whose masked contributions count
         self.leaving: list[str] = []  # sites to be forgotten: the others remove the masks that they share with them
+        self.restoration: Restoration | None = None  # the restoration to which the round belongs
         self.recalibrated = False  # no site trained: they sent statistics of the aggregates
         self.record: dict[str, Any] = {}  # the round's line in metrics.jsonl, once it is committed
         self._left: list[tuple[str, int]] = []  # questions that the method left early, and the replies until then

@@ -24,7 +24,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.masks import RECORD, partners, rounds_together
 from fedloom.server.rounds.recalibrated import aggregates, end
-from fedloom.server.rounds.schedules import Participation
+from fedloom.server.rounds.schedules import Participation, Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.transport import RoundTransport
 from fedloom.server.run_folder.results_schema import RECEIVED
@@ -82,15 +82,18 @@ class RoundLoop:
         )
 
     @contextlib.contextmanager
-    def round(self, number: int, recalibration: bool = False) -> Iterator[RoundContext]:
+    def round(
+        self, number: int, recalibration: bool = False, restoration: Restoration | None = None
+    ) -> Iterator[RoundContext]:
         """Run a round as a context manager: commit it at the end; if the block raises, drop everything.
 
-        `recalibration`: no site trains; all fitting sites are asked. Raises TooFewRepliesError.
+        `recalibration`: no site trains; all fitting sites are asked, as in a `restoration`. Raises TooFewRepliesError.
         """
         with held():
             self.state.ledger.refuse_moved()
             begin, received = time.monotonic(), self.channel.received
-            context = self._begun(number, recalibration)
+            context = self._begun(number, recalibration or restoration is not None)
+            context.restoration = restoration
             try:
                 if not recalibration:
                     end(context)
@@ -111,14 +114,14 @@ class RoundLoop:
             self.written(record)  # before any listener's code runs
             self.listener.round_done(record)
 
-    def _begun(self, number: int, recalibration: bool) -> RoundContext:
-        """Update the connected sites, and begin a round."""
+    def _begun(self, number: int, everyone: bool) -> RoundContext:
+        """Update the connected sites, and begin a round. `everyone`: it asks all remaining members."""
         self.channel.traffic.clear()
         self.channel.refresh()
         self._warn()
         self.heal(number)
         leaving = self._leaving(number)
-        participation = self._participation(number, recalibration, leaving)
+        participation = self._participation(number, everyone, leaving)
         self.listener.round_started(number, len(participation.sites))
         self.transport.dropped = {}
         # rounds beyond the configured ones stretch the schedule of the rate
@@ -128,11 +131,11 @@ class RoundLoop:
         context.leaving = leaving
         return context
 
-    def _participation(self, number: int, recalibration: bool, leaving: Sequence[str]) -> Participation:
-        """Return the sites to ask: the schedule's, or all remaining members if sites leave or no site trains."""
+    def _participation(self, number: int, everyone: bool, leaving: Sequence[str]) -> Participation:
+        """Return the sites to ask: the schedule's, or all remaining members if `everyone` or if sites leave."""
         members = self.state.members()
         participation = self.state.schedule.participation(number, members)
-        if recalibration or leaving:
+        if everyone or leaving:
             participation = Participation([site for site in members if site.name not in leaving], participation.round)
         return replace(participation, sites=self.transport.participants.enrol(participation.sites))
 
@@ -148,6 +151,8 @@ class RoundLoop:
         record: dict[str, Any] = {"round": context.number, "replies": context.replies, "dropped": self.transport.dropped}
         if context.recalibrated:
             record["recalibrated"] = True
+        if context.restoration:
+            record["restored"] = context.restoration.number
         if context.clipped:
             record["clipped"] = context.clipped
         if context.losses:

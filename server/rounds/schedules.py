@@ -26,6 +26,26 @@ class Participation:
     round: int
 
 
+@dataclass(frozen=True)
+class Restoration:
+    """A round after a subtraction in which the remaining sites train the aggregate as one network.
+
+    Attributes:
+        number: The round's number in the restoration, from 1. The learning rate depends on it.
+        rounds: How many rounds the restoration has.
+        share: The share of the way by which the first one moves the aggregate back to its initial state.
+    """
+
+    number: int
+    rounds: int
+    share: float
+
+    @property
+    def back(self) -> float:
+        """The share of the way by which this round first moves the aggregate back."""
+        return self.share if self.number == 1 else 0.0
+
+
 class Schedule(ABC):
     """Chooses the participants of each round."""
 

@@ -194,6 +194,11 @@ class ServerState:
         view = self.view().without(names)
         check(view, self.strategy.models(view))
 
+    def check_restoration(self) -> None:
+        """Raise UserError if the method cannot restore its aggregate after a subtraction."""
+        if reason := self.strategy.no_restoration(self.experiment):
+            raise UserError(f"--restore: {reason}; use --repair N for further rounds, or --rollback")
+
     def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
         """Subtract sites and commit. `body`: facts for the ledger's event, which answers `request`. Raises UserError."""
         self.membership.forget(names, body, request)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.rounds.context import Content
 from fedloom.server.rounds.record_spec import RecordSpec
+from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 
 START = "start"  # marks what a site that enters a sum starts from: a file, or a record of its order
@@ -58,6 +59,7 @@ class Asking:
         trained: The sites that have trained in this round. Their own state is the one after training.
         attempt: The id of the attempt (secure aggregation).
         again: The number of the draw of the round's batches.
+        restoration: The restoration to which the round belongs.
         fails: By site that fails, when (federation.dropout), as in TaskInstructions.
     """
 
@@ -68,6 +70,7 @@ class Asking:
     trained: Collection[str] = ()
     attempt: str = ""
     again: int = 0
+    restoration: Restoration | None = None
     fails: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -141,6 +144,8 @@ class TaskMessages:
             before=before.where, holder=before.holder, weight=before.weight, secure=asking.attempt,
             again=asking.again, fails=asking.fails.get(site.name, ""),
         )  # fmt: skip
+        if restoration := asking.restoration:
+            order = replace(order, rounds=restoration.rounds, restoring=restoration.number, back=restoration.back)
         records: dict[str, Any] = {ORDER: order.record(), **self._records(site), **self.likes, **self._standardisation}
         if own is not None:
             records[OWN] = to_arrays(own)

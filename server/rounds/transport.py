@@ -83,7 +83,8 @@ class RoundTransport:
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
         fails = failing(self.config, context.number, sites) if kind == TRAIN and not context.leaving else {}
-        asking = Asking(kind, context.number, context.site_round, "", context.trained, context.attempt, context.again, fails)
+        asking = Asking(kind, context.number, context.site_round, "", context.trained, context.attempt, context.again,
+                        context.restoration, fails)  # fmt: skip
         return self.question(asking, sites, content, expected)
 
     def masked(self, context: RoundContext, expected: Mapping[str, RecordSpec]) -> Gathering:

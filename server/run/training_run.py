@@ -28,6 +28,7 @@ from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.listener import Listener, StopRun
 from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.final_evaluation import Measured, NetworkScores, check_models, common_names
@@ -138,7 +139,10 @@ class TrainingRun:
                 self._announce(loop)
             unlearning.tell_sites()
             try:
-                (recalibration_round if unlearning.recalibrates(last + 1) else one_round)(loop, last + 1)
+                if unlearning.recalibrates(last + 1):
+                    recalibration_round(loop, last + 1)
+                else:
+                    one_round(loop, last + 1, unlearning.restoration(last + 1))
             except StopRun:
                 self._stop(last + 1, "on_round returned 'stop'", listener)
 
@@ -327,14 +331,14 @@ class TrainingRun:
         return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}
 
 
-def one_round(loop: RoundLoop, number: int) -> dict[str, Any]:
-    """Run a round of the strategy, commit it, and return its record.
+def one_round(loop: RoundLoop, number: int, restoration: Restoration | None = None) -> dict[str, Any]:
+    """Run a round of the strategy (`restoration`: one that restores the aggregate), commit it, and return its record.
 
     Raises TooFewRepliesError if too few sites reply; nothing is committed then.
     """
     for attempt in range(ATTEMPTS + 1):
         try:
-            with loop.round(number) as context:
+            with loop.round(number, restoration=restoration) as context:
                 loop.state.strategy.round(context)
             return context.record
         except NodeLostError as error:  # a node was lost with a contribution that the round needs; nothing is committed

@@ -22,7 +22,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.renamed import OF_AVERAGING, refuse_renamed
 from fedloom.conf.sites import Site
 from fedloom.conf.typed import option
-from fedloom.fusion.state import State
+from fedloom.fusion.state import State, moved_back
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -96,6 +96,8 @@ class Averaging(Strategy):
 
     def round(self, context: RoundContext) -> None:
         states = self.next_state(context)
+        if context.restoration and context.restoration.back:
+            states = self._moved_back(context, states[NETWORK], context.restoration.back)
         for name, state in states.items():
             context.save_server_state(name, state)
         context.save_server_state(ROUND, number_state(context.number))
@@ -104,6 +106,16 @@ class Averaging(Strategy):
         like = {name: tensor for name, tensor in sent.items() if name not in own}
         sent_records = {MEAN: sent, **self.extra_records(context)}
         context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
+
+    def no_restoration(self, experiment: Experiment) -> str:
+        return ""
+
+    def _moved_back(self, context: RoundContext, network: State, share: float) -> dict[str, State]:
+        """Return the network, moved by a share of the way to the initial one, and each memory as in the first round."""
+        initial, parameters = context.initial(exact=True), parameters_of(context.experiment)
+        begun = {key: tensor for key, tensor in initial.items() if key in parameters}
+        memories = {name: {key: self.initial_memory(name, tensor) for key, tensor in begun.items()} for name in self.memory}
+        return {NETWORK: moved_back(network, initial, share), **memories}
 
     def trainees(self, context: RoundContext) -> Sequence[Site]:
         """Return the participants that train in this round: all. A subclass may ask them something first, and choose."""

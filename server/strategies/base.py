@@ -152,6 +152,10 @@ class Strategy(ABC):
         reason = "they come from rounds in which the forgotten sites participated; subtraction does not change them"
         return (ResidualInfluence("the other sites' contributions, and the server's saved state", reason),)
 
+    def no_restoration(self, experiment: Experiment) -> str:
+        """Return why `round` cannot restore the aggregate after a subtraction (`context.restoration`); empty: it can."""
+        return "the method has no single network that all sites train"
+
     def summary_entries(self, view: View) -> Mapping[str, Any]:
         """Return further entries of `summary.json`, by key."""
         return {}

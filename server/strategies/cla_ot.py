@@ -112,6 +112,9 @@ class ClaOt(InParts):
             state |= {name: tensor.clone() for name, tensor in part.neutral.items()}
         return state
 
+    def no_restoration(self, experiment: Experiment) -> str:
+        return "with strategy.start=own, networks have no common first state" if self.start == OWN else ""
+
     def round(self, context: RoundContext) -> None:
         """Run a round as `ByArchitecture` does. But with start=own, sites receive no network in round 1."""
         if self.start == OWN and context.number == 1:

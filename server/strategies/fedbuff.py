@@ -71,6 +71,9 @@ class FedBuff(Averaging):
     def schedule(self, experiment: Experiment) -> Schedule:
         return Arrivals(experiment.seed, self._size(len(experiment.sites)), self.spread)
 
+    def no_restoration(self, experiment: Experiment) -> str:
+        return "slow sites still train from networks of before the subtraction"
+
     def round(self, context: RoundContext) -> None:
         """Let the sites whose contributions arrive train from the networks that they began with, and store their changes."""
         network = self.next_state(context)[NETWORK]

@@ -39,6 +39,9 @@ class FedNova(Averaging):
         super().check(experiment)
         check_steps(experiment)
 
+    def no_restoration(self, experiment: Experiment) -> str:
+        return "the work of a round follows the run's own schedule"
+
     def begin(self, context: RoundContext) -> None:
         super().begin(context)
         context.save_server_state(WORK, _work_record(0.0, 0))

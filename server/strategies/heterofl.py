@@ -55,6 +55,7 @@ class HeteroFL(InParts):
 
     def round(self, context: RoundContext) -> None:
         """Send every site its part, rates and labels. Store its network without the rows that it does not hold."""
+        self.move_back(context)
         groups, rates = group_by_site(context.experiment), self._rates(context.experiment)
         sent, labels = (
             {group.name: context.server_state(network_key(group.name)) for group in groups_of(context.experiment)},

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from fedloom.clients.objectives import Experiment
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.typed import option
-from fedloom.fusion.state import State
+from fedloom.fusion.state import State, moved_back
 from fedloom.fusion.submodels import Held, Submodel, mean_over_holders, submodel
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.view import View
@@ -67,6 +67,22 @@ class InParts(ByArchitecture):
     def first_reference(self, view: View) -> State:
         """Return the reference's first state, from which parts are taken."""
         return view.initial(site=reference_of(view.experiment, self.reference).site)
+
+    def round(self, context: RoundContext) -> None:
+        self.move_back(context)
+        super().round(context)
+
+    def no_restoration(self, experiment: Experiment) -> str:
+        return ""
+
+    def move_back(self, context: RoundContext) -> None:
+        """At the start of a restoration, move the reference, and so all its parts, back to its first state."""
+        if not context.restoration or not context.restoration.back:
+            return
+        reference = moved_back(context.server_state(REFERENCE), self.first_reference(context), context.restoration.back)
+        context.save_server_state(REFERENCE, reference)
+        for name, part in self.parts(context.experiment, self.turn(context.number)).items():
+            context.save_server_state(network_key(name), part.taken(reference))
 
     def heads_share_basis(self, view: View) -> bool:
         return True

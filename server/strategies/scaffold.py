@@ -44,6 +44,9 @@ class Scaffold(Averaging):
                 raise UserError(f"{section}.{key}: the server's variate would differ from the one with which a site "
                                 "corrects its steps; set it to 0, or use strategy.name=fedavg")  # fmt: skip
 
+    def no_restoration(self, experiment: Experiment) -> str:
+        return "the sites' control variates do not fit the network that has moved back"
+
     def extra_broadcast(self, context: RoundContext) -> State:
         return self.control(context)
 

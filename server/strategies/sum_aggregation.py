@@ -20,8 +20,8 @@ from fedloom.clients.protocol.messages import MEAN, ROUND, SITE, STAR, SUBSET, T
 from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
-from fedloom.fusion.exact import dequantise, quantise
-from fedloom.fusion.state import State
+from fedloom.fusion.exact import ExactSum, dequantise, quantise
+from fedloom.fusion.state import State, moved_back
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -119,7 +119,10 @@ class SumAggregationStrategy(Strategy):
         """Send the mean network (and N*). Replace the N_i of each site that answers, and average the heads (and N*)."""
         mode, shared = mode_of(context.experiment.objective), context.server_state(SHARED)
         entering = [site.name for site in context.participants if mode.sums and not context.has(NETWORKS, site.name)]
-        content = {MEAN: {**(_mean(context, entering) if mode.sums else shared), **_part(shared, HEAD)}}
+        mean = {**(_mean(context, entering) if mode.sums else shared), **_part(shared, HEAD)}
+        if context.restoration and context.restoration.back:
+            mean = moved_back(mean, _initial_mean(context), context.restoration.back)
+        content = {MEAN: mean}
         if mode.star:
             content[STAR] = _part(shared, EXTRACTOR)
         expected = {ROUND: RecordSpec(shared, mean=WEIGHTINGS[self.weighting])}
@@ -173,10 +176,21 @@ class SumAggregationStrategy(Strategy):
             traces.append(ResidualInfluence("N* and all tensors that are not summed", kept))
         return traces
 
+    def no_restoration(self, experiment: Experiment) -> str:
+        if not mode_of(experiment.objective).subsets:
+            return f"objective.mode={experiment.objective.mode} has no restoration, only exact has"
+        limited = experiment.federation.clip_change > 0.0
+        return "federation.clip_change limits how far a site's network may move back" if limited else ""
+
     def _leave_one_out(self, context: RoundContext, mode: Mode, entering: Sequence[str]) -> dict[str, State]:
         """Return means without one site, for randomly drawn sites, if sites train on such means."""
         sites = [site for site in context.sites if context.has(NETWORKS, site.name)] if mode.sums else []
-        if not mode.subsets or not context.config.objective.get("subset_probability") or len(sites) < 2:
+        if (
+            context.restoration
+            or not context.config.objective.get("subset_probability")
+            or not mode.subsets
+            or len(sites) < 2
+        ):
             return {}
         chosen = context.rng("subsets").choice(len(sites), size=min(self.subsets, len(sites)), replace=False)
         names = [sites[int(index)].name for index in np.sort(chosen)]
@@ -225,6 +239,16 @@ def _mean(view: View, entering: Sequence[str] = ()) -> State:
     else:
         total.add(quantise(part(view.initial()), view.bits), times=max(1, len(entering)))
     return total.mean()
+
+
+def _initial_mean(view: View) -> State:
+    """Return the mean of the remaining sites' initial networks."""
+    if not _own_start(view):
+        return view.initial()
+    total = ExactSum(view.bits)
+    for site in view.sites:
+        total.add(quantise(view.initial(site.name), view.bits))
+    return {**view.initial(), **total.mean()}
 
 
 def _initialisation(view: View) -> str:

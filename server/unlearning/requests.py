@@ -20,6 +20,7 @@ from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, LedgerError, Request
 from fedloom.server.ledger.tables import BEGUN
 from fedloom.server.rounds.masks import rounds_together
+from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import BASELINES, DATA, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from fedloom.server.unlearning.evidence import UnlearningEvaluation
 
 KIND = "unlearn"
+RESTORE = "restore"  # option: rounds in which the remaining sites train the aggregate as one network
+SHARE_BACK = 0.5  # share of the way to the initial network, before these rounds
 APPLYING, LEAVING = BEGUN  # events; leaving: sites will be forgotten in the next round (secure aggregation)
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
 
@@ -89,6 +92,7 @@ class Unlearning:
 
         `retrained`: a network that was trained without the sites, for comparison.
         """
+        from fedloom.server.unlearning.readings import readings
         from fedloom.server.unlearning.scope import scope
 
         self._erase(request)  # the networks that were trained since
@@ -96,6 +100,7 @@ class Unlearning:
         evaluation = self._evaluation(request)
         done = certificate(self.ledger, self.state, request)
         done["evidence"] = evaluation.report((request.result or {})["evidence"], self._aggregate(), retrained)
+        done["readings"] = readings(self.config, request.sites, self.state.members(), done["evidence"])
         done["scope"] = scope(done["evidence"])
         done["goals"] = goals(done)
         issue(self.ledger, done)
@@ -243,6 +248,10 @@ class Unlearning:
             refuse(self.ledger, request.sites)
             if request.options.get("retrain") and not self.state.display_name:
                 raise UserError("--retrain compares aggregates, and this method has no aggregate; leave the option out")
+            if request.options.get(RESTORE) and request.options.get("rollback"):
+                raise UserError("--restore: --rollback trains again from before the sites joined; leave one out")
+            if request.options.get(RESTORE):
+                self.state.check_restoration()
             self.state.check_forgetting(request.sites, rollback=bool(request.options.get("rollback")))
             if request.options.get("recalibrate"):
                 self.state.check_recalibration(request.sites)
@@ -270,7 +279,16 @@ class Unlearning:
     def _due(self, request: Request) -> int:
         """Return the round after which an applied request is certified, including the rounds that its options add."""
         options = request.options
-        return int((request.result or {})["round"]) + int(options.get("repair", 0)) + bool(options.get("recalibrate"))
+        further = sum(int(options.get(option, 0)) for option in (RESTORE, "repair", "recalibrate"))
+        return int((request.result or {})["round"]) + further
+
+    def restoration(self, round: int) -> Restoration | None:
+        """Return the restoration to which a round belongs, that of the latest request with --restore; None: none."""
+        for request in reversed(self.under_way()):
+            number, rounds = round - int((request.result or {}).get("round", round)), int(request.options.get(RESTORE, 0))
+            if request.state == "applied" and 1 <= number <= rounds:
+                return Restoration(number, rounds, SHARE_BACK)
+        return None
 
     def recalibrates(self, round: int) -> bool:
         """Return whether sites send statistics in this round, for a request with --recalibrate."""
@@ -281,7 +299,7 @@ class Unlearning:
 def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
     """Return whether a request with these options needs sites that train."""
     return config.federation.secure_aggregation or any(
-        options.get(option) for option in ("repair", "rollback", "retrain", "recalibrate")
+        options.get(option) for option in (RESTORE, "repair", "rollback", "retrain", "recalibrate")
     )
 
 

@@ -81,7 +81,7 @@ def verify_signature(path: Path, key: str) -> list[Finding]:
             "signed by this key", signed_by(path, key), "the file was changed, another key signed it, or it is not signed"
         )
     ]
-    if not any(content["options"].get(option) for option in ("repair", "rollback")):
+    if not any(content["options"].get(option) for option in ("repair", "restore", "rollback")):
         sums, remaining = bool(content["exact"]["tensors"]), content["exact"]["sum_of_remaining"]
         fact = "the sum after the request is that of the remaining contributions" if sums else "the remaining contributions"
         after = one_digest(content["exact"]["digest_after" if sums else "remaining"])
@@ -168,7 +168,7 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
     summed, fact = rest_digest(ledger, totals), "sum of the remaining contributions" if totals else "remaining contributions"
     if totals:
         yield _compared(f"{fact} now", now, summed)
-    trained = any(content["options"].get(option) for option in ("repair", "rollback"))
+    trained = any(content["options"].get(option) for option in ("repair", "restore", "rollback"))
     if now == content["exact"]["sum_of_remaining"] or (now == one_digest(content["exact"]["digest_after"]) and not trained):
         yield _compared(f"{fact} then", content["exact"]["sum_of_remaining"], summed)
         blobs = {name: contribution.blob for name, contribution in ledger.all_latest().items()}

@@ -44,6 +44,14 @@ def unlearn(
     reason: Annotated[str, typer.Option(help="Reason, for the ledger and the certificate.")] = "",
     by: Annotated[str, typer.Option(help="Who asks, for the ledger and the certificate.")] = "",
     repair: Annotated[int, typer.Option(help="Rounds of training without the sites, afterwards.", min=0)] = 0,
+    restore: Annotated[
+        int,
+        typer.Option(
+            help="Rounds in which the other sites train the aggregate as one network, from half-way back. "
+            "Try a fifth of the run's rounds.",
+            min=0,
+        ),
+    ] = 0,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
     ] = False,
@@ -66,7 +74,8 @@ def unlearn(
         from fedloom.sims.operations.unlearn import unlearn as fulfil
         from fedloom.sims.progress.listeners import listener_for
 
-    request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data, by)
+    request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data, by,
+                                restore)  # fmt: skip
     text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:

@@ -24,7 +24,8 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
 from fedloom.server.unlearning.client_erasure import Erasure, outstanding
-from fedloom.server.unlearning.requests import receive, wants_training
+from fedloom.server.unlearning.readings import outcome
+from fedloom.server.unlearning.requests import RESTORE, receive, wants_training
 from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from fedloom.sims.operations.site_names import site_names
 from fedloom.sims.progress.listeners import Watcher
@@ -47,6 +48,8 @@ class UnlearningRequest:
         recalibrate: Whether to compute a new head from the other sites' statistics.
         without_data: Forget even if the images for measuring are missing. The certificate then has no accuracies.
         by: Who asks, for the ledger and the certificate.
+        restore: Rounds after the subtraction in which the remaining sites train the aggregate as one network, from
+            half-way back to its initial state.
     """
 
     sites: Sequence[str]
@@ -58,12 +61,14 @@ class UnlearningRequest:
     recalibrate: bool = False
     without_data: bool = False
     by: str = ""
+    restore: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
         """The request's options, in the form in which the ledger stores them."""
         always = {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
-        return always | ({"recalibrate": True} if self.recalibrate else {})
+        more = {"recalibrate": True} if self.recalibrate else {}
+        return always | more | ({RESTORE: self.restore} if self.restore else {})
 
 
 class Unlearned(NamedTuple):
@@ -100,7 +105,7 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
         return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
-    text = f"Request '{id}' is verified: {names_of(content)} forgotten. Certificate: {file.with_suffix('.html')}"
+    text = f"Request '{id}' is verified: {outcome(content, names_of(content))}. Certificate: {file.with_suffix('.html')}"
     return Unlearned(text, content)
 
 

@@ -7,6 +7,7 @@ from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, TIMES, names_of, one_digest, read
 from fedloom.server.unlearning.goals import PARTS
+from fedloom.server.unlearning.readings import LINES, SHOWN, STILL
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
 
@@ -34,6 +35,7 @@ def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
             "What was measured",
             [*_networks(evidence), _accuracy(evidence), _attacks(evidence), _relearning(evidence), *_retrained(evidence)],
         ),
+        *([("How to read the measurements", _readings(certificate["readings"]))] if certificate.get("readings") else []),
         *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
         *([("The goals of verifiable unlearning", [_goals(certificate["goals"])])] if "goals" in certificate else []),
     ]
@@ -78,6 +80,15 @@ def _exact(certificate: dict[str, Any]) -> Table:
         ["event of the ledger", f"{certificate['ledger']['event']}: {certificate['ledger']['digest']}"],
     ]
     return Table("", ["what", "value"], rows)
+
+
+def _readings(readings: dict[str, Any]) -> list[Part]:
+    """Return whether the measurements show that the network has forgotten, and how to read each."""
+    verdict = {
+        "yes": "Something of the sites was detectable before the request, and no longer is.",
+        "no": f"The network has not forgotten: {'; '.join(readings[STILL])}.",
+    }.get(readings[SHOWN], "Nothing of the sites was detectable before the request, so the measurements cannot show more.")
+    return [verdict, Table("", ["measurement"], [[line] for line in readings[LINES]])]
 
 
 def _scope(scope: dict[str, list[str]]) -> Table:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fedloom.clients.data import site_examples
-from fedloom.clients.storage.states import write_state
+from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.sims.experiments import unlearning
 from fedloom.sims.experiments.unlearning import shadows, traces
-from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated
+from fedloom.sims.experiments.unlearning.averaging import averaged, calibrated, sifu_start
 from fedloom.sims.experiments.unlearning.shadows import LEAVER, configured, everything, membership, opened
 
 
@@ -26,7 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(shadows, name, number)
     for module in (shadows, traces):
         monkeypatch.setattr(module, "SETTING", small)
-    for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("AS_ONE", 1), ("MAX_STEPS", 4), ("RELEARNED", 1)):
+    for name, number in (("ROUNDS", 2), ("FURTHER", 1), ("RESTORE", 1), ("MAX_STEPS", 4), ("RELEARNED", 1)):
         monkeypatch.setattr(traces, name, number)
     monkeypatch.chdir(tmp_path)
 
@@ -80,19 +80,29 @@ def means(ledger: Ledger, given: dict, round: int) -> dict[str, torch.Tensor]:
     return averaged([(ledger.blobs.get(each[round - 1].blob), each[round - 1].samples) for each in given.values()])
 
 
-def test_averaging_goes_on_from_part_of_the_way_to_a_network(tmp_path: Path):
-    with opened(configured("averaging", 0, tmp_path / "run")) as run:
-        drawn = run.model().state
-    end = {name: tensor + 1.0 for name, tensor in drawn.items()}
-    write_state(tmp_path / "end.safetensors", end)
-    strategy = {**shadows.METHODS["averaging"]["strategy"], "start": str(tmp_path / "end.safetensors"), "share": 0.5}
-    with opened(configured("averaging", 0, tmp_path / "half", changes={"strategy": strategy})) as half:
-        torch.testing.assert_close(half.model().state, {name: tensor + 0.5 for name, tensor in drawn.items()})
+@pytest.mark.parametrize(("share_of_bound", "last"), [(0.5, 0), (1.01, 1), (10.0, 2)])
+def test_sifu_starts_from_the_last_round_that_the_noise_hides(tmp_path: Path, share_of_bound: float, last: int):
+    config = configured("averaging", 0, tmp_path / "run")
+    with opened(config) as run:
+        run.train()
+        sent = [(run.method.ledger.blobs.get(each[0].blob), each[0].samples) for each in histories(run)]
+        others = [pair for pair, site in zip(sent, run.method.ledger.sites(), strict=True) if site != LEAVER]
+        mean, rest = averaged(sent), averaged(others)
+        influence = float(torch.cat([(mean[name] - rest[name]).flatten() for name in mean]).norm())
+        start, found = sifu_start(config, run.method.ledger, LEAVER, 0.01, share_of_bound * influence)
+        expected = {0: initial_state(config), 1: mean, 2: run.model().state}[last]
+    assert found == last
+    moved = torch.cat([(start[name] - expected[name]).flatten() for name in expected])
+    assert float(moved.std()) == pytest.approx(0.01, rel=0.2) and abs(float(moved.mean())) < 0.005
+
+
+def histories(run: shadows.Shadow) -> list[Any]:
+    return [run.method.ledger.history(site) for site in run.method.ledger.sites()]
 
 
 @pytest.mark.parametrize(
     ("method", "ways"),
-    [("averaging", {"replay", "repair"}), ("exact", {"as one", "halved", "repair", "recalibrated"})],
+    [("averaging", {"replay", "sifu", "restored", "repair"}), ("exact", {"restored", "repair", "recalibrated"})],
 )
 def test_a_federation_forgets_in_every_way(method: str, ways: set[str]):
     found = traces.shadow(method, 0)
@@ -113,7 +123,10 @@ def test_sites_that_leave_one_after_the_other_are_measured_on_both_sides():
 def made_up(method: str, seed: int) -> dict[str, Any]:
     """Of a federation in which subtraction leaves everything, and a retrained network differs by chance alone."""
     random = np.random.default_rng(seed)
-    was, names = random.random(50) < 0.5, [name for name in traces.WAYS if name != "replay" or method == "averaging"]
+    was, names = (
+        random.random(50) < 0.5,
+        [name for name in traces.WAYS if name not in ("replay", "sifu") or method == "averaging"],
+    )
     plain = {"forgotten": 0.2, "retained": 0.6, "seconds": 1.0, "distance": 0.5, "apart": 0.1, "relearned": 2}
     there = {name: 9.0 * was if name in ("before", "subtract") else 0.0 for name in names}
     ways = {name: {**plain, "confidences": (there[name] + random.normal(size=50)).tolist()} for name in names}

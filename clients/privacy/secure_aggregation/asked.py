@@ -62,7 +62,8 @@ def attempt_id(job: Job) -> str:
 
 def fixed(order: TaskInstructions) -> str:
     """Return the parts of an order that must be equal in all steps of an attempt, as JSON, so that checks still hold."""
-    return json.dumps([order.config, order.run, order.site, order.round, order.rounds, order.members])
+    parts = [order.config, order.run, order.site, order.round, order.rounds, order.members, order.restoring, order.back]
+    return json.dumps(parts)
 
 
 def to_tensor(content: bytes) -> Tensor:

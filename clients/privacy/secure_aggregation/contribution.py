@@ -243,6 +243,7 @@ def _trained(job: Job, steps: int) -> str:
     order = job.order
     sent = {record: contents(state) for record, state in sorted(to_states(job.content).items()) if record not in OWN_AFFAIR}
     parts = [order.config, order.run, order.round, order.rounds, order.members, order.kind, order.split, order.again,
+             order.restoring, order.back,
              sorted(order.sums.items()), order.slot, sent, 0 if job.simulated else steps]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

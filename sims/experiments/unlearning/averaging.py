@@ -1,16 +1,20 @@
-"""Federated averaging whose server stores every site's contribution, and FedEraser's replay without a site."""
+"""Federated averaging whose server stores every contribution; FedEraser's replay and SIFU's start, without a site."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.messages import MEAN, SITE
 from fedloom.clients.storage.states import read_state
+from fedloom.conf import Config
+from fedloom.conf.randomness import torch_generator
 from fedloom.conf.typed import option
-from fedloom.fusion.state import State
+from fedloom.fusion.state import State, moved_back
 from fedloom.server.ledger import Ledger
 from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, Slot, Strategy, Sum, View
 
@@ -21,25 +25,26 @@ NETWORKS = "networks"  # the slot
 class Averaging(Strategy):
     """FedAvg (McMahan et al. 2017): the mean of the sites' last networks, weighted by their numbers of images.
 
-    With `start`, it continues from that network, or from part of the way to it. After a subtraction, an aggregate may know
-    less of the site's domain than if the site had never participated. Nearer to the common start, this trace is weaker.
+    With `start`, it continues from that network.
     """
 
     start: str = option(
         "", "file of the start network, such as a run's states/aggregate.safetensors; empty: drawn by the seed"
     )
-    share: float = option(1.0, "share of the way from the drawn network to `start`", low=0.0, high=1.0)
 
     def slots(self, experiment: Experiment) -> dict[str, Slot]:
         return {NETWORKS: Sum(weighted=True)}
 
     def begin(self, context: RoundContext) -> None:
-        drawn = context.initial()
-        end = read_state(Path(self.start)) if self.start else drawn
-        context.save_server_state("start", {name: torch.lerp(drawn[name], end[name], self.share) for name in drawn})
+        context.save_server_state("start", read_state(Path(self.start)) if self.start else context.initial())
+
+    def no_restoration(self, experiment: Experiment) -> str:
+        return ""
 
     def round(self, context: RoundContext) -> None:
         mean = self.mean(context)
+        if context.restoration:
+            mean = moved_back(mean, context.initial(), context.restoration.back)
         context.gather(TRAIN, {MEAN: mean}, {SITE: RecordSpec(mean, slot=NETWORKS)})
 
     def models(self, view: View) -> Models:
@@ -79,6 +84,41 @@ class Replay(Averaging):
             moved = {site: ledger.blobs.get(entry.blob) for site, entry in ended.items()}
         return {site: {name: float(torch.dist(end, start[name])) for name, end in state.items()} for site, state in
                 moved.items()}  # fmt: skip
+
+
+def sifu_start(config: Config, ledger: Ledger, gone: str, noise: float, bound: float) -> tuple[State, int]:
+    """Return the network from which SIFU trains again (Fraboni et al. 2024, Algorithm 1), and its round.
+
+    It is the last mean up to which the site's influence is at most `bound`, with Gaussian noise added. The influence grows
+    in each round by the distance between the means with and without the site (their Eq. 7 with B = 1, for losses that are
+    not convex).
+
+    Args:
+        config: The run's configuration. Its seed draws the noise.
+        ledger: The run's ledger, with federation.history=all.
+        gone: The site.
+        noise: The noise's standard deviation.
+        bound: Psi*, the largest influence (`sifu_bound`).
+    """
+    start, influence, last = initial_state(config), 0.0, 0
+    rounds: dict[int, dict[str, tuple[State, int]]] = {}
+    for site in ledger.sites():
+        for entry in ledger.history(site):
+            rounds.setdefault(entry.round, {})[site] = ledger.blobs.get(entry.blob), entry.samples
+    for number, sent in sorted(rounds.items()):
+        mean, others = averaged(list(sent.values())), averaged([pair for site, pair in sent.items() if site != gone])
+        influence += float(torch.stack([(mean[name] - others[name]).square().sum() for name in mean]).sum().sqrt())
+        if influence > bound:
+            break
+        start, last = mean, number
+    generator = torch_generator(config.seed, "sifu")
+    noisy = {name: tensor + noise * torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
+    return noisy, last
+
+
+def sifu_bound(noise: float, epsilon: float, delta: float) -> float:
+    """Return Psi*, the influence that Gaussian noise hides with (epsilon, delta) (Fraboni et al. 2024, Eq. 9)."""
+    return noise * epsilon / math.sqrt(2 * (math.log(1.25) - math.log(delta)))
 
 
 def averaged(states: Sequence[tuple[State, int]]) -> State:

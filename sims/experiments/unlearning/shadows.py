@@ -5,9 +5,10 @@ images.
 """
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import Silent
-from fedloom.server.run.training_run import TrainingRun, recalibration_round
+from fedloom.server.rounds.schedules import Restoration
+from fedloom.server.run.training_run import TrainingRun, one_round, recalibration_round
 from fedloom.server.unlearning.attacks import Floats
 from fedloom.server.unlearning.likelihood import Mask, confidence
+from fedloom.server.unlearning.requests import SHARE_BACK
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.operations.scratch_run import training_run
 
@@ -115,6 +118,25 @@ class Shadow:
         recalibration_round(self.method.loop, self.method.loop.last + 1)
         self.seconds += time.perf_counter() - begin
         return self.model()
+
+    def restored(self, rounds: int, share: float = SHARE_BACK) -> Model:
+        """Return the aggregate after a restoration (server.rounds.schedules.Restoration)."""
+        assert self.method.loop is not None
+        begin = time.perf_counter()
+        for number in range(1, rounds + 1):
+            one_round(self.method.loop, self.method.unlearning().last_round() + 1, Restoration(number, rounds, share))
+        self.seconds += time.perf_counter() - begin
+        return self.model()
+
+    @contextlib.contextmanager
+    def copied(self, name: str) -> Iterator["Shadow"]:
+        """Open a copy of the federation, next to it, which can be trained further."""
+        config = self.method.config
+        shutil.copytree(self.method.folder.path, self.method.folder.path.parent / name)
+        with opened(replace(config, run=replace(config.run, name=name, resume=True))) as copy:
+            grid = InlineGrid(copy.sites, copy.method.folder.path / "stores")
+            copy.method.begin(copy.method.joined(grid), Silent())
+            yield copy
 
 
 @dataclass(frozen=True)

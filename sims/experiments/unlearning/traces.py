@@ -17,6 +17,7 @@ from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
 from fedloom.sims.experiments.study import Study, means
+from fedloom.sims.experiments.unlearning.averaging import sifu_bound, sifu_start
 from fedloom.sims.experiments.unlearning.shadows import (
     DRAWN,
     FURTHER,
@@ -39,15 +40,16 @@ RELEARNED = 3  # federations in which the steps to relearn are measured
 MAX_STEPS, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
 Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
-AS_ONE, RATE = 4, 0.1  # rounds and rate of training the aggregate as one network; chosen with seeds 100 to 102
+RESTORE = 4  # rounds of restoration
+NOISE, EPSILON, DELTA = 0.01, 10.0, 0.1  # of SIFU
 WAYS = {
     "before": "before",
     "subtract": "subtract",
     "repair": f"subtract + {FURTHER} rounds of repair",
     "recalibrated": f"subtract + {FURTHER} rounds + recalibrated head",
-    "as one": f"subtract + {AS_ONE} rounds as one network",
-    "halved": f"subtract + {AS_ONE} rounds from half-way back",
+    "restored": f"subtract, restored in {RESTORE} rounds",
     "replay": "FedEraser's replay",
+    "sifu": "SIFU",
     "retrained": "retrained",
     "again": "retrained, other batches",
 }
@@ -70,6 +72,7 @@ def shadow(method: str, seed: int) -> dict[str, Any]:
             models = {"before": (run.model(), run.seconds), "subtract": (run.model([LEAVER]), 0.0)}
             if method == "averaging":
                 models["replay"] = _without(configured(method, seed, folder / "replay", changes=_replay(folder / "run")))
+                models["sifu"] = _sifu(run, seed, folder)
             run.method.state.forget([LEAVER], {})
             for way in FURTHER_WAYS[method]:
                 models |= way(run, seed, folder)
@@ -84,15 +87,20 @@ def _replay(earlier: Path) -> dict[str, Any]:
     return {"strategy": strategy, "training": {**SETTING["training"], "epochs": SETTING["training"]["epochs"] // 2}}
 
 
-def _as_one(run: Shadow, seed: int, folder: Path) -> Models:
-    """Train the aggregate as one network, from its current state, and from half of the way back to the start."""
-    start, models = folder / "subtracted.safetensors", {}
-    write_state(start, run.model().state)
-    for name, share in (("as one", 1.0), ("halved", 0.5)):
-        strategy = {"name": f"{MODULE}.averaging:Averaging", "start": str(start), "share": share}
-        changes = {"strategy": strategy, "rounds": AS_ONE, "training": {**SETTING["training"], "rate": RATE}}
-        models[name] = _without(configured("averaging", seed, folder / f"one-{share}", changes=changes))
-    return models
+def _sifu(run: Shadow, seed: int, folder: Path) -> tuple[Model, float]:
+    """Train again for the rounds that SIFU takes back, from its noisy start."""
+    config, bound = run.method.config, sifu_bound(NOISE, EPSILON, DELTA)
+    start, last = sifu_start(config, run.method.ledger, LEAVER, NOISE, bound)
+    write_state(folder / "sifu.safetensors", start)
+    strategy = {"name": f"{MODULE}.averaging:Averaging", "start": str(folder / "sifu.safetensors")}
+    changes = {"strategy": strategy, "rounds": max(1, config.rounds - last)}
+    return _without(configured("averaging", seed, folder / "sifu", changes=changes))
+
+
+def _restored(run: Shadow, seed: int, folder: Path) -> Models:
+    """Restore the aggregate in a copy of the run, so that the other ways begin at the subtracted one."""
+    with run.copied("restored") as copy:
+        return {"restored": (copy.restored(RESTORE), copy.seconds)}
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
@@ -106,8 +114,8 @@ def _recalibrated(run: Shadow, seed: int, folder: Path) -> Models:
 
 
 FURTHER_WAYS: dict[str, tuple[Callable[[Shadow, int, Path], Models], ...]] = {
-    "averaging": (_repaired,),
-    "exact": (_as_one, _repaired, _recalibrated),
+    "averaging": (_restored, _repaired),
+    "exact": (_restored, _repaired, _recalibrated),
 }
 
 
