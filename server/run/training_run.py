@@ -145,6 +145,8 @@ class TrainingRun:
                     one_round(loop, last + 1, unlearning.restoration(last + 1))
             except StopRun:
                 self._stop(last + 1, "on_round returned 'stop'", listener)
+            if rounds_back := self.config.federation.history_rounds:
+                self.ledger.thin(last + 1 - rounds_back)
 
     def _written(self, record: dict[str, Any]) -> None:
         """Write a committed round's record and, if the configuration says so, the best network so far."""

@@ -21,7 +21,7 @@ from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet
 from fedloom.sims.process import Ending, listen
-from fedloom.sims.progress.output import fault, make_lenient
+from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -50,6 +50,7 @@ def _options(
     ] = False,
 ) -> None:
     """Declare the options of the whole command."""
+    wants_json()  # refuses other values of the variable at once
 
 
 @app.command()
@@ -233,5 +234,6 @@ def _say_waiting(runs: Sequence[Path]) -> None:
 
 
 def _say(text: str, code: int) -> int:
-    typer.echo(f"fedloom: {text}", err=True)
+    as_json = os.environ.get(VARIABLE) == "json"
+    typer.echo(line_of(text, "error") if as_json else f"fedloom: {text}", err=True)
     return code

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedloom.sims.cli.options import Json
+from fedloom.sims.progress.output import line_of, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def serve(
         from fedloom.sims.desk.serve import Address
         from fedloom.sims.desk.serve import serve as start
 
-    start(runs, Address(host, port, cert, key), lambda line: typer.echo(line, err=True), webhook, webhook_secret_file)
+    def say(line: str) -> None:
+        typer.echo(line_of(line) if wants_json() else line, err=True)
+
+    start(runs, Address(host, port, cert, key), say, webhook, webhook_secret_file)
 
 
 @app.command()

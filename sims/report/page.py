@@ -10,6 +10,7 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.report.tables import Table, clean
 
 STYLE = """
+:root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff }
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
@@ -21,6 +22,10 @@ th, td { padding: .22rem .8rem; border-bottom: 1px solid #e4e4e4; text-align: le
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 figure { margin: 1.2rem 0 } img { max-width: 100%; height: auto } figcaption, .note { color: #555; font-size: .9rem }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem } summary { cursor: pointer }
+@media (prefers-color-scheme: dark) {
+body { color: #e6eaf0; background: #12161d } h2, th, td { border-color: #2d3542 } figcaption, .note { color: #a3adbb }
+pre { background: #1a202a } a { color: #7db4f5 } img { background: #fff }
+}
 """
 
 
