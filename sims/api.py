@@ -61,7 +61,7 @@ def run(
         overwrite: Replace an existing run of the same name.
         progress: Show the progress.
         on_round: Called after each committed round with its record, as in `Result.metrics`. The record has one more key,
-            `part`: empty, or the folder of a baseline.
+            `part`: empty, or the folder of a baseline. If it returns "stop", this part ends here, as a finished one.
         on_reply: Called with (site, ok, reason) for each reply of a site, and for each missing one.
         on_finished: Called with the result when the report is written.
 
@@ -89,7 +89,7 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides:
 
 def resume(
     folder: str | os.PathLike[str],
-    *,
+    *overrides: str,
     progress: bool = False,
     tracking: Sequence[Any] | None = None,
     on_round: OnRound | None = None,
@@ -98,6 +98,7 @@ def resume(
 ) -> "Result":
     """Continue a run that was stopped, after its last committed round, and return its result.
 
+    `overrides`: "rounds=20" gives the run more rounds, also a finished one. Nothing else can change.
     `tracking`: trackers, as in the key `tracking`, that replace those of the run; they also receive the earlier rounds.
     The callbacks are those of `run`. Raises UserError if the folder is not a run.
     """
@@ -105,7 +106,7 @@ def resume(
         listener, callbacks = listener_for(quiet=not progress), Callbacks(on_round, on_reply)
         folder = Path(folder).expanduser()
         tracking = None if tracking is None else plain_value(tracking, "tracking")
-        simulations.resume(folder, tracking=tracking, listener=listener, listeners=[callbacks])
+        simulations.resume(folder, overrides, tracking=tracking, listener=listener, listeners=[callbacks])
     return _finished(Path(folder), on_finished)
 
 

@@ -55,8 +55,7 @@ class Scaffold(Averaging):
         """
         parameters = parameters_of(view.experiment)
         zeros = {CONTROL + name: torch.zeros_like(tensor) for name, tensor in view.initial().items() if name in parameters}
-        trained = [site for site in view.sites if view.has(NETWORKS, site.name)]
-        if not trained:
+        if not (trained := [site for site in view.sites if view.has(NETWORKS, site.name)]):
             return zeros
         mean, share = view.mean(NETWORKS), len(trained) / len(view.sites)
         return {name: mean[name] * share for name in zeros}

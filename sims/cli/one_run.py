@@ -17,14 +17,19 @@ Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0
 
 
 @app.command()
-def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Continue a run that was stopped or killed, after its last committed round."""
+def resume(
+    run: RunPath,
+    overrides: Annotated[list[str] | None, typer.Argument(help="rounds=20: more rounds, also for a finished run.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a run that was stopped or killed, after its last committed round, or give a run more rounds."""
     began = time.monotonic()
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import resume as go_on
         from fedloom.sims.progress.listeners import listener_for
 
-    summary = go_on(run, listener=listener_for(quiet, json_output=as_json), began=began)
+    summary = go_on(run, overrides or (), listener=listener_for(quiet, json_output=as_json), began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from fedloom.clients.data import site_sizes
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
+from fedloom.conf.sites import BEST
 from fedloom.server.evaluation.evaluator import Evaluator, has_data
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.database import BusyError
+from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import BY_METHOD, check_sums, head
 from fedloom.server.run.training_run import TrainingRun
@@ -234,7 +236,7 @@ def _measure_again(method: TrainingRun, listener: Listener) -> None:
     """Write the run's metrics, summary and networks without the forgotten sites."""
     method.complete_metrics()
     old = {"status": "interrupted", "seconds": 0.0, **sound_summary(method.folder.path)}
-    gone = {*BY_METHOD, "class_names"}  # these contain the forgotten sites
+    gone = {*BY_METHOD, "class_names", BEST, STOPPED}  # these contain the forgotten sites, or may have changed
     old = {key: value for key, value in old.items() if key not in gone}
     members = {site.name for site in method.state.members()}
     if counts := old.get("classes"):
