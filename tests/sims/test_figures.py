@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.conf.errors import FailedError, UserError
+from fedloom.sims import experiments
 from fedloom.sims.experiments import figures
 from fedloom.sims.experiments.check import _value
 from fedloom.sims.experiments.figures import Figure, Measurement
@@ -70,6 +71,14 @@ def test_the_shipped_file_is_sound_and_no_figure_is_of_one_seed():
     every = figures.measurements()
     assert all(each.seeds >= 2 and each.figures for each in every)
     assert sum(not each.data and each.minutes <= 5 for each in every) >= 5
+
+
+def test_rows_and_columns_of_reproductions_are_those_that_the_code_has():
+    for each in figures.measurements():
+        if each.words[0] == "reproduce":
+            source = (Path(experiments.__file__).parent / f"{each.words[1]}.py").read_text(encoding="utf-8")
+            names = {name for figure in each.figures for name in figure.metric.split(" / ")[1:]}
+            assert sorted(name for name in names if f'"{name}"' not in source) == []
 
 
 @pytest.mark.parametrize("name", figures.WRITTEN)
