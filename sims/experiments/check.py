@@ -17,13 +17,12 @@ from fedloom.sims.experiments.study import at
 from fedloom.sims.report.spread import Spread, spread
 from fedloom.sims.report.tables import Table
 
-MINUTES = 5.0
 TITLE = re.compile(r"\*\*(.*), \d+ seeds?\*\*")
 CELL = re.compile(r"(?<!\\)\|")
 INSIDE, OUTSIDE, FAILED, SKIPPED = "inside", "OUTSIDE", "FAILED", "skipped"
 
 
-def check(every: Sequence[Measurement], minutes: float = MINUTES, *, quiet: bool = False) -> tuple[Table, bool]:
+def check(every: Sequence[Measurement], minutes: float, *, quiet: bool = False) -> tuple[Table, bool]:
     """Measure again what takes at most `minutes` and has its data; return a table, and whether no figure is outside."""
     rows = list[list[str]]()
     for each in every:
@@ -40,9 +39,8 @@ def check(every: Sequence[Measurement], minutes: float = MINUTES, *, quiet: bool
             rows.append([f"{each.table}: {figure.row}, {figure.column}", *each.texts(figure), new, verdict])
     counts = Counter(row[-1].partition(":")[0] for row in rows)
     note = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-    return Table(
-        "Figures, measured again", ["figure", "published", "band", "again", "verdict"], rows, note
-    ), not counts.keys() & {OUTSIDE, FAILED}
+    head = ["figure", "published", "band", "again", "verdict"]
+    return Table("Figures, measured again", head, rows, note), not counts.keys() & {OUTSIDE, FAILED}
 
 
 def _obstacle(each: Measurement, minutes: float) -> str:
@@ -77,10 +75,11 @@ def _value(results: Any, figure: Figure, each: Measurement) -> Spread:
     path = figure.metric.split(" / ")
     try:
         if isinstance(results, list):
-            return spread([(100 if each.unit == PERCENT else 1) * at(summary, path) for summary in results])
+            keys = [int(key) if key.isdecimal() else key for key in path]
+            return spread([(100 if each.unit == PERCENT else 1) * at(summary, keys) for summary in results])
         mean, _, deviation = at(results, path).partition(" ± ")
         return Spread(each.seeds, float(mean), float(deviation or "nan"))
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise FailedError(f"the results have no number at '{figure.metric}'") from None
 
 

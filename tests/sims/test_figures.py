@@ -173,3 +173,6 @@ def test_a_command_or_a_metric_that_fails_is_named(fedloom: Command, published):
     each, _ = made(1.0, 1.0, 2)
     with pytest.raises(FailedError, match="no number at 'accuracy / sum'"):
         _value([{"accuracy": {}}], Figure("a", "b", "accuracy / sum", 1.0, 1.0), each)
+    with pytest.raises(FailedError, match="no number at 't / a'"):
+        _value({"t": {"a": {"b": "1.0"}}}, Figure("a", "b", "t / a", 1.0, 1.0), each)
+    assert _value([{"a": [0.5, 0.25]}, {"a": [0.5, 0.75]}], Figure("a", "b", "a / 1", 1.0, 1.0), each).mean == 50.0
