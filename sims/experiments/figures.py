@@ -146,11 +146,8 @@ def rendered(name: str, every: Sequence[Measurement]) -> str:
     table = Table(
         "", [own[0].heading, *columns], [[row, *(cells.get((row, column), "-") for column in columns)] for row in rows]
     )
-    facts = dict.fromkeys(
-        f"Mean ± deviation over {count(each.seeds, 'seed')}; {each.machine}, {each.date}, commit {each.commit}"
-        for each in own
-    )
-    return f"{table.markdown()}\n{'; '.join(facts)} (`fedloom results {name}`).\n"
+    facts = {f"{count(each.seeds, 'seed')}: {each.machine}, {each.date}, commit {each.commit}": None for each in own}
+    return f"{table.markdown()}\nMean ± deviation over {'; '.join(facts)} (`fedloom results {name}`).\n"
 
 
 def with_figures(text: str, every: Sequence[Measurement]) -> str:
