@@ -28,6 +28,7 @@ from fedloom.server.run_folder.scores import headline, metric_of, spot
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
+from fedloom.sims.operations.export import ExportOrder, export
 from fedloom.sims.operations.predictions import evaluated, examples_of, predicted, standardisation_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
@@ -272,6 +273,36 @@ class Result:
         Raises UserError for an unknown site or split, or if this machine does not have the data.
         """
         return examples_of(self.config, site, split)
+
+    def export(
+        self,
+        *,
+        pt: str | os.PathLike[str] | None = None,
+        torch_export: str | os.PathLike[str] | None = None,
+        onnx: str | os.PathLike[str] | None = None,
+        network: str = "",
+        site: str = "",
+        license: str = "",
+    ) -> list[Path]:
+        """Write a network to files that load without fedloom, with a model card, and return the paths.
+
+        The files have the outputs of `predict(..., scores=True)`. Their metadata say what the network takes and returns.
+
+        Args:
+            pt: A file for TorchScript (`torch.jit.load`), which C++ reads, too.
+            torch_export: A file for `torch.export.load`.
+            onnx: An ONNX file. Needs `fedloom[onnx]`.
+            network: A name in `networks`; empty: the aggregated network.
+            site: As in `predict`.
+            license: The licence of the network, for metadata and card.
+
+        Raises:
+            UserError: A file cannot be written, or the network cannot be exported.
+        """
+        files = (Path(path) if path else None for path in (pt, torch_export, onnx))
+        name = network or str(self.summary.get("aggregate") or AGGREGATE)
+        with as_usual():
+            return export(self.folder, self.config, name, self._named(network), ExportOrder(*files, license, site))
 
     def _named(self, network: str) -> nn.Module:
         if not network:

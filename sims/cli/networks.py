@@ -1,4 +1,4 @@
-"""Commands on networks: `networks`, `align` and `fuse` for files, `heads` and `transfer-head` for runs."""
+"""Commands on networks: `networks`, `align` and `fuse` for files, `export`, `heads` and `transfer-head` for runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -98,13 +98,13 @@ def fuse(
     with waiting(LIBRARIES):
         from fedloom.fusion.settings import FusionSettings
         from fedloom.sims.operations import fuse_files as fusing
-        from fedloom.sims.operations.network_files import NetworkFiles
+        from fedloom.sims.operations.network_files import NetworkFiles, check_report
 
     files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
     if reference and (refit != SELECTION or width != 1.0):
         raise UserError("--reference: the public code has no --refit and no --width; leave them out")
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
-    written = fusing.check_report(out) if report else None
+    written = check_report(out) if report else None
     search = weights == SEARCH
     shares = None if search else numbers(weights, "--weights")
     with steps_shown():
@@ -114,6 +114,28 @@ def fuse(
     if written:
         written.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
         typer.echo(f"written: {written}")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    network: Annotated[str, typer.Option(help="Name of the network, as in the run's tables. Default: the aggregate.")] = "",
+    torch_export: Annotated[Path | None, typer.Option(help="File (.pt2) for torch.export.load.")] = None,
+    pt: Annotated[Path | None, typer.Option(help="File (.pt) of TorchScript, for torch.jit.load and C++.")] = None,
+    onnx: Annotated[Path | None, typer.Option(help="File (.onnx). Needs fedloom[onnx].")] = None,
+    site: Annotated[str, typer.Option(help="Site whose head, or whose mean and deviation, the network uses.")] = "",
+    licence: Annotated[str, typer.Option("--license", help="Licence of the network, such as CC-BY-4.0.")] = "",
+) -> None:
+    """Write a run's network to files that load without fedloom, and a model card (.md) next to them."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.api import Result
+
+    with waiting("exporting"):
+        written = Result(run).export(
+            pt=pt, torch_export=torch_export, onnx=onnx, network=network, site=site, license=licence
+        )
+    for path in written:
+        typer.echo(f"written: {path}")
 
 
 @app.command()

@@ -19,7 +19,7 @@ from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
 from fedloom.sims.report.privacy import privacy_parts
 from fedloom.sims.report.selection import methods_table, selections, sites_table
-from fedloom.sims.report.sites import classes_table, has_classes, spread_table
+from fedloom.sims.report.sites import classes_table, data_table, has_classes, spread_table
 from fedloom.sims.report.sites import sites_table as per_site_table
 from fedloom.sims.report.tables import (
     Cell,
@@ -140,7 +140,7 @@ def _sections(
     details = Details("Configuration", config)
     sections: list[tuple[str, list[Part]]] = [
         ("", [headline(summary, metrics), *_warnings(summary), *([forgotten_table(gone)] if gone else [])]),
-        ("The run", [_run_table(summary), _sites_table(summary), *_pictures(pictures, "classes.png"), details]),
+        ("The run", [_run_table(summary), data_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         (f"Test {metric_of(summary).title}", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
@@ -178,14 +178,6 @@ def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
     if "peak_memory" in resources:
         rows.append(["peak memory of the server, MB", round(resources["peak_memory"] / 1e6)])
     return rows
-
-
-def _sites_table(summary: Mapping[str, Any]) -> Table:
-    keys = {"name": "site", "domain": "domain", "part": "part", "samples": "training examples"}
-    if not any("part" in site for site in summary["sites"]):
-        del keys["part"]
-    rows, note = cut([[site.get(key, "") for key in keys] for site in summary["sites"]], "sites")
-    return Table("Sites", list(keys.values()), rows, note)
 
 
 def _dropped(metrics: Sequence[Mapping[str, Any]]) -> list[Part]:

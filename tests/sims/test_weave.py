@@ -248,7 +248,7 @@ BAD = [
     ),
     (["fuse", "a", "b", "--into", "1", "--out", "a"], "--out: a.safetensors is one of the networks to fuse"),
     (["fuse", "a", "b", "--into", "1", "--out", "."], "--out: . is not a path of a file"),
-    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "--report: its path would be x.md, which is in use"),
+    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "x.md: would be the report, but is in use"),
     (["fuse", "a", "b", "--into", "1", "--reference", "--width", "2"], "--reference: the public code has no --refit"),
     (["fuse", "r18", "r34", "--into", "1", "--reference"], "'head' has a bias, and the widths differ at "),
     (["fuse", "r18", "r34", "--into", "1", "--width", "1.3"], "--width 1.3: no named network has 1.3 times the channels"),
