@@ -38,7 +38,7 @@ def networks(
 
 @app.command()
 def align(
-    a: Annotated[Path, typer.Argument(help="File of the first network (.safetensors).")],
+    a: Annotated[Path, typer.Argument(help="File of the first network (.safetensors, .pt).")],
     b: Annotated[Path, typer.Argument(help="File of the second network.")],
     network_a: Annotated[str, typer.Option(help="Name of the first network, if its file has none: vgg13:norm=batch.")] = "",
     network_b: Annotated[str, typer.Option(help="Name of the second network: torchvision:resnet18.")] = "",
@@ -68,7 +68,7 @@ def align(
 
 @app.command()
 def fuse(
-    networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors).")],
+    networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors, .pt).")],
     into: Annotated[str, typer.Option(help="The file, or its number (1, 2, ...), with the widths of the result.")],
     depth: Annotated[
         str, typer.Option(help="The file, or its number, with the layers of the result. Default: --into.")
