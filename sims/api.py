@@ -33,6 +33,7 @@ from fedloom.sims.operations.predictions import evaluated, examples_of, predicte
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.curves import curve_rows, other_records
 from fedloom.sims.report.tables import accuracy_table
 
 if TYPE_CHECKING:
@@ -207,6 +208,14 @@ class Result:
             for site, score in scores["sites"].items():
                 rows[site] |= {"test_images": score["images"], name: spot(score)}
         return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
+
+    def curves(self) -> "pandas.DataFrame":
+        """Return validation metrics over rounds, also of baselines: a row for each network, metric, domain and round."""
+        import pandas
+
+        name, metrics = str(self.summary.get("aggregate") or AGGREGATE), self.metrics
+        rows = curve_rows(name, metrics, other_records(self.folder, metrics))
+        return pandas.DataFrame(rows, columns=["network", "metric", "domain", "round", "value"])  # pyright: ignore
 
     def open_ledger(self) -> Ledger:
         """Open the ledger of contributions for reading: `with result.open_ledger() as ledger: list(ledger.events())`."""

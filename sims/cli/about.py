@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import RunPath
+from fedloom.sims.cli.options import RunPath, kinds
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -39,12 +39,18 @@ def experiments() -> None:
 
 
 @app.command()
-def report(run: RunPath) -> None:
+def report(
+    run: RunPath,
+    pictures: Annotated[str, typer.Option(help="Also write plots/ in these formats: svg,pdf.")] = "",
+    tables: Annotated[str, typer.Option(help="Also write the tables, to tables/: csv,md,tex.")] = "",
+) -> None:
     """Draw a run's plots and write its report.html again."""
     with waiting(LIBRARIES):
+        from fedloom.sims.report import canvas
         from fedloom.sims.report.report import write_report
+        from fedloom.sims.report.tables import KINDS
 
-    typer.echo(write_report(run))
+    typer.echo(write_report(run, kinds(pictures, canvas.KINDS, "--pictures"), kinds(tables, KINDS, "--tables")))
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,15 @@ def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bo
         return typer.confirm(question)
     except click.Abort:
         raise UserError(f"{command}: not confirmed; nothing is changed ({otherwise})") from None
+
+
+def kinds(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Return the kinds of files in a text such as svg,pdf. Raises UserError for one that is not in `known`."""
+    chosen = [part.strip().lower() for part in text.split(",")] if text else []
+    for kind in chosen:
+        if kind not in known:
+            raise UserError(f"{option}: got '{kind}', takes {', '.join(known)}, separated by commas")
+    return chosen
 
 
 def numbers(text: str, option: str) -> list[float] | None:

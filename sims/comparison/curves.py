@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,17 +25,20 @@ Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 CAPTION = "{metric} on held-out validation examples of all domains together: mean over seeds. Band: one standard deviation."
 
 
-def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
-    """Draw the first metric over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures."""
+def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -> list[Picture]:
+    """Draw the first metric over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures.
+
+    `kinds`: of files besides PNG.
+    """
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
         return []
     metric = drawn[0].metric
-    rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png")
+    rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png", kinds)
     drawings = [Picture(rounds, CAPTION.format(metric=metric.caption) + few)]
     if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
-        bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png")
+        bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png", kinds)
         drawings.append(Picture(bytes, f"The same {metric.title} over the total traffic.{few}"))
     return drawings
 
