@@ -35,6 +35,7 @@ from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.curves import curve_rows, other_records
 from fedloom.sims.report.tables import accuracy_table
+from fedloom.sims.tracking.numbers import site_numbers
 
 if TYPE_CHECKING:
     import pandas
@@ -190,10 +191,19 @@ class Result:
         """The path of report.html: the page with tables and pictures."""
         return self.folder / "report.html"
 
-    def table(self) -> "pandas.DataFrame":
-        """Return `metrics` as a table with a row for each round, and the number of dropped sites."""
+    def table(self, sites: bool = False) -> "pandas.DataFrame":
+        """Return `metrics` as a table with a row for each round, and the number of dropped sites.
+
+        `sites`: a row for each round and site, with the site's bytes, training loss and, if sites measure
+        (evaluation.where=sites), validation metrics.
+        """
         import pandas
 
+        if sites:
+            names = {site.name for site in self.config.roster}
+            rows = [{"round": record["round"], "site": site, **numbers} for record in self.metrics
+                    for site, numbers in site_numbers(record, names).items()]  # fmt: skip
+            return pandas.DataFrame(rows, columns=None if rows else ["round", "site"]).set_index(["round", "site"])
         records = [{**record, "dropped": len(record.get("dropped") or {})} for record in self.metrics]
         table = pandas.json_normalize(records)
         return table.set_index("round") if records else table

@@ -71,6 +71,20 @@ def test_a_shipped_experiment_says_nothing_and_comes_back_as_a_result(root: str,
     assert Result(str(result.folder)) == result
 
 
+def test_metrics_of_single_sites(root: str):
+    result = run(TREE, "rounds=2", "evaluation.where=sites", "tracking=[csv]", root)
+    table, records = result.table(sites=True), result.metrics
+    names = [site.name for site in result.config.roster]
+    assert list(table.index) == [(round, name) for round in (1, 2) for name in sorted(names)]
+    assert [sum(record["loss"].values()) / 2 for record in records] == [record["train_loss"] for record in records]
+    assert table.loc[(2, "clinic"), "loss"] == records[1]["loss"]["clinic"]
+    assert table.loc[(2, "clinic"), "validation/accuracy"] == records[1]["validation"]["clinic"]["accuracy"]
+    assert "2,clinic,validation/accuracy" in (result.folder / "csv/main/sites.csv").read_text()
+    assert "loss/clinic" not in (result.folder / "csv/main/rounds.csv").read_text()
+    result.unlearn("clinic", without_data=True)
+    assert all(list(record[key]) == names[1:] for record in result.metrics for key in ("loss", "validation"))
+
+
 def test_a_site_is_forgotten(run_folder: Path):
     result = Result(run_folder)
     digest = result.summary["digest"]
