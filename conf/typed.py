@@ -48,13 +48,16 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+MISSPELT = 0.72  # a key that is this similar is a misspelling; less similar ones mean other things
+
+
 class UnknownKeyError(UserError):
     """The error for a key that its section lacks. It suggests `near`, by default the most similar known key."""
 
     def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
         self.key, self.known = key, known
         by_end = {each.rpartition(".")[2]: each for each in known}
-        self.near = near or by_end.get(nearest(key.rpartition(".")[2], by_end), "")
+        self.near = near or by_end.get(nearest(key.rpartition(".")[2], by_end, MISSPELT), "")
         hint = f"; did you mean '{self.near}'?" if self.near else ""
         super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
 

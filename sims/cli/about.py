@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import RunPath, kinds
+from fedloom.sims.cli.options import RunPath, kinds, show
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -19,12 +19,9 @@ def options(
     ] = "",
 ) -> None:
     """List the keys of a configuration, with their values, defaults and meanings."""
-    from rich.console import Console
-
     from fedloom.sims.operations.options import table
 
-    keys, console = table(section), Console()
-    console.print(keys.rich()) if console.is_terminal else typer.echo(keys.plain(), nl=False)
+    show(table(section))
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.conf.formatting import count
-from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers
+from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers, show
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
@@ -84,8 +84,11 @@ def requests(run: RunPath, as_json: Json = False) -> None:
         from fedloom.sims.operations import requests as listed
 
     found = listed.requests_of(run)
-    typer.echo(json.dumps({"requests": [listed.plain_values(one) for one in found]}) if as_json
-               else listed.table(run, found).plain() if found else f"{run}: no requests yet")  # fmt: skip
+    if found and not as_json:
+        show(listed.table(run, found))
+    else:
+        listing = json.dumps({"requests": [listed.plain_values(one) for one in found]})
+        typer.echo(listing if as_json else f"{run}: no requests yet")
 
 
 @app.command()
@@ -128,7 +131,7 @@ def compose(
 
     shares = numbers(coefficients, "--coefficients") or ()
     order = CompositionOrder(sites.split(","), shares, how, start, force, measure)
-    typer.echo("\n".join(table.plain() for table in make(run, order, out)))
+    show(*make(run, order, out))
     typer.echo(f"written: {out}")
 
 
@@ -150,7 +153,7 @@ def verify(
         from fedloom.sims.operations.verify import verify_certificate
 
     table, good = verify_certificate(certificate, run, key, request, site or ())
-    typer.echo(table.plain())
+    show(table)
     raise typer.Exit(0 if good else 1)
 
 
@@ -207,7 +210,7 @@ def ledger(
             say(f"note: {line}")
     if not (check or prune):
         result["events"] = ledgers.events(run)
-        say(ledgers.events_table(run, result["events"]).plain())
+        show(ledgers.events_table(run, result["events"]), err=as_json)
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(0 if result.get("ok", True) else 1)

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperArgument
 
 from fedloom.conf.errors import UserError
+from fedloom.sims.report.tables import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -34,6 +35,16 @@ def _init_with_help(self: TyperArgument, *, help: str | None = None, **options: 
 
 
 TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
+
+
+def show(*tables: Table, err: bool = False) -> None:
+    """Print tables: with boxes in a terminal, as Markdown elsewhere."""
+    from rich.console import Console
+
+    if (console := Console(stderr=err)).is_terminal:
+        console.print(*(table.rich() for table in tables), sep="\n")
+    else:
+        typer.echo("\n".join(table.plain() for table in tables), err=err)
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import Json, confirmed
+from fedloom.sims.cli.options import Json, confirmed, show
 from fedloom.sims.progress.waiting import waiting
 
 app = typer.Typer()
@@ -23,8 +23,10 @@ def runs(
     rows = run_list.rows_of(folder)
     if as_json:
         typer.echo(json.dumps({"runs": rows}))
+    elif not rows:
+        typer.echo(f"{folder}: no runs yet")
     else:
-        typer.echo(run_list.table(rows, folder).plain() if rows else f"{folder}: no runs yet")
+        show(run_list.table(rows, folder))
         for line in (line for row in rows for line in row.get("odd", [])):
             typer.echo(f"note: {line}")
 
@@ -45,7 +47,9 @@ def compare(
         from fedloom.sims.comparison import compare as compare_runs
 
         comparison = compare_runs(paths, by or [])
-    typer.echo(comparison.text(), err=as_json)
+    show(*comparison.tables(), err=as_json)
+    for note in comparison.notes:
+        typer.echo(f"note: {note}", err=as_json)
     writers = {comparison.write_csv: csv, comparison.write: html, comparison.write_markdown: markdown,
                comparison.write_latex: latex}  # fmt: skip
     written = [write(path) for write, path in writers.items() if path]

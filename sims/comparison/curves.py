@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_CURVES = 2 * len(PALETTE)
 MARKED = 25  # longer curves have no markers
-MAX_LABEL = 42  # characters of a curve's label
+MAX_LABEL = 30  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
 CAPTION = "{metric} on held-out validation examples of all domains together: mean over seeds. Band: one standard deviation."
@@ -45,7 +45,7 @@ def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -
 
 def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
     """Plot each group's mean over `position` (x axis, named `label`), with a band for several seeds."""
-    figure, axes = new_figure(10.5, 4.8)
+    figure, axes = new_figure(7.2, 4.4)
     ends: list[End] = []
     for number, group in enumerate(groups):
         points = mean_curve(group, position)

@@ -54,7 +54,7 @@ def _blank(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -65,7 +65,7 @@ def plain(axes: Axes) -> None:
     axes.spines[["left", "bottom"]].set_color(LIGHT)
     axes.grid(color=LIGHT, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.tick_params(length=0, labelsize=10, labelcolor=INK)
 
 
 def percent_axis(axis: Any, symbol: str = "%") -> None:

@@ -62,7 +62,7 @@ def accuracy_figure(
         return None
     single = [name for name in names if name != "union"] if len(names) == 2 and "union" in names else []
     names = single or names
-    figure, axes = new_figure(8.5, 4.6)
+    figure, axes = new_figure(6.5, 4.2)
     ends: list[End] = []
     many = len(names) - 1 > len(PALETTE)
     names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
@@ -147,7 +147,7 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24, metric: Facts = DEFA
             (1.02, height),
             xycoords=axes.get_yaxis_transform(),
             color=colour,
-            fontsize=9,
+            fontsize=10,
             fontweight="bold" if name == "union" else "normal",
             va="center",
             annotation_clip=False,

@@ -3,6 +3,7 @@
 import html
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +136,10 @@ class Table:
         """Return a table for a rich console, which reads no cell as markup."""
         caption = Text(clean(self.note)) if self.note else None
         table = RichTable(title=Text(clean(self.title)), caption=caption, title_justify="left", caption_justify="left")
-        for name, left in zip(self.columns, self._left(), strict=True):
-            table.add_column(Text(clean(name)), justify="left" if left else "right", overflow="fold")
+        for place, (name, left) in enumerate(zip(self.columns, self._left(), strict=True)):
+            width = max((len(show(row[place])) for row in self.rows), default=0)
+            head = clean(name) if left else "\n".join(textwrap.wrap(clean(name), max(width, 1), break_long_words=False))
+            table.add_column(Text(head), justify="left" if left else "right", overflow="fold", no_wrap=not left)
         for row in self.rows:
             table.add_row(*(Text(show(cell)) for cell in row))
         return table
