@@ -136,7 +136,8 @@ class Comparison:
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained HTML page, and return its path. Raise UserError if it cannot be written."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
-            return write_page(Path(path).expanduser(), "Fedloom: comparison of runs", self._sections(Path(folder)))
+            sections = self._sections(Path(folder))
+            return write_page(Path(path).expanduser(), "Fedloom: comparison of runs", sections, sorts=True)
 
     @property
     def html(self) -> str:

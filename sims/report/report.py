@@ -99,7 +99,7 @@ def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[st
         raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
     except OSError as error:
         raise UserError(f"{error.filename or folder / 'plots'}: cannot be written ({error.strerror})") from None
-    return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
+    return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections, sorts=True)
 
 
 def _captions(

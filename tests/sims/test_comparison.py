@@ -129,7 +129,7 @@ def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Pat
     assert [row["row"] for row in found["rows"]] == [group.label for group in compare(swept).groups]
     assert len(found["runs"]) == 8 and len(found["differences"]) == 6 and not found["notes"]
     page = (tmp_path / "page.html").read_text()
-    assert page.count(PNG) == 1 and "http" not in page and "Student" in page
+    assert page.count(PNG) == 1 and "://" not in page and "Student" in page
     assert all(f">{row['row']}<" in page for row in found["rows"])
     with (tmp_path / "runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
