@@ -121,6 +121,7 @@ class FederationConfig:
     history: str = option(
         "latest", "a site's contributions that the server stores: the latest, or all rounds'", choices=("latest", "all")
     )
+    history_rounds: int = option(0, "history=all: last rounds to which --rollback can go back; 0: all", low=0)
     partial_sums: bool = option(False, "workers add up their sites' contributions; needs the server's disk or node_store")
     node_store: str = option(
         "",

@@ -318,10 +318,11 @@ class Result:
         Raises:
             UserError: A file cannot be written, or the network cannot be exported.
         """
-        files = (Path(path) if path else None for path in (pt, torch_export, onnx))
+        files = [Path(path) if path else None for path in (pt, torch_export, onnx)]
+        order = ExportOrder(*files, license=license, site=site)
         name = network or str(self.summary.get("aggregate") or AGGREGATE)
         with as_usual():
-            return export(self.folder, self.config, name, self._named(network), ExportOrder(*files, license, site))
+            return export(self.folder, self.config, name, self._named(network), order)
 
     def _named(self, network: str) -> nn.Module:
         if not network:
@@ -366,9 +367,9 @@ class Result:
         Raises:
             UserError: For sites that are unknown or already forgotten.
         """
-        names = [sites] if isinstance(sites, str) else list(sites)
-        request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data,
-                                    by, restore)  # fmt: skip
+        names = [sites] if isinstance(sites, str) else [str(site) for site in sites]
+        request = UnlearningRequest(names, request_id, reason, int(repair), retrain, rollback, recalibrate, without_data,
+                                    by, int(restore))  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

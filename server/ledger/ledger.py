@@ -15,11 +15,14 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.database import LEDGER, make
 from fedloom.server.ledger.records import BOUND
-from fedloom.server.ledger.request_queue import RequestQueue
+from fedloom.server.ledger.request_queue import RequestQueue, note_applied
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import ONE
 from fedloom.server.ledger.tables import (
     FORMAT,
+    REPLACED,
+    THINNED,
+    WITH_STATES,
     WRITING,
     append,
     check_move,
@@ -87,6 +90,7 @@ class Ledger(RequestQueue):
             if server:
                 with ledger._database.transaction():
                     pass  # removes the seal, and fails now if nothing can be written
+                ledger.receive_lost()
         except BaseException:
             ledger._database.close()
             raise
@@ -169,6 +173,8 @@ class Ledger(RequestQueue):
         `body`: further facts for the event. `request` becomes 'applied' in the same transaction, with `body` as its result.
         Raises LedgerError if a site is unknown or forgotten, or the request is not waiting.
         """
+        if request is not None and (row := self.request(request)) is not None:
+            note_applied(self.folder, self.run().run, row)
         written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
         self._change_sites("forgotten", written, sites, {}, request)
 
@@ -194,7 +200,9 @@ class Ledger(RequestQueue):
         lost = [site for site, forgotten in self.sites().items() if site in gave and not forgotten and not any(
             contribution.round <= round for contribution in self.history(site))]  # fmt: skip
         if round not in rows or not rows[round].states or lost:
-            hint = "federation.history=all stores it, until a site is forgotten"
+            hint, thinned = "federation.history=all stores it, until a site is forgotten", self.newest(THINNED)
+            if thinned is not None and round < thinned.body["round"]:
+                hint = f"it was removed on {thinned.time[:10]}, with all before round {thinned.body['round']}"
             raise UserError(f"{self.folder}: the state after round {round} is not stored ({hint})")
         if self._readmitted_since(round):
             raise UserError(f"{self.folder}: a site was readmitted after round {round}; the sum of that round is without it")
@@ -270,6 +278,20 @@ class Ledger(RequestQueue):
             raise LedgerError(f"an event '{kind}' changes the ledger's tables; `note` cannot add it")
         with self._database.transaction() as db:
             append(db, kind, body)
+
+    def thin(self, before: int) -> int:
+        """Remove what only going back to a round before this one needs. Return the number of removed files.
+
+        Every site's last contribution stays, and the last round's states.
+        """
+        last = self.last_round()
+        before = min(before, last.round) if last else 0
+        files = self.blobs.names()
+        old = f"SELECT 1 FROM contributions {REPLACED} UNION ALL SELECT 1 FROM rounds {WITH_STATES} LIMIT 1"
+        if self._query(old, before, before):
+            with self._replacing() as db:
+                append(db, THINNED, {"round": before})
+        return len(files - self.blobs.names())
 
     def prune(self) -> list[str]:
         """Remove blobs that no row refers to, and temporary files; return their names. Do not call it while sites reply."""

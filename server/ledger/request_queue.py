@@ -1,12 +1,21 @@
-"""The requests of a ledger: received, begun, cancelled, and moved from state to state."""
+"""The requests of a ledger: received, begun, cancelled, and moved from state to state.
 
-from collections.abc import Sequence
+The folder of the runs has a file with all applied requests. A run that is restored from an older copy has lost such
+requests, and receives them again (Ledger.open).
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from fedloom.server.ledger.blobs import LedgerError
+from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.records import REQUESTS, Records
 from fedloom.server.ledger.rows import Request
 from fedloom.server.ledger.tables import append, begun, check_move, check_sites, refused
+
+APPLIED = ".applied.jsonl"  # in the folder of the runs
 
 
 class RequestQueue(Records):
@@ -60,3 +69,55 @@ class RequestQueue(Records):
                 raise LedgerError(f"request '{id}': the server has begun to apply it, so it cannot be cancelled")
             append(db, "refused", {"id": id, "result": {"reason": f"cancelled by {by}", "cancelled": by}})
             return Request.of(db.execute(f"{REQUESTS} WHERE id = ?", (id,)).fetchone())
+
+    def lost(self) -> list[dict[str, Any]]:
+        """Return the applied requests that this ledger lacks, because it is restored from an older copy.
+
+        Each has the arguments of `receive`, without sites that are forgotten here.
+        """
+        forgotten, found = self.sites(), {}
+        for row in _applied_to(self.folder, self.run().run):
+            row["sites"] = [site for site in row["sites"] if not forgotten.get(site, True)]
+            if row["sites"] and self.request(row["id"]) is None:
+                found[row["id"]] = row
+        return list(found.values())
+
+    def receive_lost(self) -> None:
+        """Queue the requests that the run had applied before it was restored from an older copy."""
+        for lost in self.lost():
+            self.receive(**lost)
+
+
+def note_applied(folder: Path, run: str, request: Request) -> None:
+    """Add a request of a run to the file. Raises LedgerError if it cannot be written.
+
+    Args:
+        folder: The run's folder. Copies under other names do not receive its requests.
+        run: The run's id.
+        request: The request that is being applied.
+    """
+    path = folder.resolve().with_name(APPLIED)
+    facts = {"id": request.id, "kind": request.kind, "sites": list(request.sites), "reason": request.reason}
+    entry = {"run": run, "folder": folder.resolve().name, **facts, "options": request.options, "by": request.by}
+    with ledger_errors(path):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps(entry)}\n")  # the first line break ends a line that a crash tore
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _applied_to(folder: Path, run: str) -> Iterator[dict[str, Any]]:
+    """Yield the arguments with which the ledger of the run received each applied request, oldest first."""
+    path = folder.resolve().with_name(APPLIED)
+    if not path.is_file():
+        return
+    with ledger_errors(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if (entry.pop("run"), entry.pop("folder")) == (run, folder.resolve().name):
+                yield entry
+        except (ValueError, AttributeError, KeyError):  # an empty line, or one that a crash tore
+            continue

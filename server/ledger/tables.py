@@ -13,12 +13,16 @@ from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.rows import MOVES
 
 FORMAT, OLDEST = 4, 2  # the format of new ledgers, and the oldest format that is read and continued
+THINNED = "thinned"  # an event: the run can no longer go back to earlier rounds
 BEGUN = ("begun", "leaving")  # events: the server begins to apply a request, or (with masks) to let its sites leave
 START = "0" * 64  # the digest before the first event
 TABLES = ("runs", "sites", "rounds", "contributions", "requests")
 EVENTS = "SELECT id, time, kind, body, previous, digest FROM events"
 LATEST = """SELECT site, blob, samples, round, bits FROM sites CROSS JOIN contributions ON site = name
     WHERE NOT forgotten AND round = (SELECT max(round) FROM contributions WHERE site = name) ORDER BY place"""
+REPLACED = """WHERE round < (
+    SELECT max(round) FROM contributions AS other WHERE other.site = contributions.site AND other.round <= ?)"""
+WITH_STATES = "WHERE +round < ? AND states <> '{}'"  # +: by the index
 SCHEMA = (
     """CREATE TABLE runs (
         only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -234,7 +238,7 @@ def _round(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
     db.execute("INSERT INTO rounds VALUES (?, ?, ?, ?, ?)", (number, time, *texts))
     if body["keep"] == "latest":
         _delete(db, body["contributions"])
-        db.execute("UPDATE rounds SET states = '{}' WHERE +round < ? AND states <> '{}'", (number,))  # +: by the index
+        db.execute(f"UPDATE rounds SET states = '{{}}' {WITH_STATES}", (number,))
     _insert(db, body["contributions"])
 
 
@@ -248,6 +252,12 @@ def _forgotten(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
 def _rolled_back(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
     db.execute("DELETE FROM contributions WHERE round > ?", (body["round"],))
     db.execute("DELETE FROM rounds WHERE round > ?", (body["round"],))
+
+
+def _thinned(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    """Remove what only going back to an earlier round needs: the states of earlier rounds, and replaced contributions."""
+    db.execute(f"DELETE FROM contributions {REPLACED}", (body["round"],))
+    db.execute(f"UPDATE rounds SET states = '{{}}' {WITH_STATES}", (body["round"],))
 
 
 def _readmitted(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
@@ -294,6 +304,7 @@ WRITING: dict[str, Callable[[sqlite3.Connection, str, dict[str, Any]], None]] = 
     "forgotten": _forgotten,
     "readmitted": _readmitted,
     "rolled back": _rolled_back,
+    THINNED: _thinned,
     "received": _received,
     "applied": _moved("applied"),
     "verified": _moved("verified"),

@@ -131,6 +131,8 @@ class TrainingRun:
                 recalibration_round(loop, last + 1)
             else:
                 one_round(loop, last + 1, unlearning.restoration(last + 1))
+            if rounds_back := self.config.federation.history_rounds:
+                self.ledger.thin(last + 1 - rounds_back)
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions from nodes at the end of the run, so that the nodes may go."""

@@ -5,6 +5,8 @@ so the signature covers the chain so far.
 """
 
 import base64
+import glob
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -26,6 +28,7 @@ from fedloom.conf.errors import UserError
 
 VARIABLE = "FEDLOOM_KEY"
 SUFFIX = ".sig"
+NAMED = 16  # digits of its fingerprint in the name of a former key's file
 
 
 def key_path() -> Path:
@@ -40,6 +43,29 @@ def operator_key() -> Ed25519PrivateKey:
     path = key_path()
     if not path.exists():
         _make(path)
+    return _read(path)
+
+
+def former_keys() -> list[Ed25519PrivateKey]:
+    """Return the keys that `rotate` has replaced. Raises UserError if a file is not a valid key."""
+    path = key_path()
+    name = glob.escape(path.stem) + "-" + "[0-9a-f]" * NAMED + glob.escape(path.suffix)
+    return [_read(old) for old in sorted(path.parent.glob(name))]
+
+
+def rotate() -> Path:
+    """Replace the operator's key by a new one, and return the old key's file, which is next to it."""
+    path, old = key_path(), operator_key()
+    former = path.with_name(f"{path.stem}-{fingerprint(old.public_key())[:NAMED]}{path.suffix}")
+    try:
+        path.rename(former)
+        _make(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be replaced ({error.strerror}); check the permissions of its folder") from None
+    return former
+
+
+def _read(path: Path) -> Ed25519PrivateKey:
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
@@ -59,6 +85,11 @@ def public_line(key: Ed25519PrivateKey) -> str:
 def spki(key: PublicKeyTypes) -> bytes:
     """Return a public key in DER (SubjectPublicKeyInfo), whose sha256 names it in proofs."""
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def fingerprint(key: PublicKeyTypes) -> str:
+    """Return the sha256 by which proofs name a public key."""
+    return hashlib.sha256(spki(key)).hexdigest()
 
 
 def public_pem(key: Ed25519PrivateKey) -> str:

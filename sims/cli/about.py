@@ -1,11 +1,12 @@
 """Commands that list experiments and keys of a configuration, check this machine, and write a report again."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import RunPath, kinds, show
+from fedloom.sims.cli.options import Json, RunPath, kinds, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -21,7 +22,7 @@ def options(
     """List the keys of a configuration, with their values, defaults and meanings."""
     from fedloom.sims.operations.options import table
 
-    show(table(section))
+    show_tables(table(section))
 
 
 @app.command()
@@ -56,6 +57,7 @@ def doctor(
     federation: Annotated[
         Path | None, typer.Option(help="Check the folder of a real federation, or of one machine in it.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Check this machine: versions, cores, memory, GPUs, disk, Ray, and the source of each domain's images.
 
@@ -66,14 +68,22 @@ def doctor(
     if federation is not None:
         from fedloom.sims.federation.checks import check, sound
 
-        with waiting("checking the federation"):
+        with waiting("checking the federation", as_json):
             rows = [list(row) for row in check(federation)]
-        Console().print(Table(str(federation), ["machine", "check", "result"], rows).rich())
-        raise typer.Exit(0 if sound(rows) else 1)
+        good, columns = sound(rows), ["machine", "check", "result"]
+        if as_json:
+            checks = [dict(zip(columns, row, strict=True)) | {"ok": sound([row])} for row in rows]
+            typer.echo(json.dumps({"ok": good, "checks": checks}))
+        else:
+            Console().print(Table(str(federation), columns, rows).rich())
+        raise typer.Exit(0 if good else 1)
     from fedloom.conf.schema import DataConfig
     from fedloom.sims.operations.doctor import doctor as examine
     from fedloom.sims.operations.doctor import doctor_table
 
-    with waiting("checking this machine"):
+    with waiting("checking this machine", as_json):
         findings = examine(DataConfig(root=root))
-    Console().print(doctor_table(findings).rich())
+    if as_json:
+        typer.echo(json.dumps({"checks": [dict(zip(("check", "result", "ok"), row, strict=True)) for row in findings]}))
+    else:
+        Console().print(doctor_table(findings).rich())

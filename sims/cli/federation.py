@@ -1,11 +1,12 @@
 """`fedloom federation`: run the machines of a real federation, on one machine or several."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import confirmed
+from fedloom.sims.cli.options import Json, confirmed
 from fedloom.sims.progress.waiting import waiting
 from fedloom.sims.report.tables import Table
 
@@ -44,18 +45,22 @@ def down(folder: Folder = HERE) -> None:
 
 
 @app.command()
-def status(folder: Folder = HERE) -> None:
+def status(folder: Folder = HERE, as_json: Json = False) -> None:
     """Show which machines are running, and which nodes are online at the server. Exit code 1 unless all are."""
     from rich.console import Console
 
     from fedloom.sims.federation.local import ailing
     from fedloom.sims.federation.local import status as examine
 
-    with waiting("asking the server"):
+    with waiting("asking the server", as_json):
         rows = examine(folder)
-    Console().print(Table(f"{folder}", ["machine", "here", "at the server"], rows).rich())
-    if ailing(rows):
-        raise typer.Exit(1)
+    down, columns = ailing(rows), ["machine", "here", "at the server"]
+    if as_json:
+        machines = [dict(zip(columns, row, strict=True)) | {"ok": row[0] not in down} for row in rows]
+        typer.echo(json.dumps({"ok": not down, "machines": machines}))
+    else:
+        Console().print(Table(f"{folder}", columns, rows).rich())
+    raise typer.Exit(1 if down else 0)
 
 
 @app.command()

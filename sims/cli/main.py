@@ -19,9 +19,9 @@ from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
-from fedloom.sims.cli.options import Json, Quiet, show
+from fedloom.sims.cli.options import Json, Quiet, show_tables
 from fedloom.sims.process import Ending, listen
-from fedloom.sims.progress.output import fault, make_lenient
+from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -50,6 +50,7 @@ def _options(
     ] = False,
 ) -> None:
     """Declare the options of the whole command."""
+    wants_json()  # refuses other values of the variable at once
 
 
 @app.command()
@@ -147,7 +148,7 @@ def bench(
     measure = _named("benchmark", what, MODULES, "bench")
     options = {"quick": quick, "out": out}
     tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
-    show(*([tables] if isinstance(tables, Table) else tables), err=as_json)
+    show_tables(*([tables] if isinstance(tables, Table) else tables), err=as_json)
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
 
@@ -227,5 +228,6 @@ def _say_waiting(runs: Sequence[Path]) -> None:
 
 
 def _say(text: str, code: int) -> int:
-    typer.echo(f"fedloom: {text}", err=True)
+    as_json = os.environ.get(VARIABLE) == "json"
+    typer.echo(line_of(text, "error") if as_json else f"fedloom: {text}", err=True)
     return code

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.options import RunPath, numbers, show
+from fedloom.sims.cli.options import RunPath, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, steps_shown, waiting
 
 app = typer.Typer()
@@ -34,7 +34,7 @@ def networks(
         from fedloom.sims.operations.cut_points import names, points
 
     if name:
-        show(points(name, channels, size, classes))
+        show_tables(points(name, channels, size, classes))
     else:
         typer.echo("\n".join(names()))
 
@@ -65,7 +65,7 @@ def align(
     files = NetworkFiles([a, b], [network_a, network_b], probe, samples, size, grey, root)
     with steps_shown():
         table = compare(files, comparison, not free_first, not free_last, out)
-    show(table)
+    show_tables(table)
     typer.echo(f"written: {out}")
 
 
@@ -112,7 +112,7 @@ def fuse(
     shares = None if search else numbers(weights, "--weights")
     with steps_shown():
         tables = fusing.fuse_files(files, fusing.FusionOrder(into, depth, out, shares, search, labels), settings)
-    show(*tables)
+    show_tables(*tables)
     typer.echo(f"written: {out}")
     if written:
         written.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
@@ -151,7 +151,7 @@ def heads(
         from fedloom.sims.operations.transfer_head import measured
 
     tables = measured(run, png)
-    show(*tables)
+    show_tables(*tables)
     if png:
         typer.echo(f"written: {png}")
 
@@ -167,5 +167,5 @@ def transfer_head(
     with waiting(LIBRARIES):
         from fedloom.sims.operations.transfer_head import transfer
 
-    show(transfer(run, giver, taker, out))
+    show_tables(transfer(run, giver, taker, out))
     typer.echo(f"written: {out}")

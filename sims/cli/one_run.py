@@ -1,6 +1,5 @@
 """Commands on one existing run: resume it, forget sites, check its certificates and its ledger."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -9,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.conf.formatting import count
-from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers, show
+from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
@@ -85,7 +83,7 @@ def requests(run: RunPath, as_json: Json = False) -> None:
 
     found = listed.requests_of(run)
     if found and not as_json:
-        show(listed.table(run, found))
+        show_tables(listed.table(run, found))
     else:
         listing = json.dumps({"requests": [listed.plain_values(one) for one in found]})
         typer.echo(listing if as_json else f"{run}: no requests yet")
@@ -131,7 +129,7 @@ def compose(
 
     shares = numbers(coefficients, "--coefficients") or ()
     order = CompositionOrder(sites.split(","), shares, how, start, force, measure)
-    show(*make(run, order, out))
+    show_tables(*make(run, order, out))
     typer.echo(f"written: {out}")
 
 
@@ -153,8 +151,19 @@ def verify(
         from fedloom.sims.operations.verify import verify_certificate
 
     table, good = verify_certificate(certificate, run, key, request, site or ())
-    show(table)
+    show_tables(table)
     raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def backup(
+    run: RunPath, out: Annotated[Path, typer.Argument(help="A new folder for the copy, on another disk if possible.")]
+) -> None:
+    """Copy a run, also while it trains, and check the copy. To restore it, copy the folder back and resume it."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.operations.backup import backup as copy
+
+    typer.echo(f"written: {out}, after round {copy(run, out)}; the copy has no faults")
 
 
 @app.command()
@@ -162,25 +171,55 @@ def proof(
     run: RunPath,
     request: Annotated[str, typer.Argument(help="The id of a request with a certificate.")],
     out: Annotated[Path | None, typer.Option(help="The zip file. Default: proof-<request>.zip.")] = None,
+    timestamp: Annotated[
+        str, typer.Option(help="URL of an authority that adds a time stamp (RFC 3161).", envvar="FEDLOOM_TIMESTAMP")
+    ] = "",
 ) -> None:
     """Write a request's proof as a zip file, which others check in a browser or with one Python file, without Fedloom."""
     with waiting(LIBRARIES):
         from fedloom.sims.report.proofs import write_proof
 
-    typer.echo(f"written: {write_proof(run, request, out or Path(f'proof-{request}.zip'))}")
+    typer.echo(f"written: {write_proof(run, request, out or Path(f'proof-{request}.zip'), timestamp)}")
 
 
 @app.command()
 def key(
     pem: Annotated[bool, typer.Option("--pem", help="As PEM, for verify.py and openssl.")] = False,
     sha256: Annotated[bool, typer.Option("--sha256", help="Its sha256, as proofs show it.")] = False,
+    former: Annotated[bool, typer.Option("--former", help="Also the keys before it, one after the other.")] = False,
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="First replace it by a new key. The old key stays for proofs of its certificates."),
+    ] = False,
 ) -> None:
     """Print the public key with which others can check this operator's certificates and proofs."""
-    from fedloom.server.unlearning.signing import operator_key, public_line, public_pem, spki
+    from fedloom.server.unlearning import signing
 
-    mine = operator_key()
-    digest = hashlib.sha256(spki(mine.public_key())).hexdigest()
-    typer.echo(digest if sha256 else public_pem(mine).strip() if pem else public_line(mine))
+    if rotate:
+        old = signing.rotate()
+        typer.echo(f"The old key is in {old}. Publish the new key, and leave the old public key published: it checks the "
+                   "certificates that it signed.", err=True)  # fmt: skip
+    for mine in [signing.operator_key(), *(signing.former_keys() if former else ())]:
+        digest = signing.fingerprint(mine.public_key())
+        typer.echo(digest if sha256 else signing.public_pem(mine).strip() if pem else signing.public_line(mine))
+
+
+@app.command()
+def prune(
+    run: RunPath,
+    older_than: Annotated[
+        str,
+        typer.Option(help="Also remove what only going back to rounds of this age needs, and retrained networks: 90d, 12h."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Delete files that nothing refers to. Contributions, sums and certificates stay."""
+    with waiting(LIBRARIES, as_json):
+        from fedloom.sims.operations.ledger import prune as remove
+
+    removed = remove(run, older_than)
+    typer.echo(json.dumps({"removed": removed}) if as_json
+               else "\n".join([f"removed: {line}" for line in removed] or ["nothing to remove"]))  # fmt: skip
 
 
 @app.command()
@@ -189,7 +228,6 @@ def ledger(
     check: Annotated[
         bool, typer.Option("--check", help="Verify the event chain, the files and the sums. Exit code 1 for problems.")
     ] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Delete files that nothing refers to.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the events of a run's ledger, or check the ledger and its files."""
@@ -199,18 +237,16 @@ def ledger(
 
     say: Callable[[str], None] = (lambda text: None) if as_json else typer.echo
     result: dict[str, Any] = {}
-    if prune:
-        result["removed"] = ledgers.prune(run)
-        say(f"{count(len(result['removed']), 'file')} removed")
     if check:
         result |= ledgers.audit(run, listener_for(quiet=as_json))
         for line in result["problems"] or ["no problems"]:
             say(line)
         for line in result["notes"]:
             say(f"note: {line}")
-    if not (check or prune):
+    else:
         result["events"] = ledgers.events(run)
-        show(ledgers.events_table(run, result["events"]), err=as_json)
+        if not as_json:
+            show_tables(ledgers.events_table(run, result["events"]))
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(0 if result.get("ok", True) else 1)

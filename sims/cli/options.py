@@ -37,14 +37,16 @@ def _init_with_help(self: TyperArgument, *, help: str | None = None, **options: 
 TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
 
 
-def show(*tables: Table, err: bool = False) -> None:
-    """Print tables: with boxes in a terminal, as Markdown elsewhere."""
+def show_tables(*tables: Table, notes: Sequence[str] = (), err: bool = False) -> None:
+    """Print tables and notes: tables with boxes in a terminal, as Markdown elsewhere."""
     from rich.console import Console
 
     if (console := Console(stderr=err)).is_terminal:
         console.print(*(table.rich() for table in tables), sep="\n")
     else:
         typer.echo("\n".join(table.plain() for table in tables), err=err)
+    for note in notes:
+        typer.echo(f"note: {note}", err=err)
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:

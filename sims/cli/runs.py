@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import Json, confirmed, show
+from fedloom.sims.cli.options import Json, confirmed, show_tables
 from fedloom.sims.progress.waiting import waiting
 
 app = typer.Typer()
@@ -26,7 +26,7 @@ def runs(
     elif not rows:
         typer.echo(f"{folder}: no runs yet")
     else:
-        show(run_list.table(rows, folder))
+        show_tables(run_list.table(rows, folder))
         for line in (line for row in rows for line in row.get("odd", [])):
             typer.echo(f"note: {line}")
 
@@ -47,9 +47,7 @@ def compare(
         from fedloom.sims.comparison import compare as compare_runs
 
         comparison = compare_runs(paths, by or [])
-    show(*comparison.tables(), err=as_json)
-    for note in comparison.notes:
-        typer.echo(f"note: {note}", err=as_json)
+    show_tables(*comparison.tables(), notes=comparison.notes, err=as_json)
     writers = {comparison.write_csv: csv, comparison.write: html, comparison.write_markdown: markdown,
                comparison.write_latex: latex}  # fmt: skip
     written = [write(path) for write, path in writers.items() if path]

@@ -7,7 +7,8 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from fedloom.sims.cli.options import Json
+from fedloom.sims.cli.options import Json, show_tables
+from fedloom.sims.progress.output import line_of, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def serve(
         from fedloom.sims.desk.serve import Address
         from fedloom.sims.desk.serve import serve as start
 
-    start(runs, Address(host, port, cert, key), lambda line: typer.echo(line, err=True), webhook, webhook_secret_file)
+    def say(line: str) -> None:
+        typer.echo(line_of(line) if wants_json() else line, err=True)
+
+    start(runs, Address(host, port, cert, key), say, webhook, webhook_secret_file)
 
 
 @app.command()
@@ -84,8 +88,10 @@ def tokens(context: typer.Context, as_json: Json = False) -> None:
     columns = ["name", "role", "sites", "made", "expires", "state"]
     if as_json:
         typer.echo(json.dumps({"tokens": [dict(zip(columns, row, strict=True)) for row in rows]}))
+    elif rows:
+        show_tables(Table(f"Tokens of {context.obj}", columns, rows))
     else:
-        typer.echo(Table(f"Tokens of {context.obj}", columns, rows).plain() if rows else f"{context.obj}: no tokens yet")
+        typer.echo(f"{context.obj}: no tokens yet")
 
 
 @app.command()

@@ -25,6 +25,13 @@ from fedloom.sims.desk.sessions import DeniedError, Gate
 from fedloom.sims.desk.tokens import Token, Tokens
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+HINTS = {  # what to do in the browser
+    403: "Ask an operator for a token that may do this.",
+    404: "Start again from the list of all runs.",
+    409: "Reload the run's page: its requests and certificates show what has changed.",
+    422: "Go back, and correct what you wrote.",
+    429: "Wait a minute, and try again.",
+}
 STATUS = ((MissingError, 404), (ConflictError, 409), (LedgerError, 409), (UserError, 422))  # the first that fits
 
 
@@ -76,7 +83,8 @@ def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, rendering.LogInError):
         here = request.url.path if request.method == "GET" else "/"
         return rendering.to(f"/login?next={quote(here)}" if here != "/" else "/login")
-    return rendering.page(request, "error.html", status, code=status, text=text, title=HTTPStatus(status).phrase)
+    hint = HINTS.get(status, "Ask an operator for help, and say at what time this happened.")
+    return rendering.page(request, "error.html", status, code=status, text=text, title=HTTPStatus(status).phrase, hint=hint)
 
 
 def _described(request: Request, error: Exception) -> tuple[int, str]:
@@ -89,5 +97,7 @@ def _described(request: Request, error: Exception) -> tuple[int, str]:
         return status, plain(api.desk_of(request).runs.without_root(str(error)))
     if isinstance(error, HTTPException):
         return error.status_code, "This page does not exist." if error.status_code == 404 else str(error.detail)
-    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, plain(request.url.path), exc_info=error)
+    path = plain(request.url.path)
+    run = {"run": path.partition("/runs/")[2].partition("/")[0]}
+    logging.getLogger("uvicorn.error").error("%s %s failed", request.method, path, exc_info=error, extra=run)
     return 500, "The desk failed to answer. Its log says why; the run is not affected."

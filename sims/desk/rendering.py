@@ -19,6 +19,7 @@ from fedloom.sims.progress.listeners import clock_text
 from fedloom.sims.report.tables import show
 
 HERE = Path(__file__).parent
+_COMMAND = re.compile(r"[`'](?:fedloom|chmod|ssh-keygen) |FEDLOOM_|(?:^|\s)--[a-z]|restore it from")
 PER_PAGE = 100  # rows of a long table
 
 
@@ -42,14 +43,21 @@ def _environment() -> Environment:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {"time": _time, "bytes": _bytes, "clean": lambda text: plain(str(text)), "show": show,
-                     "path": lambda text: quote(str(text), safe=""), "clock": clock_text, "code": _code}  # fmt: skip
+                     "path": lambda text: quote(str(text), safe=""), "clock": clock_text, "code": _code,
+                     "people": for_people}  # fmt: skip
     made.globals |= {"OPERATOR": OPERATOR, "REQUESTER": REQUESTER}
     return made
 
 
 def _time(text: str) -> str:
     """Return a time stamp of the ledger for people."""
-    return f"{text[:16].replace('T', ' ')} UTC" if text else "-"
+    return f"{text[:19].replace('T', ' ')} UTC" if text else "-"
+
+
+def for_people(text: str) -> str:
+    """Return an error's text without the parts that name commands, which a browser does not have."""
+    parts = [part for part in re.split(r"(?<=\.) |; ", plain(text)) if not _COMMAND.search(part)]
+    return "; ".join(parts) or "This is not possible now."
 
 
 def _code(text: str) -> Markup:

@@ -113,10 +113,10 @@ class Runs:
 
     def path(self, id: str) -> Path:
         """Return the folder of a listed run. Raises MissingError for others: an id is never used as a path."""
-        try:
-            return self.paths()[id]
-        except KeyError:
-            raise MissingError("This run does not exist.") from None
+        path = self.paths().get(id)
+        if path is None or not (path / CONFIG).is_file():  # the list may be older than a removal
+            raise MissingError("This run does not exist.")
+        return path
 
     def all(self) -> list[Run]:
         """Return all runs that can be read, by id."""

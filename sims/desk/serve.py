@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from cryptography import x509
+from uvicorn.config import LOGGING_CONFIG
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.desk.app import LOOPBACK, make_app
@@ -19,6 +20,7 @@ from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.runs import checked
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import Webhook, secret_in
+from fedloom.sims.progress.output import json_logging, wants_json
 
 NICE = 15  # on a busy machine, the desk takes under 4 % of a core from a run's server
 STOP_SECONDS = 2  # for open connections
@@ -56,7 +58,8 @@ def serve(root: Path, address: Address, say: Callable[[str], None], webhook: str
     tokens = Tokens(root).all()  # fails now if the file is damaged
     hook = _hook(webhook, secret, app.state.desk)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, proxy_headers=False, server_header=False,
+        app, log_config=json_logging() if wants_json() else LOGGING_CONFIG, log_level="warning",
+        access_log=False, proxy_headers=False, server_header=False,
         ssl_certfile=address.cert, ssl_keyfile=address.key, timeout_graceful_shutdown=STOP_SECONDS,
         timeout_keep_alive=STALE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
     )  # fmt: skip

@@ -48,12 +48,17 @@ def down(folder: Path) -> list[str]:
 
 def status(folder: Path) -> list[list[str]]:
     """Return a row for each machine of the folder: its name, its processes, its state at the SuperLink."""
-    server = server_of(folder)
-    up = running(server)
-    online = _online(server) if up else {}
+    server, online = server_of(folder), {}
+    summary = ""
+    if running(server):
+        try:
+            online = _online(server)
+            summary = f"{count(len(online), 'node')} online"
+        except UserError as error:
+            summary = str(error)
     rows = []
     for home in machines_of(folder):
-        seen = f"{count(len(online), 'node')} online" if up else ""
+        seen = summary
         if home != server:
             seen = _seen(server, home.name, online) if server.is_dir() else "see the server's machine"
         rows.append([_name(home), _processes(running(home)), seen])

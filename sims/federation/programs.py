@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.federation.executor import DOOR
 from fedloom.sims.federation.proxies import unproxied, usable
+from fedloom.sims.progress.output import wants_json, wrapped
 
 LOCK, KEEPER = "running.lock", "keeper.lock"  # keeper and program hold the first, the keeper alone the second
 PID, LOG, OLD_LOG = "running.pid", "log.txt", "log.1.txt"
 MOST_LOG = 20 << 20  # bytes of a log; earlier lines are in the old one
+MOST_LINE = 1 << 14  # bytes of a line in a log of JSON lines
 PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before the restart of a program
 STEADY_SECONDS = 60.0  # after which a program counts as healthy
 STOP_SECONDS = 10.0
@@ -114,15 +117,16 @@ def bound(log: Path) -> None:
 
 
 class _Output:
-    """Copies a program's output to log and terminal. `pipe`: to write to; None if the log is stdout already."""
+    """Copies a program's output to log and terminal. `pipe`: to write to; None if nothing needs to be copied."""
 
     def __init__(self, log: Path) -> None:
         self.pipe: int | None = None
+        copy, both = self._as_json if wants_json() else self._copy, True
         with contextlib.suppress(OSError):  # a process may have no terminal
-            if os.path.samestat(os.fstat(1), log.stat()):
-                return
-        reader, self.pipe = os.pipe()
-        threading.Thread(target=self._copy, args=[reader, log], daemon=True).start()
+            both = not os.path.samestat(os.fstat(1), log.stat())
+        if both or wants_json():
+            reader, self.pipe = os.pipe()
+            threading.Thread(target=copy, args=[reader, log, both], daemon=True).start()
 
     def say(self, line: str) -> None:
         """Write a line of this process to the output."""
@@ -132,13 +136,26 @@ class _Output:
             os.write(self.pipe, f"{line}\n".encode())
 
     @staticmethod
-    def _copy(reader: int, log: Path) -> None:
+    def _copy(reader: int, log: Path, both: bool) -> None:
         with log.open("ab", buffering=0) as file:
             while piece := os.read(reader, 1 << 16):
-                with contextlib.suppress(OSError):  # the program continues if the disk is full or the terminal is gone
-                    file.write(piece)
-                with contextlib.suppress(OSError):
-                    os.write(1, piece)
+                _write(file, piece, both)
+
+    @staticmethod
+    def _as_json(reader: int, log: Path, both: bool) -> None:
+        with log.open("ab", buffering=0) as file, open(reader, "rb") as lines:
+            while line := lines.readline(MOST_LINE):
+                if text := wrapped(line.decode(errors="replace"), machine=log.resolve().parent.name):
+                    _write(file, f"{text}\n".encode(), both)
+
+
+def _write(file: IO[bytes], content: bytes, both: bool) -> None:
+    """Write to the log and, with `both`, to the terminal. The program continues if the disk is full or the terminal gone."""
+    with contextlib.suppress(OSError):
+        file.write(content)
+    if both:
+        with contextlib.suppress(OSError):
+            os.write(1, content)
 
 
 class _StopSignal:

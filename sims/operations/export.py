@@ -71,6 +71,11 @@ class ExportOrder:
 class Plain(nn.Module):
     """A network that takes inputs in the data's units, and returns numbers in the targets' unit."""
 
+    input_mean: Tensor
+    input_deviation: Tensor
+    target_mean: Tensor
+    target_deviation: Tensor
+
     def __init__(self, network: nn.Module, outputs: slice, by: Standardisation | None, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.network, self.outputs = network, outputs
@@ -127,7 +132,8 @@ def _write(option: str, path: Path, network: Plain, inputs: Tensor, facts: Mappi
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tracing, which the comparison below checks
         if option == "--pt":
-            torch.jit.trace(network, inputs, check_trace=False).save(str(path), _extra_files=extra)
+            traced: Any = torch.jit.trace(network, inputs, check_trace=False)
+            traced.save(str(path), _extra_files=extra)
             loaded = torch.jit.load(str(path))
         else:
             program = torch.export.export(network, (inputs,), dynamic_shapes={"inputs": {0: torch.export.Dim("batch")}})

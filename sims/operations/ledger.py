@@ -2,19 +2,26 @@
 
 import contextlib
 import dataclasses
+import re
+import shutil
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.database import LEDGER
+from fedloom.server.run_folder.layout import BLOBS, RETRAINED
 from fedloom.server.unlearning.certificate import CERTIFICATES, changed
 from fedloom.sims.operations.unlearn import without_server
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.report.tables import Table
 
+UNITS = {"d": "days", "h": "hours"}
+_AGE = re.compile(r"(\d{1,5})([dh])")
 MOST_NAMED, DIGITS = 5, 16  # entries of a list, digits of a key's digest
 
 
@@ -31,6 +38,9 @@ def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
             last = ledger.last_round()
             digest = last.digest if last else {}
             lines["problem"] += [f"{CERTIFICATES}/{name}: differs from what the server wrote" for name in changed(ledger)]
+            for lost in ledger.lost():
+                lines["note"].append(f"{LEDGER}: is older than request '{lost['id']}', which had removed "
+                                     f"{', '.join(lost['sites'])}. 'fedloom resume {path}' removes them again")  # fmt: skip
             for request in ledger.waiting(applied=True):
                 lines["note"].append(f"{LEDGER}: request '{request.id}' is {request.state}, not verified yet. "
                                      f"A running server will continue it. {without_server(path)}")  # fmt: skip
@@ -49,10 +59,35 @@ def events_table(path: Path, listed: Sequence[dict[str, Any]]) -> Table:
     return Table(f"Ledger of {path}", ["#", "time", "event", "what", "digest"], rows)
 
 
-def prune(path: Path) -> list[str]:
-    """Remove files that a run's ledger does not refer to, and return their names."""
+def prune(path: Path, age: str = "") -> list[str]:
+    """Remove files that a run's ledger does not refer to, and return a line for each.
+
+    `age`: such as 90d; also remove what only going back to a round of that age needs, and networks that were retrained for
+    requests of that age. Raises UserError for another text.
+    """
+    cutoff = (datetime.now(UTC) - timedelta(**_age(age))).isoformat(timespec="milliseconds") if age else ""
     with Ledger.open(path) as ledger:
-        return ledger.prune()
+        lines = [f"{BLOBS}/{name}" for name in ledger.prune()]
+        if not cutoff:
+            return lines
+        rows = ledger.rounds()
+        young = next((row.round for row in rows if row.time >= cutoff), rows[-1].round if rows else 0)
+        if number := ledger.thin(young):
+            lines.append(
+                f"{count(number, 'file')} of rounds before {young}: --rollback can no longer go back to these rounds"
+            )
+        old = [id for id, dates in ledger.dates().items() if dates.get("verified", cutoff) < cutoff]
+        for folder in (path / RETRAINED / id for id in old):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+                lines.append(f"{RETRAINED}/{folder.name}: its certificate stays")
+        return lines
+
+
+def _age(text: str) -> dict[str, int]:
+    if not (match := _AGE.fullmatch(text)):
+        raise UserError(f"--older-than: got '{text}', takes a number of days, such as 90d, or of hours, such as 12h")
+    return {UNITS[match[2]]: int(match[1])}
 
 
 def short(body: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from fedloom.conf.progress import progress_to
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema
 from fedloom.server.run_folder.scores import first_metric, headline
-from fedloom.sims.progress.output import lenient
+from fedloom.sims.progress.output import lenient, line_of, wants_json
 from fedloom.sims.report.results import closing_lines, result_tables
 from fedloom.sims.report.tables import clean, shortened
 
@@ -107,6 +107,28 @@ class PlainListener(QuietListener):
         for table in result_tables(summary):
             self.console.print("\n" + table.plain(), end="", markup=False, highlight=False, soft_wrap=True)
         self.console.print()
+
+
+class JsonListener(PlainListener):
+    """Print a JSON object per line (FEDLOOM_LOG=json), for programs that read logs."""
+
+    def _say(self, text: str, level: str = "info", **facts: Any) -> None:
+        self.console.print(
+            line_of(text, level, **{"run": self._run, **facts}), markup=False, highlight=False, soft_wrap=True
+        )
+
+    _run = ""
+
+    def message(self, text: str) -> None:
+        self._say(text, "warning")
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        self._run = run.rsplit(" (", 1)[0]  # without the name of its network
+        super().started("", sites, rounds, note)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        for line in (_ending(summary), *closing_lines(summary)):
+            self._say(line)
 
 
 class RichListener(QuietListener):
@@ -231,6 +253,8 @@ def listener_for(quiet: bool, console: Console | None = None, json_output: bool 
 
     With `json_output`, everything goes to stderr, so that stdout has only JSON. `console` replaces both.
     """
+    if wants_json() and not quiet and console is None:
+        return JsonListener(Console(stderr=True, file=lenient(sys.stderr)))
     console = console or Console(stderr=json_output, file=lenient(sys.stderr if json_output else sys.stdout))
     if quiet:
         return QuietListener(console)

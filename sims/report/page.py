@@ -25,12 +25,12 @@ figure { margin: 1.2rem 0 } img { max-width: 100%; height: auto } figcaption, .n
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem } summary { cursor: pointer }
 th[tabindex] { cursor: pointer } th[aria-sort=ascending]::after { content: " ▲" }
 th[aria-sort=descending]::after { content: " ▼" }
-@media (prefers-color-scheme: dark) {
-body { color: #ddd; background: #181818 } h2, th, td { border-color: #444 } pre { background: #262626 }
-figcaption, .note { color: #aaa } a { color: #8ab4f8 } img { background: #fff }
+@media screen and (prefers-color-scheme: dark) {
+body { color: #e6eaf0; background: #12161d } h2, th, td { border-color: #2d3542 } figcaption, .note { color: #a3adbb }
+pre { background: #1a202a } a { color: #7db4f5 } img { background: #fff }
 }
 @media print {
-body { font-size: 10pt; max-width: none; margin: 0; color: #000; background: #fff } .scroll { overflow: visible }
+body { font-size: 10pt; max-width: none; margin: 0 } .scroll { overflow: visible }
 figure, tr { break-inside: avoid } h2, caption { break-after: avoid } thead { display: table-header-group }
 }
 """

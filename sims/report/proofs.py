@@ -19,9 +19,10 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.tables import START, canonical, link
 from fedloom.server.unlearning.certificate import CERTIFICATES, as_written, read
-from fedloom.server.unlearning.signing import SUFFIX, operator_key, public_pem, spki
+from fedloom.server.unlearning.signing import SUFFIX, fingerprint, former_keys, operator_key, public_pem, spki
 from fedloom.sims.report.certificates import sections, title
 from fedloom.sims.report.page import page_text
+from fedloom.sims.report.time_stamps import time_stamp
 
 PROGRAMS = Path(__file__).parent / "proof"
 TIME = (1980, 1, 1, 0, 0, 0)  # of all files in the zip, so that equal proofs have equal bytes
@@ -47,35 +48,43 @@ openssl pkeyutl -verify -pubin -inkey operator.pem -rawin -in certificate.json -
 
 The events name all sites of the run, and the number of their examples in each round. They hold no data and no weights.
 """
+STAMPED = """
+SHA256SUMS.tsr     An authority's time stamp (RFC 3161) of SHA256SUMS. To check it with the authority's certificate:
+
+openssl ts -verify -in SHA256SUMS.tsr -data SHA256SUMS -CAfile AUTHORITY.pem
+"""
 
 
-def write_proof(run: Path, request: str, out: Path) -> Path:
+def write_proof(run: Path, request: str, out: Path, authority: str = "") -> Path:
     """Write the proof of a certified request as a zip file, and return its path. Arguments and errors as of `proof_of`."""
-    write_bytes(out, proof_of(run, request))
+    write_bytes(out, proof_of(run, request, authority))
     return out
 
 
-def proof_of(run: Path, request: str) -> bytes:
+def proof_of(run: Path, request: str, authority: str = "") -> bytes:
     """Return the zip file with the proof of a certified request.
 
     Args:
         run: The run's folder.
         request: The request's id.
+        authority: The URL of an authority that adds a time stamp (RFC 3161); "": none.
 
     Raises:
-        UserError: The run has no signed certificate of the request, it was changed, or the ledger's chain is broken.
+        UserError: The run has no signed certificate of the request, it was changed, the ledger's chain is broken, or the
+            authority gives no time stamp.
     """
     if Path(request).name != request:
         raise UserError(f"request: got '{request}', which is not the id of a request")
     path = run / CERTIFICATES / f"{request}.json"
     content = read(path)
     key, signature = _signed(path)
-    mine, der = operator_key(), spki(key)
-    if spki(mine.public_key()) != der:
+    der = spki(key)
+    mine = next((own for own in (operator_key(), *former_keys()) if spki(own.public_key()) == der), None)
+    if mine is None:
         raise UserError(f"{path}: another key has signed it; set FEDLOOM_KEY to the file of that key")
     texts = {"request": content["request"], "run": content["run"], "sites": ", ".join(content["sites"])}
     files = {
-        "README.txt": README.format(**texts, fingerprint=hashlib.sha256(der).hexdigest()).encode(),
+        "README.txt": (README.format(**texts, fingerprint=fingerprint(key)) + (STAMPED if authority else "")).encode(),
         "certificate.html": page_text(title(content), sections(content)).encode(),
         "certificate.json": path.read_bytes(),
         "certificate.sig": signature,
@@ -84,7 +93,8 @@ def proof_of(run: Path, request: str) -> bytes:
         **{name: (PROGRAMS / name).read_bytes() for name in ("verify.html", "verify.py")},
     }
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
-    return _zipped({**files, "SHA256SUMS": sums, "SHA256SUMS.sig": mine.sign(sums)})
+    stamp = {"SHA256SUMS.tsr": time_stamp(sums, authority)} if authority else {}
+    return _zipped({**files, "SHA256SUMS": sums, "SHA256SUMS.sig": mine.sign(sums), **stamp})
 
 
 def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:

@@ -1,5 +1,6 @@
 """Run many configurations from Python with `sweep`, and read their `Results`."""
 
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,12 @@ def sweep(
     Raises:
         UserError: A run cannot work. Raised before any run starts.
     """
-    if not isinstance(parallel, int) or parallel < 1:
+    if not isinstance(parallel, numbers.Integral) or parallel < 1:
         raise UserError(f"parallel: got {parallel!r}, takes a whole number of at least 1")
     grid = _grid(seeds, over or {})
     planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
     with as_usual():
-        outcomes = carry_out(planned, min(parallel, len(planned)) if parallel > 1 else 0, quiet=not progress)
+        outcomes = carry_out(planned, min(int(parallel), len(planned)) if parallel > 1 else 0, quiet=not progress)
     failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.missing}
     return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed)
 

@@ -17,7 +17,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedloom.clients.protocol.signatures import Identity
 from fedloom.conf import Config, UserError
 from fedloom.server.unlearning.goals import PARTS
-from fedloom.server.unlearning.signing import operator_key, public_line, public_pem
+from fedloom.server.unlearning.signing import (
+    former_keys,
+    key_path,
+    operator_key,
+    public_line,
+    public_pem,
+    rotate,
+    signed_by,
+)
 from fedloom.sims.federation.keys import NODE_KEY, write_node_key
 from fedloom.sims.report.proofs import write_proof
 from tests.server.parts import folder
@@ -201,5 +209,28 @@ def test_no_proof_of_a_changed_certificate_or_ledger_or_by_another_key(
         with pytest.raises(UserError, match=words):
             write_proof(copy, "r1", tmp_path / "p.zip")
     monkeypatch.setenv("FEDLOOM_KEY", str(tmp_path / "new.key"))
+    with pytest.raises(UserError, match="another key has signed it"):
+        write_proof(folder(forgotten), "r1", tmp_path / "p.zip")
+
+
+def test_a_key_is_replaced_and_what_the_old_key_signed_stays_verifiable(
+    forgotten: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FEDLOOM_KEY", str(shutil.copy(key_path(), tmp_path / "mine.key")))
+    old = public_line(operator_key())
+    former = rotate()
+    assert former.stat().st_mode & 0o077 == 0 and (tmp_path / "mine.key").stat().st_mode & 0o077 == 0
+    assert public_line(operator_key()) != old == public_line(former_keys()[0])
+    (tmp_path / "old.pub").write_text(old)
+    (tmp_path / "new.pub").write_text(public_line(operator_key()))
+    proof = proof_of(forgotten, tmp_path)
+    assert verified(proof, "--key", tmp_path / "old.pub").returncode == 0
+    assert failed(verified(proof, "--key", tmp_path / "new.pub").stdout) == [
+        "the key in the proof is the operator's published key"]  # fmt: skip
+    assert signed_by(folder(forgotten) / "certificates/r1.json", old)
+    (tmp_path / "mine-other.key").write_text("not a former key")
+    rotate()
+    assert len({public_line(key) for key in (operator_key(), *former_keys())}) == 3
+    former.unlink()
     with pytest.raises(UserError, match="another key has signed it"):
         write_proof(folder(forgotten), "r1", tmp_path / "p.zip")

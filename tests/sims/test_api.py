@@ -4,14 +4,16 @@ import _thread
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fedloom import Result, resume, run
+from fedloom import FedAvg, FedAvgSession, Result, Task, option, resume, run, sweep
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
@@ -83,6 +85,47 @@ def test_metrics_of_single_sites(root: str):
     assert "loss/clinic" not in (result.folder / "csv/main/rounds.csv").read_text()
     result.unlearn("clinic", without_data=True)
     assert all(list(record[key]) == names[1:] for record in result.metrics for key in ("loss", "validation"))
+
+
+@dataclass(frozen=True)
+class Shrunk(FedAvg):
+    """FedAvg with a term that draws the weights to 0."""
+
+    weight: float = option(100.0, "weight of the term")
+
+    def session(self, task: Task) -> FedAvgSession:
+        assert len(task.held_out("validation")) > 0
+        return ShrunkSession(self, task)
+
+
+class ShrunkSession(FedAvgSession):
+    def extra_loss(self, weights: Any, constants: Any, /) -> torch.Tensor:
+        return self.objective.weight * torch.stack([weight.square().sum() for weight in weights.values()]).sum()
+
+
+def test_an_objective_derived_from_fedavgs(root: str):
+    tree = {**TREE, "strategy": "fedavg", "training": {"rate": 0.001, "momentum": 0.0}}
+    sizes = []
+    for name in ("fedavg", f"{__name__}:Shrunk"):
+        result = run({**tree, "objective": name}, root, overwrite=True)
+        sizes.append(sum(float(weight.detach().square().sum()) for weight in result.network.parameters()))
+        assert len(result.predict(result.examples("clinic", "test").x)) == len(result.examples("clinic", "test"))
+    assert sizes[1] < 0.8 * sizes[0]
+
+
+def test_numbers_of_numpy_paths_and_other_defaults_of_torch(tmp_path: Path):
+    tree = {**TREE, "rounds": np.int64(1), "training": {"rate": np.float32(0.05)}, "run": {"root": tmp_path, "name": "n"}}
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = run(tree)
+        assert result.predict(result.examples("clinic").x, scores=True).dtype == torch.float32
+        assert result.measure(result.network) == result.accuracy["sum"]
+        assert result.unlearn(np.array(["clinic"]), repair=np.int64(1))["options"]["repair"] == 1
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (again,) = sweep(tree, seeds=np.arange(1), over={"training.rate": np.array([0.1])}, parallel=np.int64(1))
+    assert again.config.training.rate == 0.1
 
 
 def test_a_site_is_forgotten(run_folder: Path):

@@ -17,6 +17,7 @@ from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.certificate import read
 from fedloom.sims.desk import limits
 from fedloom.sims.desk.audit import Audit
+from fedloom.sims.desk.rendering import for_people
 from tests.sims.commands import ONE, TWO, Command, refused
 from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, served, until
 
@@ -279,3 +280,38 @@ def test_the_desk_stops_at_once_while_pages_follow_runs(folder: Folder):
             next(answer.iter_lines())
             desk.terminate()
             until(lambda: desk.poll() is not None, "the desk has stopped", 10)
+
+
+def test_a_page_that_fails_says_what_to_do_in_the_browser(folder: Folder):
+    client = browser(folder, "operator")
+    (folder.run / "config.yaml").rename(folder.run / "config.txt")
+    said = client.get("/runs/digits")
+    assert said.status_code == 404 and "Start again from the list of all runs." in said.text
+    (folder.run / "config.txt").rename(folder.run / "config.yaml")
+    (folder.run / "ledger.sqlite").write_bytes(b"damaged " * 1000)
+    said = client.get("/runs/digits/requests")
+    assert said.status_code == 409 and "Reload the run&#39;s page" in said.text and "fedloom " not in said.text
+
+
+@pytest.mark.parametrize(
+    ("text", "people"),
+    [
+        ("the site 'a' is already forgotten; `fedloom ledger RUN` shows the request", "the site 'a' is already forgotten"),
+        ("x.json: another key has signed it; set FEDLOOM_KEY to the file", "x.json: another key has signed it"),
+        ("Nothing is forgotten yet. --without-data forgets without measuring", "Nothing is forgotten yet."),
+        ("run 'fedloom resume RUN'", "This is not possible now."),
+        ("Choose at least one site.", "Choose at least one site."),
+    ],
+)
+def test_commands_are_no_help_in_a_browser(text: str, people: str):
+    assert for_people(text) == people
+
+
+def test_times_have_seconds_and_the_box_of_facts_only_what_is_known(fedloom: Command, folder: Folder):
+    client = browser(folder, "operator")
+    assert "Validation accuracy</dt>" in client.get("/runs/digits").text
+    assert fedloom("unlearn", folder.run, ONE, "--request-id", "r1").code == 0
+    page = client.get("/runs/digits").text
+    assert "Validation accuracy</dt>" not in page and "Test accuracy</dt>" in page
+    received = read(folder.run / "certificates" / "r1.json")["times"]["received"]
+    assert f"{received[:10]} {received[11:19]} UTC" in client.get("/runs/digits/requests/r1").text

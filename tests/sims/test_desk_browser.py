@@ -26,6 +26,9 @@ PAGES = ["/", "/requests", "/compare?one=digits&other=digits", "/audit", "/nowhe
          f"/runs/digits/sites/{ONE}",
          "/runs/digits/requests", "/runs/digits/requests/r1", "/runs/digits/certificates", "/runs/digits/certificates/r1",
          "/runs/digits/events", "/runs/digits/ask"]  # fmt: skip
+WHOLE = ["/audit", "/runs/digits", "/runs/digits/events", "/runs/digits/requests/r1"]  # all columns on a telephone
+CUT = """[...document.querySelectorAll("main *")].filter(one => one.clientWidth > 1 && one.scrollWidth > one.clientWidth + 1
+    && getComputedStyle(one).overflowX !== "visible").map(one => one.className)"""
 WIDTHS = (360, 800, 1600)
 
 
@@ -123,6 +126,10 @@ def test_every_page_is_readable_for_all(
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{path} is wider than {width}"
+        page.set_viewport_size({"width": 400, "height": 900})
+        if path in WHOLE:
+            assert page.evaluate(CUT) == [], path
+        page.set_viewport_size({"width": WIDTHS[-1], "height": 900})
         found = axe.Axe().run(page).response["violations"]
         assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], path
     assert [line for line in said if "404" not in line] == []  # the browser reports /nowhere

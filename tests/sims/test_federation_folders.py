@@ -1,9 +1,12 @@
 """`fedloom federation` without a machine at work: what is wrong in plans, sheets and folders, each told in one line."""
 
+import contextlib
+import json
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,10 +62,9 @@ def test_a_server_is_named_by_its_name_or_address_alone(fedloom: Command, tmp_pa
     refused(fedloom("federation", "node", tmp_path / SITE), "superlink: got 'http://", "takes HOST:PORT")
 
 
-def test_what_is_left_of_a_site_is_seen_and_stopped_from_its_own_folder(fedloom: Command, tmp_path: Path):
-    """The command that kept its program running was killed."""
-    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")
-    home = tmp_path / "new" / "a"
+@contextlib.contextmanager
+def left(home: Path) -> Iterator[subprocess.Popen]:
+    """The program of a machine, whose keeper was killed."""
     with (home / LOCK).open("w") as lock:
         code = "import fcntl, sys, time; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX); print(flush=True); time.sleep(600)"
         words = [sys.executable, "-c", code, str(lock.fileno())]
@@ -70,10 +72,28 @@ def test_what_is_left_of_a_site_is_seen_and_stopped_from_its_own_folder(fedloom:
     with program:
         assert program.stdout is not None and program.stdout.readline()
         (home / PID).write_text(f"1 {program.pid}")
+        yield program
+
+
+def test_what_is_left_of_a_site_is_seen_and_stopped_from_its_own_folder(fedloom: Command, tmp_path: Path):
+    """The command that kept its program running was killed."""
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")
+    home = tmp_path / "new" / "a"
+    with left(home) as program:
         said = fedloom("federation", "status", home)
         assert said.code == 1 and f"process {program.pid}, which nothing restarts" in " ".join(said.out.split()), said
         assert fedloom("federation", "down", home).out == "stopped: a\n"
     assert not running(home) and fedloom("federation", "down", home).out == "stopped: nothing was running\n"
+
+
+def test_a_server_that_does_not_answer_is_a_row_of_status(fedloom: Command, tmp_path: Path):
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")
+    with left(tmp_path / "new" / "server"):
+        said = fedloom("federation", "status", tmp_path / "new", "--json")
+        fedloom("federation", "down", tmp_path / "new")
+    server, site = json.loads(said.out)["machines"]
+    assert said.code == 1 and "the SuperLink cannot be asked" in server["at the server"] and not server["ok"]
+    assert site == {"machine": "a", "here": "down", "at the server": "not authenticated", "ok": False}
 
 
 @pytest.mark.parametrize("words", [["status"], ["down"], ["logs", "--folder"]], ids=lambda words: words[0])
@@ -179,6 +199,11 @@ def test_a_machine_that_is_down_is_told_by_the_exit_code(fedloom: Command, tmp_p
     for words in (["federation", "status", tmp_path / "m"], ["doctor", "--federation", tmp_path / "m"]):
         said = fedloom(*words)
         assert said.code == 1 and said.out and not said.err, said
+        said = fedloom(*words, "--json")
+        found = json.loads(said.out)
+        assert said.code == 1 and not said.err and found["ok"] is False, said
+        bad = [row["machine"] for row in found.get("machines", found.get("checks")) if not row["ok"]]
+        assert {"server", "a"} == set(bad), found
     refused(fedloom("federation", "logs", tmp_path / "m"), "has no log of any machine")
 
 

@@ -56,7 +56,7 @@ def test_without_scripts_and_in_the_dark(chromium: "Browser", tmp_path: Path):
     with chromium.new_page(color_scheme="dark") as dark:
         dark.goto(page.url)
         colours = dark.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-        assert colours == ["rgb(221, 221, 221)", "rgb(24, 24, 24)"]
+        assert colours == ["rgb(230, 234, 240)", "rgb(18, 22, 29)"]
         dark.emulate_media(media="print")
         assert dark.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     context.close()

@@ -39,3 +39,12 @@ def test_who_asks_is_in_the_ledger_and_the_certificate(fedloom: Command, run: Pa
     said = fedloom("requests", run)
     assert f"| r1 | verified | {ONE} | dpo |" in said.out and said.err == ""
     assert "who asked | match" in fedloom("verify", run / "certificates" / "r1.json", run).out
+
+
+def test_the_operators_key_is_replaced_by_a_command(fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FEDLOOM_KEY", str(tmp_path / "mine.key"))
+    old = fedloom("key").out
+    said = fedloom("key", "--rotate")
+    assert said.out.startswith("ssh-ed25519 ") and said.out != old and f"The old key is in {tmp_path}/mine-" in said.err
+    assert fedloom("key", "--former").out == said.out + old
+    assert fedloom("key", "--former", "--pem").out.count("BEGIN PUBLIC KEY") == 2

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -173,10 +173,10 @@ def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeyp
 
     whole = training_run.one_round
 
-    def killed(loop: RoundLoop, round: int) -> dict:
+    def killed(loop: RoundLoop, round: int, *more: Any) -> dict:
         if round == 2:
             raise KeyboardInterrupt
-        return whole(loop, round)
+        return whole(loop, round, *more)
 
     with monkeypatch.context() as broken:
         broken.setattr(training_run, "one_round", killed)

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-START = "0" * 64
+START, STAMP = "0" * 64, "SHA256SUMS.tsr"
 FILES = {
     "certificate.html",
     "certificate.json",
@@ -115,7 +115,7 @@ def manifest(report, folder):
     report.check("the operator signed the list of all files", is_signed(key, folder, "SHA256SUMS", "SHA256SUMS.sig"))
     lines = (folder / "SHA256SUMS").read_text("ascii").splitlines()
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    here = {path.name for path in folder.iterdir()} - {"SHA256SUMS", "SHA256SUMS.sig"}
+    here = {path.name for path in folder.iterdir()} - {"SHA256SUMS", "SHA256SUMS.sig", STAMP}
     for name in sorted(FILES - listed.keys()):
         report.check(f"{name} is in the list", False)
     for name in sorted(listed.keys() | here):
@@ -124,6 +124,15 @@ def manifest(report, folder):
             continue
         right = name in here and hashlib.sha256((folder / name).read_bytes()).hexdigest() == listed[name]
         report.check(f"{name} is as the operator signed it", right, "it is missing or changed")
+
+
+def stamp(report, folder):
+    """Check that the time stamp, if there is one, is of the list of files. openssl checks the authority's signature."""
+    if (folder / STAMP).exists():
+        digest = hashlib.sha256((folder / "SHA256SUMS").read_bytes()).digest()
+        report.check("the time stamp is of the list of all files", digest in (folder / STAMP).read_bytes())
+        report.note("The time, and who states it: openssl ts -reply -text -in SHA256SUMS.tsr")
+        report.note("openssl ts -verify -in SHA256SUMS.tsr -data SHA256SUMS -CAfile AUTHORITY.pem")
 
 
 def chain(report, events):
@@ -378,6 +387,7 @@ def main():
         report.note(f"The proof is as of event {events[-1]['id']}, {events[-1]['time']}")
         signature(report, asked.folder, asked.key)
         manifest(report, asked.folder)
+        stamp(report, asked.folder)
         chain(report, events)
         request(report, content, events)
         if asked.site:
