@@ -198,11 +198,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
 def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole = training_run.one_round
 
-    def interrupted(loop: RoundLoop, round: int) -> dict:
+    def interrupted(loop: RoundLoop, round: int, *rest: Any) -> dict:
         if round == 3:
             _thread.interrupt_main()  # as Ctrl-C does
             time.sleep(0.1)  # it is heard here, and in no callback, where Python ignores it
-        return whole(loop, round)
+        return whole(loop, round, *rest)
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(training_run, "one_round", interrupted)
