@@ -36,7 +36,7 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
 
 def is_index(index: object, networks: int) -> bool:
     """Return whether this is the index of one of so many networks, also as a number of NumPy's."""
-    return isinstance(index, numbers.Integral) and not isinstance(index, bool) and 0 <= index < networks
+    return isinstance(index, numbers.Integral) and not isinstance(index, bool) and 0 <= int(index) < networks
 
 
 def check_places(networks: int, into: int, depth: int) -> None:

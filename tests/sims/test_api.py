@@ -114,17 +114,23 @@ def test_an_objective_derived_from_fedavgs(root: str):
 
 
 def test_numbers_of_numpy_paths_and_other_defaults_of_torch(tmp_path: Path):
-    tree = {**TREE, "rounds": np.int64(1), "training": {"rate": np.float32(0.05)}, "run": {"root": tmp_path, "name": "n"}}
+    numpy: Any = np  # whose types the hints do not name
+    tree = {
+        **TREE,
+        "rounds": numpy.int64(1),
+        "training": {"rate": numpy.float32(0.05)},
+        "run": {"root": tmp_path, "name": "n"},
+    }
     torch.set_default_dtype(torch.float64)
     try:
         result = run(tree)
         assert result.predict(result.examples("clinic").x, scores=True).dtype == torch.float32
         assert result.measure(result.network) == result.accuracy["sum"]
-        assert result.unlearn(np.array(["clinic"]), repair=np.int64(1))["options"]["repair"] == 1
+        assert result.unlearn(numpy.array(["clinic"]), repair=numpy.int64(1))["options"]["repair"] == 1
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    (again,) = sweep(tree, seeds=np.arange(1), over={"training.rate": np.array([0.1])}, parallel=np.int64(1))
+    (again,) = sweep(tree, seeds=numpy.arange(1), over={"training.rate": numpy.array([0.1])}, parallel=numpy.int64(1))
     assert again.config.training.rate == 0.1
 
 
