@@ -183,22 +183,27 @@ def sequence(study: Study) -> list[Table]:
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
         rows += [_sequence_row(method, number, [result[number] for result in results]) for number in range(len(LEAVING) + 1)]
-    head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
-    note = "Sites are subtracted in sequence, without training in between. Accuracy in %, mean over the angles on each side."
+    ways = ["restored", "retrained"]
+    head = ["method", "sites that left", "their angles", *ways, "the others' angles", *ways]
+    note = ("Sites are subtracted in sequence. restored: the run is restored after each. Accuracy in %, mean over the "
+            "angles on each side.")  # fmt: skip
     return [study.table("Requests one after the other", head, rows, note)]
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
-    """Remove sites in turn; return at the start and after each the `sides` of the subtracted and the retrained network."""
+    """Remove sites in turn; return at the start and after each the `sides` of the network, by way."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
         with opened(config) as run:
             looker, gone = Looker(config, run.train().method.evaluator), [LEAVING[:number] for number in range(4)]
             results = [{"subtract": sides(looker, run.model(), [])}]
-            for names in gone[1:]:
-                run.method.state.forget([names[-1]], {})
-                results.append({"subtract": sides(looker, run.model(), names)})
+            with run.copied("restored") as copy:
+                for names in gone[1:]:
+                    for one in (run, copy):
+                        one.method.state.forget([names[-1]], {})
+                    restored = sides(looker, copy.restored(RESTORE), names)
+                    results.append({"subtract": sides(looker, run.model(), names), "restored": restored})
         for names, shares in zip(gone[1:], results[1:], strict=True):
             with opened(configured(method, seed, folder / f"without-{len(names)}"), names) as run:
                 shares["retrained"] = sides(looker, run.train().model(), names)
@@ -216,7 +221,7 @@ def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
 def _sequence_row(method: str, number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
     row = [method, str(number)]
     for side in ("left", "stay"):
-        for way in ("subtract", "retrained"):
+        for way in ("subtract", "restored", "retrained"):
             there = way in results[0] and (number or side == "stay")
             row += means(results, (way, side)) if there else [""]
     return row
