@@ -102,7 +102,10 @@ def histories(run: shadows.Shadow) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "ways"),
-    [("averaging", {"replay", "sifu", "restored", "repair"}), ("exact", {"restored", "repair", "recalibrated"})],
+    [
+        ("averaging", {"replay", "sifu", "restored", "far back", "repair"}),
+        ("exact", {"restored", "far back", "repair", "recalibrated"}),
+    ],
 )
 def test_a_federation_forgets_in_every_way(method: str, ways: set[str]):
     found = traces.shadow(method, 0)

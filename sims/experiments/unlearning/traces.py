@@ -16,6 +16,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
+from fedloom.server.unlearning.requests import SHARE_BACK
 from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.experiments.unlearning.averaging import sifu_bound, sifu_start
 from fedloom.sims.experiments.unlearning.shadows import (
@@ -41,13 +42,15 @@ MAX_STEPS, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
 Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
 RESTORE = 4  # rounds of restoration
+BACK = {"restored": SHARE_BACK, "far back": 0.75}  # how far back it begins
 NOISE, EPSILON, DELTA = 0.01, 10.0, 0.1  # of SIFU
 WAYS = {
     "before": "before",
     "subtract": "subtract",
     "repair": f"subtract + {FURTHER} rounds of repair",
     "recalibrated": f"subtract + {FURTHER} rounds + recalibrated head",
-    "restored": f"subtract, restored in {RESTORE} rounds",
+    "restored": f"subtract, --restore {RESTORE}",
+    "far back": f"subtract, --restore {RESTORE} --back 0.75",
     "replay": "FedEraser's replay",
     "sifu": "SIFU",
     "retrained": "retrained",
@@ -98,9 +101,12 @@ def _sifu(run: Shadow, seed: int, folder: Path) -> tuple[Model, float]:
 
 
 def _restored(run: Shadow, seed: int, folder: Path) -> Models:
-    """Restore the aggregate in a copy of the run, so that the other ways begin at the subtracted one."""
-    with run.copied("restored") as copy:
-        return {"restored": (copy.restored(RESTORE), copy.seconds)}
+    """Restore the aggregate in copies of the run, so that the other ways begin at the subtracted one."""
+    models: Models = {}
+    for name, share in BACK.items():
+        with run.copied(name) as copy:
+            models[name] = copy.restored(RESTORE, share), copy.seconds
+    return models
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
