@@ -173,7 +173,10 @@ def _resolved(text: str, run: str, rounds: int, follow: tuple[Policy, int] | Non
     if follow is not None:
         policy, index = follow
         config = with_form(policy.apply(config, index), index, bool(policy.domain))
-    return resolve(config if rounds == config.rounds else replace(config, rounds=rounds))
+    experiment = resolve(config if rounds == config.rounds else replace(config, rounds=rounds))
+    if follow is not None:
+        experiment.check_start()  # a site opens no file that a server names
+    return experiment
 
 
 def asked_site(order: TaskInstructions, config: Config) -> Site:

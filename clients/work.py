@@ -23,7 +23,7 @@ from fedloom.clients.objectives import Answer, Session
 from fedloom.clients.privacy.guard import LOG, SIMULATED, failed
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
-from fedloom.clients.protocol.failures import BlamedError, LostStateError, RefusedError
+from fedloom.clients.protocol.failures import BlamedError, DropoutError, LostStateError, RefusedError
 from fedloom.clients.protocol.messages import (
     CLASSES,
     COMPONENTS,
@@ -37,6 +37,7 @@ from fedloom.clients.protocol.messages import (
     PROTOCOL,
     SECURE_KINDS,
     TRAIN,
+    WHEN,
     WHO,
     read_order,
     right_of,
@@ -54,6 +55,9 @@ from fedloom.fusion.state import State
 
 if TYPE_CHECKING:
     from fedloom.clients.privacy.protection import Protection
+
+
+BEFORE_TRAINING, DURING, _ = WHEN
 
 
 class HiddenError(RuntimeError):
@@ -128,7 +132,7 @@ def train(job: Job) -> RecordDict:
     try:
         with alike() if job.order.secure and not job.simulated else contextlib.nullcontext():
             return _trained(job, images, protection)
-    except (BlamedError, LostStateError, RefusedError):  # the server must receive these
+    except (BlamedError, DropoutError, LostStateError, RefusedError):  # the server must receive these
         raise
     except Exception as error:
         if job.simulated or not job.policy.hides(job.config):
@@ -138,17 +142,25 @@ def train(job: Job) -> RecordDict:
 
 def _trained(job: Job, images: Examples, protection: "Protection | None") -> RecordDict:
     order, least, task = job.order, job.policy.limits.batch, task_of(job)
+    if order.fails == BEFORE_TRAINING:
+        raise DropoutError(order.fails)
     begin, session = task.generator.get_state(), job.experiment.objective.session(task)
     start = started(job, session)
     if order.secure and order.again == IDLE:
         return update(job, session, Outcome(math.nan, len(images)), start, protection)
     job.policy.limits.check_examples(len(session.training_examples(images)), job.experiment, job.site)
-    outcome = learn(session, images, job.experiment, job.site, order.schedule_round, job.device, order.words, least)
+    share = 0.5 if order.fails == DURING else 1.0
+    outcome = learn(session, images, job.experiment, job.site, order.schedule_round, job.device, order.words, least, share)
+    if order.fails == DURING:
+        raise DropoutError(order.fails)
     if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):
         raise RefusedError("objective: the objective or the network draws random numbers (Dropout, for example) from the "
                            "run's seed. A server could choose a seed so that only one image of one site counts. "
                            "Remove the random draws under masks, or set privacy.noise and the site's epsilon")  # fmt: skip
-    return update(job, session, outcome, start, protection)
+    reply = update(job, session, outcome, start, protection)
+    if order.fails:  # the reply is lost
+        raise DropoutError(order.fails)
+    return reply
 
 
 def protection_of(job: Job) -> "Protection | None":

@@ -23,7 +23,7 @@ MOST_RUN_NAME_BYTES = 200
 MANY = 100  # sites
 MOST_CHARACTERS = 100  # characters of an override in an error
 
-VERSION = 6  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
+VERSION = 7  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
 
 NAMED = ("network", "partition", "of", "head", "objective", "strategy", "optimizer", "schedule", "loss")
 

@@ -74,7 +74,7 @@ class DataConfig:
 class TrainingConfig:
     """A site's training in a round. Default: SGD, as in the papers. Optimisers start with empty state in each round."""
 
-    epochs: int = option(1, "passes over the site's images per round", low=1)
+    epochs: float = option(1.0, "passes over the site's images per round; a fraction counts, to whole batches", low=1e-3)
     steps: int = option(0, "steps per round, instead of epochs; 0: use epochs", low=0)
     batch: int = option(32, "images per step", low=1, high=2**31)
     optimizer: Any = option("sgd", "a class of torch.optim, or module:attribute; with options: {name: adamw, eps: 1e-6}")
@@ -111,6 +111,13 @@ class FederationConfig:
     min_replies: int = option(1, "a round needs at least so many valid replies", low=1)
     window: int = option(0, "messages in flight at once; 0: as many as fit in 256 MiB", low=0)
     timeout: float = option(3600.0, "time limit of a round in seconds", low=1.0)
+    dropout: float = option(
+        0.0,
+        "to study stragglers: probability that a site fails in a round, before, in the middle of or after its training; the "
+        "seed draws it, and the sites that a round needs do not fail",
+        low=0.0,
+        high=1.0,
+    )
     join_timeout: float = option(120.0, "seconds to wait for all sites at the start", low=0.0)
     min_sites: int = option(0, "sites that must join within join_timeout; others may join later; 0: all", low=0)
     lost_store: str = option(
@@ -175,6 +182,12 @@ class EvaluationConfig:
         "server", "server: on the domains' images; sites: each site on its own images", choices=("server", "sites")
     )
     batch: int = option(500, "images per forward pass", low=1)
+    keep: str = option(
+        "last",
+        "best: also store and measure the network of the round with the best stopping.metric on validation examples, as "
+        "`best`; forgetting a site deletes it",
+        choices=("last", "best"),
+    )
     statistics: str = option(
         "running",
         "BatchNorm's statistics: the network's own, those of each batch, or recomputed on validation examples",
@@ -182,6 +195,15 @@ class EvaluationConfig:
     )
     sites: int = option(50, "sites measured one by one at the end, a random sample of those that trained; -1: all", low=-1)
     classes: bool = option(False, "in a real federation: sites also report correct answers and images of each class")
+
+
+@dataclass(frozen=True)
+class StoppingConfig:
+    """Early stopping, by values on validation examples."""
+
+    metric: str = option("", "one of evaluation.metrics; empty: the first. evaluation.keep=best uses it, too")
+    patience: int = option(0, "stop when so many rounds bring no better value; 0: train all rounds", low=0)
+    min_change: float = option(0.0, "a value is better if it changes by more than this", low=0.0)
 
 
 @dataclass(frozen=True)
@@ -204,6 +226,7 @@ class Config:
     federation: FederationConfig = option(FederationConfig, "the round loop")
     privacy: PrivacyConfig = option(PrivacyConfig, "differential privacy")
     evaluation: EvaluationConfig = option(EvaluationConfig, "measuring networks")
+    stopping: StoppingConfig = option(StoppingConfig, "early stopping")
     tracking: list[Any] = option(
         [], "trackers that record each round: tensorboard, mlflow, wandb, csv; with options: {name: mlflow, uri: ...}"
     )

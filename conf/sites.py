@@ -14,7 +14,8 @@ METHOD_NAMES = {"sum", "star", "composed", "half", "mean", "fused"}
 MODE_NAMES = {"exact", "regularised", "independent", "fedavg", "together", "sequential_ab", "sequential_ba",
               "exclusive", "alone"}  # fmt: skip
 PERSONAL = "personal"  # the display name of the sites' own networks, each measured at its site
-RESULT_NAMES = {"aggregate", PERSONAL} | METHOD_NAMES | MODE_NAMES  # rows of tables and files that are not sites
+BEST = "best"  # the display name of the network that was best on validation examples (evaluation.keep)
+RESULT_NAMES = {"aggregate", PERSONAL, BEST} | METHOD_NAMES | MODE_NAMES  # rows of tables and files that are not sites
 UNION = "union"  # the display name of all domains together
 MOST_NAME_BYTES = 100  # a site's name is also a folder name
 
@@ -45,6 +46,7 @@ class SiteConfig:
     name: str = option("", "the site's name; empty: site-0000, site-0001, ... in order")
     count: int = option(1, "number of sites that share this domain; `partition` divides it", low=1, high=MOST_SITES)
     samples: int = option(0, "training examples of each of the `count` sites; 0: all images of the site's part", low=0)
+    total: int = option(0, "training examples of all the `count` sites together, before `partition`; 0: all", low=0)
     rotation: float = option(0.0, "rotation of images in degrees, counter-clockwise", low=-360.0, high=360.0)
     invert: bool = option(False, "invert images: black becomes white")
     flip: bool = option(False, "random horizontal flips in training")

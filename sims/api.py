@@ -64,7 +64,7 @@ def run(
         overwrite: Replace an existing run of the same name.
         progress: Show the progress.
         on_round: Called after each committed round with its record, as in `Result.metrics`. The record has one more key,
-            `part`: empty, or the folder of a baseline.
+            `part`: empty, or the folder of a baseline. If it returns "stop", this part ends here, as a finished one.
         on_reply: Called with (site, ok, reason) for each reply of a site, and for each missing one.
         on_finished: Called with the result when the report is written.
 
@@ -92,7 +92,7 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides:
 
 def resume(
     folder: str | os.PathLike[str],
-    *,
+    *overrides: str,
     progress: bool = False,
     tracking: Sequence[Any] | None = None,
     on_round: OnRound | None = None,
@@ -101,6 +101,7 @@ def resume(
 ) -> "Result":
     """Continue a run that was stopped, after its last committed round, and return its result.
 
+    `overrides`: "rounds=20" gives the run more rounds, also a finished one. Nothing else can change.
     `tracking`: trackers, as in the key `tracking`, that replace those of the run; they also receive the earlier rounds.
     The callbacks are those of `run`. Raises UserError if the folder is not a run.
     """
@@ -108,7 +109,7 @@ def resume(
         listener, callbacks = listener_for(quiet=not progress), Callbacks(on_round, on_reply)
         folder = Path(folder).expanduser()
         tracking = None if tracking is None else plain_value(tracking, "tracking")
-        simulations.resume(folder, tracking=tracking, listener=listener, listeners=[callbacks])
+        simulations.resume(folder, overrides, tracking=tracking, listener=listener, listeners=[callbacks])
     return _finished(Path(folder), on_finished)
 
 
@@ -340,6 +341,7 @@ class Result:
         by: str = "",
         repair: int = 0,
         restore: int = 0,
+        back: float = 0.5,
         recalibrate: bool = False,
         rollback: bool = False,
         retrain: bool = False,
@@ -356,8 +358,8 @@ class Result:
             reason: For the ledger and the certificate.
             by: Who asks, for the ledger and the certificate.
             repair: Rounds of training without the sites, afterwards.
-            restore: Rounds in which the other sites train the aggregate as one network, from half-way back to its initial
-                state.
+            restore: Rounds in which the other sites train the aggregate as one network.
+            back: The share of the way by which the aggregate moves back to its initial state before these rounds.
             recalibrate: Fit the aggregate's head again, to sums from the other sites.
             rollback: Go back to the round before the sites joined, and train again.
             retrain: Train a network without the sites, for comparison.
@@ -369,7 +371,7 @@ class Result:
         """
         names = [sites] if isinstance(sites, str) else [str(site) for site in sites]
         request = UnlearningRequest(names, request_id, reason, int(repair), retrain, rollback, recalibrate, without_data,
-                                    by, int(restore))  # fmt: skip
+                                    by, int(restore), back)  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

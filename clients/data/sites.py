@@ -43,6 +43,7 @@ class _Pool:
     seed: int
     validation: float
     validation_limit: int
+    total: int
 
     def split(self) -> Split:
         return split(self.place, self.seed, self.validation, self.validation_limit)
@@ -223,6 +224,7 @@ def _shared_out(config: Config, site: Site) -> tuple[_Pool, Selection, int]:
         seed=config.seed,
         validation=data.validation,
         validation_limit=data.validation_limit,
+        total=spec.total,
     )
     try:
         check_way(spec.partition)
@@ -248,6 +250,11 @@ def _size(spec: SiteConfig, available: int) -> int:
 def _parts(pool: _Pool) -> tuple[Selection, ...]:
     """Return each site's part of the entry's training examples."""
     train = of_classes(pool.place, pool.split().train, pool.variant.classes)
+    if pool.total > len(train):
+        raise UserError(
+            f"total={pool.total}, but there are {len(train)} training examples; set total to at most {len(train)}"
+        )
+    train = at_most(pool.place, train, pool.total, pool.seed)
     if pool.parts == 1:
         return (train,)
     if pool.partition.name == COLUMN:

@@ -1,6 +1,6 @@
 """The networks that sites train, each an extractor and a head, and networks by name, including torchvision's."""
 
-from fedloom.clients.networks.architecture import Architecture, Model, architecture_of, form_of, network_text
+from fedloom.clients.networks.architecture import Architecture, Model, architecture_of, form_of, network_text, start_of
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count
 from fedloom.clients.networks.head_view import HeadView
 from fedloom.clients.networks.named import NetworkName, load_network, parse_name, save_network
@@ -21,4 +21,5 @@ __all__ = [
     "parameter_count",
     "parse_name",
     "save_network",
+    "start_of",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.clients.data import class_count, domain_specs, input_form, num_classes
 from fedloom.clients.data.form import Form
-from fedloom.clients.networks.base import NETWORKS, Network
+from fedloom.clients.networks.base import NETWORKS, WEIGHT_OPTIONS, Network
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
@@ -20,6 +20,7 @@ class Architecture:
 
     network: str
     form: Form
+    freeze: tuple[str, ...] = ()  # patterns of the tensors that stay as they start
 
     @property
     def outputs(self) -> int:
@@ -32,7 +33,12 @@ class Architecture:
 
     def build(self) -> Network:
         """Build the network with undefined weights. Raises UserError for an unknown network or a wrong option."""
-        return _spec(self.network).empty(self.form)
+        network = _spec(self.network).empty(self.form)
+        if not self.freeze:
+            return network
+        from fedloom.clients.networks.start import freeze  # imported only where it is used
+
+        return freeze(network, self.freeze)
 
     def made(self) -> Network:
         """Build the network on torch's default device, with the initial weights that its own code draws."""
@@ -64,7 +70,18 @@ def _spec(network: str) -> Any:
 
 def architecture_of(config: Config, site: Site | None = None) -> Architecture:
     """Return the architecture of a site, or (None) of the configuration's `network`."""
-    return Architecture(network_text(config, site), form_of(config, site))
+    section = _section(config, site)
+    if not any(key in section for key in WEIGHT_OPTIONS):
+        return Architecture(network_text(config, site), form_of(config, site))
+    plain = json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}, sort_keys=True)
+    from fedloom.clients.networks.start import weight_options  # imported only where it is used
+
+    return Architecture(plain, form_of(config, site), tuple(weight_options(section).freeze))
+
+
+def start_of(config: Config, site: Site | None = None) -> str:
+    """Return the file that the network of a site, or (None) of the configuration, starts from; empty without one."""
+    return str(_section(config, site).get("start") or "")
 
 
 def form_of(config: Config, site: Site | None = None) -> Form:
@@ -77,7 +94,11 @@ def form_of(config: Config, site: Site | None = None) -> Form:
 
 def network_text(config: Config, site: Site | None = None) -> str:
     """Return the section `network` of a site, or (None) of the configuration, as JSON."""
-    return json.dumps((_own(site) if site is not None else {}) or config.network, sort_keys=True)
+    return json.dumps(_section(config, site), sort_keys=True)
+
+
+def _section(config: Config, site: Site | None) -> dict[str, Any]:
+    return (_own(site) if site is not None else {}) or config.network
 
 
 def _own(site: Site) -> dict[str, Any]:

@@ -24,11 +24,16 @@ FITTING = {  # by kind of inputs: networks that take it
 }
 
 
+WEIGHT_OPTIONS = ("start", "freeze")  # options of every network (clients.networks.start)
+
+
 class Network(nn.Module):
     """An extractor followed by a head: inputs [n, *form.shape] to [n, outputs], or [n, steps, outputs] (form.each_step).
 
     The names of its state's tensors start with `extractor.` or `head.`.
     """
+
+    frozen: frozenset[str] = frozenset()  # names of tensors that the configuration freezes
 
     def __init__(self, extractor: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -151,6 +156,12 @@ def _initialise_steps(module: nn.Module, generator: torch.Generator) -> None:
                 nn.init.xavier_uniform_(weight, generator=generator)
             else:
                 nn.init.zeros_(weight)
+
+
+def frozen_in(network: nn.Module) -> frozenset[str]:
+    """Return the names of the tensors that stay as they start: by network.freeze, or with requires_grad=False."""
+    still = frozenset(name for name, parameter in network.named_parameters() if not parameter.requires_grad)
+    return still | getattr(network, "frozen", frozenset())
 
 
 def parameter_count(network: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Base classes of averaging methods: a site trains the server's network and sends it back.
 
 A method adds a term to the loss (`extra_loss`, of `constants`), or something to the contribution. Integer tensors of the
-network (BatchNorm's batch counters) are not sent; every round starts with their initial values.
+network (BatchNorm's batch counters) and frozen tensors are not sent; every round starts with their initial values.
 """
 
 import functools
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Examples
+from fedloom.clients.networks.base import frozen_in
 from fedloom.clients.objectives.base import Objective, Session, Task
 from fedloom.clients.objectives.plain import PlainSession, state_of
 from fedloom.clients.objectives.steps import gradient_weight
@@ -32,6 +33,8 @@ class Averaged(Objective):
     """
 
     requires_strategy: ClassVar[str] = ""
+    starts_at_server: ClassVar[bool] = True
+    keeps_frozen: ClassVar[bool] = True
 
     batchnorm: str = option(
         AVERAGED,
@@ -57,7 +60,7 @@ class Averaged(Objective):
 
     def shared(self, network: nn.Module, state: State) -> State:
         """Return the part of a network's state that the server averages."""
-        own = norms(network) if self.batchnorm == OWN else frozenset()
+        own = (norms(network) if self.batchnorm == OWN else frozenset()) | frozen_in(network)
         if not own and all(tensor.dtype.is_floating_point for tensor in state.values()):
             return state
         return {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and name not in own}
@@ -81,8 +84,8 @@ class FedAvgSession(PlainSession):
 
     @functools.cached_property
     def sent(self) -> State:
-        """A copy of the server's weights, made when first read. Read it before the first step."""
-        return {name: weight.detach().clone() for name, weight in self.parts.items()}
+        """A copy of the server's trainable weights, made when first read. Read it before the first step."""
+        return {name: weight.detach().clone() for name, weight in self.parts.items() if weight.requires_grad}
 
     def constants(self) -> tuple[State, ...]:
         """Return the inputs of `extra_loss` other than the weights. They are the same in all steps of a round."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.clients.data import Examples, label, outputs, task_of
 from fedloom.clients.data.schema import TASKS
 from fedloom.clients.data.standardise import way_of
-from fedloom.clients.networks import Architecture, Network, architecture_of
+from fedloom.clients.networks import Architecture, Network, architecture_of, start_of
 from fedloom.clients.protocol.messages import MODEL
 from fedloom.clients.training.loss import Loss, loss_of
 from fedloom.clients.training.recipe import Recipe, recipe_of
@@ -119,9 +119,13 @@ class Objective(ABC):
 
     Attributes:
         targets: The tasks whose targets the method takes (data.schema.TASKS).
+        starts_at_server: Whether sites receive their networks, so that only the server reads network.start.
+        keeps_frozen: Whether the method supports network.freeze.
     """
 
     targets: ClassVar[tuple[str, ...]] = TASKS
+    starts_at_server: ClassVar[bool] = False
+    keeps_frozen: ClassVar[bool] = False
 
     mode: str = option("", "variant of the method, by name")
 
@@ -239,6 +243,20 @@ class Experiment:
     def architectures(self) -> set[Architecture]:
         """The architectures of all sites."""
         return {self.architecture(site) for site in self.sites}
+
+    @functools.cached_property
+    def starts(self) -> dict[str, Site]:
+        """The files that networks start from (network.start), each with a site of such a network."""
+        specs = {id(site.spec): site.spec for site in self.sites}.values()
+        if not any("start" in each for spec in specs for each in (self.config.network, spec.network, *spec.networks)):
+            return {}
+        return {path: site for site in reversed(self.sites) if (path := start_of(self.config, site))}
+
+    def check_start(self) -> None:
+        """Raise UserError if a site of a real federation would have to read the server's file network.start."""
+        if not self.objective.starts_at_server and self.starts:
+            raise UserError(f"network.start: sites of a real federation do not have this file, and objective "
+                            f"'{self.config.objective.get('name')}' starts at the site; use fedavg")  # fmt: skip
 
     def common_architecture(self) -> Architecture:
         """Return the architecture that all sites share. Raises UserError, naming a site, if they differ."""

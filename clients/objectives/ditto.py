@@ -26,6 +26,8 @@ PERSONAL = "personal/"  # prefix of the names of v's tensors
 class Ditto(FedAvg):
     """Minimises F_k(v) + strength/2 ||v - w_t||^2 (Eq. 1): the site's network v stays near the shared w_t."""
 
+    starts_at_server = False
+
     strength: float = option(
         0.1, "weight of the distance between the site's network and the shared one (the paper's lambda)", low=0.0
     )
@@ -35,7 +37,7 @@ class Ditto(FedAvg):
 
     def network(self, task: Task, images: Examples) -> State | None:
         """Return the network in the message, or the site's own, which starts from the shared initial state."""
-        return super().network(task, images) or personal(task.own or {}) or initial_state(task.config)
+        return super().network(task, images) or personal(task.own or {}) or initial_state(task.config, exact=True)
 
 
 class DittoSession(FedAvgSession):
@@ -43,7 +45,7 @@ class DittoSession(FedAvgSession):
 
     def __init__(self, objective: Ditto, task: Task) -> None:
         super().__init__(objective, task)
-        first = personal(task.own or {}) or initial_state(task.config)
+        first = personal(task.own or {}) or initial_state(task.config, exact=True)
         moving = {name: tensor.to(task.device, copy=True) for name, tensor in first.items()}
         self.personal = {name: nn.Parameter(moving.pop(name), tensor.requires_grad) for name, tensor in self.parts.items()}
         self.statistics = moving

@@ -48,6 +48,11 @@ class SumAggregation(Objective):
         choices=("alike", "still"),
     )
 
+    @property
+    def keeps_frozen(self) -> bool:  # type: ignore[override]
+        """Whether the aggregate is a mean of networks, and no sum."""
+        return self.mode != "regularised"
+
     def session(self, task: Task) -> Session:
         return SESSIONS[self.mode](self, task)
 

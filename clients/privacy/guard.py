@@ -9,7 +9,13 @@ import re
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from fedloom.clients.protocol.failures import BlamedError, LostStateError, SummedBeforeError, UnknownConfigurationError
+from fedloom.clients.protocol.failures import (
+    BlamedError,
+    DropoutError,
+    LostStateError,
+    SummedBeforeError,
+    UnknownConfigurationError,
+)
 from fedloom.clients.protocol.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
 from fedloom.clients.training.learner import DivergedError
 from fedloom.conf.errors import UserError
@@ -36,7 +42,7 @@ def failed(error: BaseException, message: Message, full: bool) -> Message:
     if isinstance(error, BlamedError):
         LOG.warning("%s", error)
         return Message(RecordDict({BLAMED: ConfigRecord({"site": error.site})}), reply_to=message)
-    if not full:
+    if not full and not isinstance(error, DropoutError):
         LOG.error("a message could not be answered", exc_info=error)
     reason = full_error_text(error) if full else public_error_text(error)
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
@@ -56,10 +62,10 @@ def full_error_text(error: BaseException) -> str:
 def public_error_text(error: BaseException) -> str:
     """Return the part of an error that the server may read: its type, and the option at fault.
 
-    The message may contain the site's own values, so it stays at the site. A DivergedError has no such values and is
-    returned in full.
+    The message may contain the site's own values, so it stays at the site. A DivergedError or DropoutError has none, and
+    is returned in full.
     """
-    if isinstance(error, DivergedError):
+    if isinstance(error, DivergedError | DropoutError):
         return str(error)
     kind = type(error).__name__
     at = _OPTION.match(str(error)) if isinstance(error, UserError) else None

@@ -35,5 +35,12 @@ class BlamedError(UserError):
         self.site = site
 
 
+class DropoutError(UserError):
+    """The site fails, as federation.dropout has drawn."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__(f"federation.dropout: the site fails {moment} its training")
+
+
 class RefusedError(UserError):
     """The site's policy does not allow the server's request."""

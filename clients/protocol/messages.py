@@ -44,6 +44,7 @@ KEPT_NAMES = (
     "privacy",
 )  # files and folders in a site's store; no run has such a name
 MOST_AGAIN = IDLE = 9
+WHEN = ("before", "during", "after")  # when a site fails: before, in the middle of, or after its training
 MOST_RECORDS = 16  # records that a worker adds up
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -101,6 +102,7 @@ class TaskInstructions:
     weight: int = 0  # how often `before` counts in the sum
     secure: str = ""  # the attempt at a round of secure aggregation; the records in `sums` are then masked
     again: int = 0  # number of the redraw of the round's batches; 0: the first draw; IDLE: the site does not train
+    fails: str = ""  # when the site fails in the round, one of WHEN (federation.dropout)
     request: str = ""  # with ERASE, the id of the request
     restoring: int = 0  # in a restoration of `rounds` rounds, the number of this one; 0: an ordinary round
     back: float = 0.0  # share of the way by which a network first moves back to its initial state
@@ -158,6 +160,8 @@ def _parsed_order(text: str) -> TaskInstructions:
         raise UserError(f"order.round: got round {order.round} on base {order.base}, takes rounds 1 to {MOST_ROUNDS}")
     if not 0 <= order.again <= MOST_AGAIN:
         raise UserError(f"order.again: got {order.again}, takes 0 to {MOST_AGAIN}")
+    if order.fails not in ("", *WHEN):
+        raise UserError(f"order.fails: takes one of {', '.join(WHEN)}")
     if order.rounds < 1:
         raise UserError(f"order.rounds: got {order.rounds}, takes at least 1")
     if not 0 <= order.restoring <= order.rounds:

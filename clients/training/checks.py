@@ -9,7 +9,9 @@ from fedloom.clients.data import domain_specs, outputs, site_sizes
 from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.networks import Architecture, form_of
+from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import Experiment
+from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.augmentation import check_augmentation
 from fedloom.clients.training.learner import check_batches
 from fedloom.clients.training.loss import WHERE as LOSS
@@ -18,6 +20,7 @@ from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import EngineConfig, TrainingConfig
+from fedloom.fusion.exact import ExactSumError, check_range
 
 
 def check_training(experiment: Experiment, architectures: Iterable[Architecture]) -> None:
@@ -100,3 +103,35 @@ def _check_stacking(engine: EngineConfig, training: TrainingConfig, optimizer: O
     if training.channels_last:
         raise UserError("engine.vectorise: does not work with training.channels_last; set engine.vectorise=1, or "
                         "training.channels_last=false")  # fmt: skip
+
+
+def check_weights(experiment: Experiment) -> None:
+    """Raise UserError if network.start or network.freeze cannot work with the method or the engine."""
+    config, objective = experiment.config, experiment.objective
+    if config.engine.name == "flower":
+        experiment.check_start()
+    for path, site in experiment.starts.items():
+        try:
+            check_range(initial_state(config, site=site), config.federation.scale_bits)
+        except ExactSumError as error:
+            raise UserError(f"network.start: {path}: {error}, so it cannot be summed; scale it") from None
+    if not any(architecture.freeze for architecture in experiment.architectures):
+        return
+    rounded = {"federation.packed": config.federation.packed != NONE, "privacy.noise": bool(config.privacy.noise)}
+    changing = next((f"changes them with {key}" for key, on in rounded.items() if on and not objective.starts_at_server), "")
+    if fault := changing or ("" if objective.keeps_frozen else "moves all weights"):
+        raise UserError(f"network.freeze: objective '{config.objective['name']}' {fault}; use fedavg, for example")
+    if config.evaluation.statistics == "recomputed":
+        raise UserError(
+            "network.freeze: evaluation.statistics=recomputed changes frozen BatchNorm layers; set it to running"
+        )
+
+
+def start_notes(experiment: Experiment) -> list[str]:
+    """Return lines that say what fits of the files that networks start from (network.start)."""
+    if not experiment.starts:
+        return []
+    from fedloom.clients.networks.start import start_lines  # imported only where it is used
+
+    return [line for path, site in experiment.starts.items()
+            for line in start_lines(path, experiment.architecture(site).build())]  # fmt: skip

@@ -40,7 +40,7 @@ class Outcome:
 
 def learn(
     session: Session, images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device,
-    words: Sequence[str] = (), least: int = 0,
+    words: Sequence[str] = (), least: int = 0, share: float = 1.0,
 ) -> Outcome:  # fmt: skip
     """Train a session for one round.
 
@@ -53,6 +53,7 @@ def learn(
         device: Where to train.
         words: The names of the round's draw of batches (TaskInstructions.words); empty: the first draw.
         least: The fewest images of a batch. A smaller last batch of an epoch is left out.
+        share: The share of the steps after which training stops.
 
     Returns:
         The mean loss, and the numbers of images and steps.
@@ -69,7 +70,7 @@ def learn(
     with drawing(torch_generator(experiment.seed, site.name, *words, "forward").initial_seed(), device):
         begin = drawn(device)
         for end, parameters in session.stages():
-            if count := int(end * number + 0.5) - done:
+            if count := int(end * number * share + 0.5) - done:
                 losses.append(descend(parameters, _one_number(session.loss), islice(steps, count), experiment.training))
                 done += count
         drew = drawn(device) != begin
@@ -98,7 +99,8 @@ def step_count(images: int, experiment: Experiment, site: Site | None = None, le
         least: The fewest images of a batch.
     """
     training = experiment.training
-    return training.steps or training.epochs * batch_count(images, experiment, site, least)
+    each = batch_count(images, experiment, site, least)
+    return training.steps or max(min(1, each), int(training.epochs * each + 0.5))
 
 
 def batch_count(images: int, experiment: Experiment, site: Site | None = None, least: int = 0) -> int:

@@ -15,7 +15,7 @@ class Recipe:
     optimizer: Optimizer
     schedule: Schedule
     augmentation: Augmentation | None
-    epochs: int
+    epochs: float
     steps: int
     batch: int
     rate: float

@@ -49,7 +49,7 @@ def same_shape(jobs: Sequence[Job], most: int) -> list[list[int]]:
     for index, job in enumerate(jobs):
         images = _attempt(job.images)
         failed = isinstance(images, Exception)  # training it alone raises this error again
-        alone = failed or job.experiment.loss.by_site or bool(job.config.privacy.noise)
+        alone = failed or job.experiment.loss.by_site or bool(job.config.privacy.noise or job.order.fails)
         outs = () if failed else (outputs(job.config, job.site.spec).start, outputs(job.config, job.site.spec).stop)
         order, architecture = job.order, job.experiment.architecture(job.site)
         common = (

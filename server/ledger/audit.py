@@ -224,7 +224,7 @@ def _results(db: sqlite3.Connection) -> dict[str, str]:
 
     Empty if the run was resumed or sites were forgotten since.
     """
-    kinds = "'finished', 'interrupted', 'failed', 'resumed', 'forgotten', 'rolled back'"
+    kinds = "'finished', 'interrupted', 'failed', 'resumed', 'extended', 'forgotten', 'rolled back'"
     kind, body = db.execute(
         f"SELECT kind, body FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1"
     ).fetchone() or ("resumed", "{}")

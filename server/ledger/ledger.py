@@ -158,6 +158,11 @@ class Ledger(RequestQueue):
             check_sites(db, contributions, forgotten=False)
             append(db, "round", {**body, "record": record, "keep": keep})
 
+    def extend(self, before: str, config: str) -> None:
+        """Replace the text of config.yaml, `before`, by one with more rounds."""
+        with self._database.transaction() as db:
+            append(db, "extended", {"before": before, "config": config})
+
     # Forgetting
 
     def forget(

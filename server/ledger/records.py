@@ -13,6 +13,8 @@ from fedloom.server.ledger.tables import EVENTS, FORMAT, LATEST, OLDEST, Event, 
 
 T = TypeVar("T")
 BOUND = "bound"  # an event
+STOPPED = "stopped"  # an event, and a key of the summary
+LIFTING = ("extended", "rolled back")  # later events after which a stopped run goes on
 _ROUNDS = "SELECT round, time, record, states, digest FROM rounds"
 _HISTORY = "SELECT blob, samples, round, bits FROM contributions WHERE site = ? ORDER BY round"
 _BY = """SELECT json_extract(body, '$.by') FROM events
@@ -83,6 +85,11 @@ class Records:
     def sites(self) -> dict[str, bool]:
         """Return, by site in their order, whether it is forgotten."""
         return {name: bool(forgotten) for name, forgotten in self._query("SELECT name, forgotten FROM sites ORDER BY place")}
+
+    def stopped(self) -> dict[str, Any] | None:
+        """Return the round after which the run was stopped before its last one, and the reason; None if it was not."""
+        last, later = self.newest(STOPPED), [self.newest(kind) for kind in LIFTING]
+        return None if last is None or any(event and event.id > last.id for event in later) else last.body
 
     def sums(self) -> list[SumRow]:
         """Return the descriptions of the method's sums that the last round stores."""

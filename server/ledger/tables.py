@@ -271,6 +271,10 @@ def _received(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
     db.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, 'received', NULL)", row)
 
 
+def _extended(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
+    db.execute("UPDATE runs SET config = ?", (body["config"],))
+
+
 def _moved(state: str) -> Callable[[sqlite3.Connection, str, dict[str, Any]], None]:
     def write(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:
         result = None if body["result"] is None else canonical(body["result"])
@@ -304,6 +308,7 @@ WRITING: dict[str, Callable[[sqlite3.Connection, str, dict[str, Any]], None]] = 
     "forgotten": _forgotten,
     "readmitted": _readmitted,
     "rolled back": _rolled_back,
+    "extended": _extended,
     THINNED: _thinned,
     "received": _received,
     "applied": _moved("applied"),

@@ -8,6 +8,10 @@ from fedloom.conf.formatting import count
 from fedloom.server.run_folder.scores import first_metric, headline
 
 
+class StopRun(Exception):
+    """Raised by a listener after a committed round: the run ends here, as a finished one."""
+
+
 class Listener(Protocol):
     """Receives a run's progress: a progress bar, a log, a test."""
 
@@ -51,7 +55,7 @@ class Listeners:
             except BaseException as error:
                 errors.append(error)
         if errors:
-            raise errors[0]
+            raise next((error for error in errors if not isinstance(error, StopRun)), errors[0])
 
     def started(self, run: str, sites: int, rounds: int, note: str) -> None:
         self._all(lambda each: each.started(run, sites, rounds, note))

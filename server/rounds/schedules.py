@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedloom.clients.protocol.messages import WHEN
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator
 from fedloom.conf.schema import Config
@@ -111,6 +112,25 @@ def sample_size(config: Config, members: int) -> int:
     """Return how many of `members` sites a round asks: federation.fraction, at least 1 (secure aggregation: 2)."""
     fewest = min(members, MIN_MASKED_SITES) if config.federation.secure_aggregation else 1
     return max(fewest, 1, round_half_up(config.federation.fraction * members))
+
+
+def failing(config: Config, round: int, sites: Sequence[Site]) -> dict[str, str]:
+    """Return, by name, the sites that fail in a round, and when (WHEN): federation.dropout, drawn by (seed, site, round).
+
+    As many sites as the round needs do not fail.
+    """
+    federation = config.federation
+    if not federation.dropout:
+        return {}
+    needed = max(1, federation.min_replies)
+    if federation.secure_aggregation:
+        from fedloom.clients.privacy.secure_aggregation.primitives import threshold_of  # imported only here: slow
+
+        needed = max(needed, MIN_MASKED_SITES, threshold_of(federation.secure_threshold, len(sites)))
+    draws = {site.name: generator(config.seed, site.name, "dropout", str(round)).random(2) for site in sites}
+    chosen = sorted((name for name in draws if draws[name][0] < federation.dropout), key=lambda name: draws[name][0])
+    most = max(0, len(sites) - needed)
+    return {name: WHEN[int(len(WHEN) * draws[name][1])] for name in chosen[:most]}
 
 
 def check_asked(config: Config) -> None:

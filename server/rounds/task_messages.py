@@ -60,6 +60,7 @@ class Asking:
         attempt: The id of the attempt (secure aggregation).
         again: The number of the draw of the round's batches.
         restoration: The restoration to which the round belongs.
+        fails: By site that fails, when (federation.dropout), as in TaskInstructions.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Asking:
     attempt: str = ""
     again: int = 0
     restoration: Restoration | None = None
+    fails: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Sender(Protocol):
@@ -140,7 +142,7 @@ class TaskMessages:
             base=0 if lost and own is None else self._base(site), members=self.members, kind=asking.kind,
             split=asking.split, sums=self.sums, slot=self.slot, ledger=self.staging,
             before=before.where, holder=before.holder, weight=before.weight, secure=asking.attempt,
-            again=asking.again,
+            again=asking.again, fails=asking.fails.get(site.name, ""),
         )  # fmt: skip
         if restoration := asking.restoration:
             order = replace(order, rounds=restoration.rounds, restoring=restoration.number, back=restoration.back)

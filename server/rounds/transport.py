@@ -24,9 +24,11 @@ from fedloom.server.rounds.context import Adding, Content, Gathering, RoundConte
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.participants import Participants
 from fedloom.server.rounds.record_spec import RecordSpec
+from fedloom.server.rounds.schedules import failing
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.task_messages import Asking, TaskMessages
 
+DROPOUT = "federation.dropout"  # in the reason of a reply that is missing because the configuration says so
 STATE, CONFIGURATION = "its own state", "the configuration"  # what a site may lack
 MOST_REASON = 300  # characters of the reason for a dropped reply
 MOST_LINES = 10  # messages on dropped replies of a round; its record has all
@@ -80,8 +82,9 @@ class RoundTransport:
         self, kind: str, context: RoundContext, sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
+        fails = failing(self.config, context.number, sites) if kind == TRAIN and not context.leaving else {}
         asking = Asking(kind, context.number, context.site_round, "", context.trained, context.attempt, context.again,
-                        context.restoration)  # fmt: skip
+                        context.restoration, fails)  # fmt: skip
         return self.question(asking, sites, content, expected)
 
     def masked(self, context: RoundContext, expected: Mapping[str, RecordSpec]) -> Gathering:
@@ -114,7 +117,7 @@ class RoundTransport:
         if UNREADABLE in reason and (parts := self.state.ledger.blobs.elsewhere):
             parts.doubt()
         self.listener.reply(site.name, not reason, reason)
-        if reason and len(self.dropped) <= MOST_LINES:
+        if reason and len(self.dropped) <= MOST_LINES and DROPOUT not in reason:
             self.message(f"round {self.state.view().round + 1}: {site.name} dropped: {reason}")
 
     def enough(self, kind: str, context: RoundContext, replies: int) -> None:

@@ -172,9 +172,13 @@ class View:
         """Return a site's architecture, or (None) the configuration's."""
         return self.experiment.architecture(site)
 
-    def initial(self, who: str = SHARED, site: Site | None = None) -> State:
-        """Return the initial state that the seed draws for `who`, for a site's architecture or the configuration's."""
-        return own(_theta(self.experiment)) if who == SHARED and site is None else initial_state(self.config, who, site)
+    def initial(self, who: str = SHARED, site: Site | None = None, exact: bool = False) -> State:
+        """Return the initial state that the seed draws for `who`, for a site's architecture or the configuration's.
+
+        `exact`: frozen tensors are not rounded to the unit of the sums.
+        """
+        shared = who == SHARED and site is None and not exact
+        return own(_theta(self.experiment)) if shared else initial_state(self.config, who, site, exact)
 
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
         """Add an event to the ledger; do nothing if it is open only for reading."""

@@ -14,20 +14,23 @@ from fedloom.clients.data import remarks, site_sizes
 from fedloom.clients.data.listing import held
 from fedloom.clients.data.own import digests, encoding_of
 from fedloom.clients.evaluation.metrics import metrics_of
-from fedloom.clients.networks import NETWORKS, Architecture
+from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import Experiment, objective_of, resolve
 from fedloom.clients.protocol.packing import NONE
-from fedloom.clients.training.checks import check_sizes, check_training
+from fedloom.clients.training.checks import check_sizes, check_training, check_weights, start_notes
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.metrics import TARGETS
-from fedloom.conf.schema import Config
+from fedloom.conf.schema import Config, StoppingConfig
+from fedloom.conf.sites import BEST
 from fedloom.fusion.exact import ExactSumError, check_range
 from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
 from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.blobs import file_digest
 from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.feature_statistics import check as check_standardise
 from fedloom.server.rounds.listener import Listener, Listeners
@@ -37,7 +40,7 @@ from fedloom.server.rounds.transport import MOST_REASON
 from fedloom.server.run.final_evaluation import OWN, counted
 from fedloom.server.run.resource_usage import Spent
 from fedloom.server.run.training_run import TrainingRun, open_ledger
-from fedloom.server.run_folder.folder import SUMMARY, RunFolder, refuse_existing
+from fedloom.server.run_folder.folder import SUMMARY, RunFolder, read_config, refuse_existing
 from fedloom.server.run_folder.layout import FINISHED
 from fedloom.server.run_folder.scores import SCORES
 from fedloom.server.strategies import STRATEGIES, slots_of
@@ -64,7 +67,8 @@ def check(config: Config) -> None:
     if has_data(config):
         check_sizes(experiment)
     if config.network:
-        NETWORKS.build(config.network, "network")  # checked even if no site has it
+        NETWORKS.build(architecture_of(config).options, "network")  # checked even if no site has it
+    check_weights(experiment)
     STRATEGIES.build(config.strategy, "strategy").check(experiment)
     slots_of(experiment)
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
@@ -73,6 +77,10 @@ def check(config: Config) -> None:
         raise UserError(
             f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
         )
+    if config.stopping != StoppingConfig() or config.evaluation.keep == BEST:
+        from fedloom.server.run.stopping import check_stopping  # imported only where it is used
+
+        check_stopping(experiment)
     metrics_of(config)
     check_asked(config)
 
@@ -147,18 +155,24 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:
+        longer = list[str]()
+        if config.run.resume:  # before anything else is written
+            from fedloom.server.run.more_rounds import extend  # imported only where it is used
+
+            longer = extend(config, folder, ledger)
+            config = dataclasses.replace(config, rounds=read_config(folder.path).rounds)
         if _untouched(ledger, folder):
             return folder.summary()
-        folder.check(ledger.run().config)  # before anything is written
         method: TrainingRun | None = None
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             advice = method.state.strategy.warnings(method.experiment)
-            notes = list[str]()
+            notes = start_notes(method.experiment)
             if has_data(config):
-                notes = [*remarks(config), *folder.note_data(digests(config.domains))]
+                files = {path: file_digest(Path(path)) for path in method.experiment.starts}
+                notes += [*remarks(config), *folder.note_data({**digests(config.domains), **files})]
                 folder.note_tables(method.state.domains(), encoding_of)
-            for line in [*notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
+            for line in [*longer, *notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
@@ -215,6 +229,8 @@ def finished(config: Config) -> dict[str, Any]:
     """Return the summary of the run to resume, if it is finished and nothing is left to do; otherwise an empty one."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
     if not (config.run.resume and begun(folder.path / LEDGER) and folder.summary().get("status") == FINISHED):
+        return {}
+    if config.rounds != read_config(folder.path).rounds:
         return {}
     with Ledger.open(folder.path) as ledger:
         return folder.summary() if _untouched(ledger, folder) else {}
@@ -273,6 +289,7 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,
         "sites": [row for row in site_rows(config) if row["name"] not in forgotten_sites],
+        **({STOPPED: early} if ledger and (early := ledger.stopped()) else {}),
         **({"unlearned": sorted(forgotten_sites)} if forgotten_sites else {}),
         **({"privacy": ways} if (ways := hidden(config)) else {}),
         **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),

@@ -16,7 +16,7 @@ from fedloom.clients.protocol.reply_checks import MOST_NAME
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import Site
+from fedloom.conf.sites import BEST, Site
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.server_state import ServerState
@@ -220,9 +220,13 @@ def check_models(config: Config, models: Any) -> Models:
     if not isinstance(models, Models):
         raise UserError(f"{subject} must return a fedloom.server.strategies.Models, not a {type(models).__name__}")
     sites = {site.name for site in config.roster}
+    if config.evaluation.keep == BEST and next(iter(models), "") in {"", *sites}:
+        raise UserError(f"evaluation.keep: {BEST} needs one network for all sites, and this method has none; set it to last")
     for index, name in enumerate(models):
         if name not in sites and not is_file_name(name):
             raise UserError(f"{subject} names a network {name!a}, which is not a valid file name; choose another name")
+        if config.evaluation.keep == BEST and name == BEST:
+            raise UserError(f"{subject} names a network '{name}', the file name of evaluation.keep={BEST}; choose another")
         if index and name == AGGREGATE:
             raise UserError(f"{subject} names a network '{name}', the file name of the first one; choose another name")
     return models

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
@@ -17,15 +17,16 @@ from fedloom.clients.objectives import Experiment, resolve
 from fedloom.conf import to_json
 from fedloom.conf.metrics import CLASS
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import PERSONAL, Site
+from fedloom.conf.sites import BEST, PERSONAL, Site
 from fedloom.server.evaluation.evaluator import Evaluator, has_data
 from fedloom.server.evaluation.per_client_metrics import at_sites, costs, different_networks
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.ledger.declared import declared_sums
+from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.listener import Listener
+from fedloom.server.rounds.listener import Listener, StopRun
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
@@ -37,6 +38,9 @@ from fedloom.server.run_folder.results_schema import LOSS, VALIDATION
 from fedloom.server.strategies import slots_of
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.requests import Unlearning
+
+if TYPE_CHECKING:
+    from fedloom.server.run.stopping import Course
 
 ATTEMPTS = 3  # further attempts at a round in which nodes of the cluster are lost
 
@@ -52,6 +56,7 @@ class TrainingRun:
         evaluator: Measures networks at the server.
         experiment: The resolved configuration.
         state: The server's state after the last committed round.
+        course: The values on validation examples so far, if they decide anything.
         loop: The round loop; None before `begin`.
         erasure: In a real federation: asks nodes to delete their stores.
         request_id: The request whose outcome the caller reports.
@@ -63,6 +68,7 @@ class TrainingRun:
     evaluator: Evaluator
     experiment: Experiment = field(init=False)
     state: ServerState = field(init=False)
+    course: "Course | None" = None
     loop: RoundLoop | None = None  # from `begin` on
     erasure: Erasure | None = None  # in a real federation: asks nodes to delete their stores
     request_id: str = ""  # the request whose outcome the caller reports
@@ -73,6 +79,10 @@ class TrainingRun:
         self.state = ServerState(Setup(self.experiment, self.sites(), self.folder.path, self.ledger, self.evaluator))
         self.evaluator = self.state.setup.measuring()
         check_models(self.config, self.state.models())
+        if self.config.stopping.patience or self.config.evaluation.keep == BEST:
+            from fedloom.server.run.stopping import Course  # imported only where it is used
+
+            self.course = Course(self.config)
 
     def sites(self) -> list[Site]:
         """Return the sites in the run's ledger, including forgotten ones."""
@@ -104,7 +114,7 @@ class TrainingRun:
         if not channel.simulated:
             self.erasure = Erasure(self.config, self.ledger, channel.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
-        loop.on_masks_removed, loop.written = lambda: unlearning.lifted(listener.message), self.folder.append
+        loop.on_masks_removed, loop.written = lambda: unlearning.lifted(listener.message), self._written
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
@@ -113,7 +123,9 @@ class TrainingRun:
             loop.heal(unlearning.last_round() + 1)
         self._resumed(loop)
         self._announce(loop)
+        planned = wanted
         while True:
+            wanted = planned if rounds is not None else self._end(planned, listener)
             before, announced = unlearning.last_round(), loop.last
             changed = unlearning.take(
                 listener.message, lambda request: self.retrained(request, channel, listener), mine=self.request_id
@@ -127,12 +139,38 @@ class TrainingRun:
             if changed or loop.last != announced:
                 self._announce(loop)
             unlearning.tell_sites()
-            if unlearning.recalibrates(last + 1):
-                recalibration_round(loop, last + 1)
-            else:
-                one_round(loop, last + 1, unlearning.restoration(last + 1))
+            try:
+                if unlearning.recalibrates(last + 1):
+                    recalibration_round(loop, last + 1)
+                else:
+                    one_round(loop, last + 1, unlearning.restoration(last + 1))
+            except StopRun:
+                self._stop(last + 1, "on_round returned 'stop'", listener)
             if rounds_back := self.config.federation.history_rounds:
                 self.ledger.thin(last + 1 - rounds_back)
+
+    def _written(self, record: dict[str, Any]) -> None:
+        """Write a committed round's record and, if the configuration says so, the best network so far."""
+        self._keep_best(record)
+        self.folder.append(record)
+        if self.course:
+            self.course.see(record)
+
+    def _keep_best(self, record: dict[str, Any]) -> None:
+        if self.course and self.config.evaluation.keep == BEST:
+            self.course.keep_best(record, self.folder, self.state, self.evaluator)
+
+    def _end(self, planned: int, listener: Listener) -> int:
+        """Return the last round: the planned one, or an earlier one after which the run stops."""
+        if (stop := self.ledger.stopped()) is None and self.course and 0 < self.course.stops < planned:
+            stop = self._stop(self.course.stops, self.course.reason, listener)
+        return min(planned, stop["round"]) if stop else planned
+
+    def _stop(self, number: int, reason: str, listener: Listener) -> dict[str, Any]:
+        """Record that the run stops after a round."""
+        self.ledger.note(STOPPED, stop := {"round": number, "reason": reason})
+        listener.message(f"stopped after round {number}: {reason}")
+        return stop
 
     def _bring_home(self, loop: RoundLoop) -> None:
         """Fetch all contributions from nodes at the end of the run, so that the nodes may go."""
@@ -176,6 +214,10 @@ class TrainingRun:
         members = [site.name for site in self.state.members() if site.name not in without]
         run = f"{self.ledger.run().run}-{name.replace('/', '-')}"
         with open_ledger(config, folder, run, members) as ledger:
+            if self.config.run.resume:
+                from fedloom.server.run.more_rounds import extend  # imported only where it is used
+
+                extend(config, folder, ledger)
             yield TrainingRun(config, folder, ledger, self.evaluator)
 
     def _announce(self, loop: RoundLoop) -> None:
@@ -195,10 +237,12 @@ class TrainingRun:
         last = self.ledger.last_round()
         if last is None or not last.round:
             self.folder.write_metrics([])
-            return
-        self.ledger.note("resumed", {"round": last.round})
-        self.complete_metrics(loop.measured)
-        loop.listener.note(f"continuing after round {last.round}")
+        else:
+            self.ledger.note("resumed", {"round": last.round})
+            self.complete_metrics(loop.measured)
+            loop.listener.note(f"continuing after round {last.round}")
+        if self.course:
+            self.course.restart(self.folder.metrics().values())
 
     def leave(self) -> None:
         """Write metrics and shared networks of the committed rounds, when a run ends before it is measured."""
@@ -221,6 +265,7 @@ class TrainingRun:
         records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
         if rows and rows[-1].round not in known:
             records[rows[-1].round] = measured(records[rows[-1].round])
+            self._keep_best(records[rows[-1].round])
         gone = {name for name, forgotten in self.ledger.sites().items() if forgotten}
         for key, record in ((key, record) for record in records.values() for key in (LOSS, VALIDATION) if key in record):
             record[key] = {site: item for site, item in record[key].items() if site not in gone}
@@ -253,6 +298,8 @@ class TrainingRun:
         for name in measured.models:
             if name not in members:
                 measured.network(name)
+        if best := self.folder.best():
+            measured.measure(None, BEST, Model(state.aggregate().architecture, self.folder.best_state()))
         checks, again = state.checks(measured.site)
         backwards: dict[str, dict[str, float]] = {}
         if again is not None and measured.aggregate:
@@ -263,6 +310,7 @@ class TrainingRun:
         return {
             "aggregate": measured.aggregate,
             **measured.entries(),
+            **({BEST: best} if best else {}),
             "reversed": backwards.get("", {}),
             "forgotten": measured.forgotten,
             "per_site": measured.per_site(),

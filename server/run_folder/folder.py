@@ -13,10 +13,11 @@ from typing import Any
 
 from fedloom.clients.data.found import Encoding
 from fedloom.clients.networks import Model
-from fedloom.clients.storage.states import write_bytes, write_private_state, write_state
+from fedloom.clients.storage.states import read_metadata, read_state, write_bytes, write_private_state, write_state
 from fedloom.conf import to_yaml
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
+from fedloom.conf.sites import BEST
 from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.layout import CONFIG, DATA, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
@@ -76,6 +77,10 @@ class RunFolder:
         path = self.path / CONFIG
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
+    def write_config(self, text: str) -> None:
+        """Write config.yaml."""
+        write_bytes(self.path / CONFIG, text.encode())
+
     def append(self, record: dict[str, Any]) -> None:
         """Add a round's record to metrics.jsonl."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
@@ -123,6 +128,16 @@ class RunFolder:
         """
         write = write_state if name == AGGREGATE else write_private_state
         write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
+
+    def best(self) -> dict[str, Any]:
+        """Return the round, metric and validation value of the run's best network; empty if it has none."""
+        path = self.path / STATES / f"{BEST}.safetensors"
+        facts = read_metadata(path) if path.is_file() else {}
+        return {"round": int(facts["round"]), "metric": facts["metric"], "value": float(facts["value"])} if facts else {}
+
+    def best_state(self) -> State:
+        """Return the state of the run's best network."""
+        return read_state(self.path / STATES / f"{BEST}.safetensors")
 
     def note_data(self, digests: Mapping[str, str]) -> list[str]:
         """Save digests of the data. Return a warning for each path that has changed, and for a damaged file of digests."""

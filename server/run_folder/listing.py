@@ -185,9 +185,12 @@ def holds(path: Path, config: Config) -> bool:
 
 
 def _same_run(config: Config, path: Path) -> None:
-    """Raise UserError unless the folder has a run of this configuration."""
-    if not _same(read_config(path), config):
+    """Raise UserError unless the folder has a run of this configuration, with as many rounds or fewer."""
+    there = read_config(path)
+    if not _same(dataclasses.replace(there, rounds=config.rounds), config):
         raise UserError(f"{path}: was run with another configuration ({CONFIG}); it can only be resumed with that one")
+    if config.rounds < there.rounds:
+        raise UserError(f"rounds: got {config.rounds}, but {path} has {there.rounds} rounds; it can only get more")
 
 
 def _same(one: Config, other: Config) -> bool:

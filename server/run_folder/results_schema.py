@@ -46,12 +46,18 @@ def _site(value: Any) -> bool:
     return isinstance(value, Mapping) and _text(value.get("name")) and _text(value.get("domain"))
 
 
+def _has_round(value: Any) -> bool:
+    return isinstance(value, Mapping) and _whole(value.get("round"))
+
+
 KEYS = Mapping[str, tuple[str, Check]]  # by key, the expected type and its check
 OF_SUMMARY: KEYS = {
     "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
     "aggregate": ("text", _text),
     "scores": ("table of values by metric, network and domain", _or_none(_table_of(_table_of(_table_of(_number))))),
     "metric": ("table with the first metric's name", _or_none(lambda value: isinstance(value, Mapping))),
+    "best": ("table with the number of a round", _or_none(_has_round)),
+    "stopped": ("table with the number of a round", _or_none(_has_round)),
     "classes": ("table by site", _or_none(_table_of(lambda _: True))),
     "method": ("text", _text),
     "rounds": ("whole number", _whole),

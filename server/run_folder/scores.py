@@ -46,6 +46,17 @@ def metric_of(summary: Mapping[str, Any], records: Any = ()) -> Facts:
     return next((first_metric(record) for record in records if record.get(SCORES)), facts_of(ACCURACY))
 
 
+def value_in(record: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric's value of a round on the validation examples of all domains; None if it was not measured."""
+    table = (record.get(SCORES) or {}).get(metric) or (record.get(ACCURACY) if metric == ACCURACY else {})
+    return (table or {}).get("union")
+
+
+def rounds_of(summary: Mapping[str, Any]) -> int | None:
+    """Return the number of rounds after which a run ends: those of its configuration, or fewer if it stopped early."""
+    return (summary.get("stopped") or {}).get("round", summary.get("rounds"))
+
+
 def spot(entry: Mapping[str, Any]) -> float | None:
     """Return the first metric's value of a site in a summary's `per_site`; None if it has none."""
     return entry["score"] if "score" in entry else entry.get(ACCURACY)

@@ -52,6 +52,7 @@ class Averaging(Strategy):
         super().__init_subclass__(**options)
         refuse_renamed(cls, OF_AVERAGING)
 
+    unrestorable: ClassVar[str] = ""  # why `context.restoration` cannot work
     memory: ClassVar[tuple[str, ...]] = ()  # names of further saved states, with the parameters' shapes
 
     weighting: str = option(
@@ -82,13 +83,13 @@ class Averaging(Strategy):
 
     def begin(self, context: RoundContext) -> None:
         parameters = parameters_of(context.experiment)
-        context.save_server_state(NETWORK, context.initial())
+        context.save_server_state(NETWORK, context.initial(exact=True))
         for name in self.memory:
             context.save_server_state(
                 name,
                 {key: self.initial_memory(name, tensor) for key, tensor in context.initial().items() if key in parameters},
             )
-        context.save_server_state(ROUND, _number(0))
+        context.save_server_state(ROUND, number_state(0))
 
     def initial_memory(self, name: str, like: Tensor) -> Tensor:
         """Return the first value of a tensor in the saved state `name` (one of `memory`), with the shape of `like`."""
@@ -100,7 +101,7 @@ class Averaging(Strategy):
             states = self._moved_back(context, states[NETWORK], context.restoration.back)
         for name, state in states.items():
             context.save_server_state(name, state)
-        context.save_server_state(ROUND, _number(context.number))
+        context.save_server_state(ROUND, number_state(context.number))
         sent = {**states[NETWORK], **self.extra_broadcast(context)}
         own = states[NETWORK].keys() - shared(context.experiment, states[NETWORK]).keys()
         like = {name: tensor for name, tensor in sent.items() if name not in own}
@@ -108,11 +109,11 @@ class Averaging(Strategy):
         context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
 
     def no_restoration(self, experiment: Experiment) -> str:
-        return ""
+        return self.unrestorable
 
     def _moved_back(self, context: RoundContext, network: State, share: float) -> dict[str, State]:
         """Return the network, moved by a share of the way to the initial one, and each memory as in the first round."""
-        initial, parameters = context.initial(), parameters_of(context.experiment)
+        initial, parameters = context.initial(exact=True), parameters_of(context.experiment)
         begun = {key: tensor for key, tensor in initial.items() if key in parameters}
         memories = {name: {key: self.initial_memory(name, tensor) for key, tensor in begun.items()} for name in self.memory}
         return {NETWORK: moved_back(network, initial, share), **memories}
@@ -206,7 +207,7 @@ def _network(experiment: Experiment) -> nn.Module:
 @functools.lru_cache(maxsize=4)
 def parameters_of(experiment: Experiment) -> frozenset[str]:
     """Return the names of the trainable tensors of the configured network."""
-    return frozenset(name for name, _ in _network(experiment).named_parameters())
+    return frozenset(name for name, weight in _network(experiment).named_parameters() if weight.requires_grad)
 
 
 def differing_classes(experiment: Experiment) -> bool:
@@ -218,5 +219,6 @@ def differing_classes(experiment: Experiment) -> bool:
     return uneven or len({tuple(sorted(spec.classes)) for spec, _ in specs}) > 1
 
 
-def _number(round: int) -> State:
+def number_state(round: int) -> State:
+    """Return the number of a round as a state."""
     return {"number": torch.tensor(round)}

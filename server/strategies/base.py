@@ -175,7 +175,8 @@ class Strategy(ABC):
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy, "fedloom.server.strategies", {
     "arithmetic": "arithmetic", "cla_ot": "cla_ot", "components.head_transfer": "head_transfer", "depthfl": "depthfl",
-    "ditto": "ditto", "exclusive": "alone exclusive", "fedavg": "fedavg", "feddf": "feddf", "fednova": "fednova",
+    "ditto": "ditto", "exclusive": "alone exclusive", "fedavg": "fedavg", "fedbuff": "fedbuff", "feddf": "feddf",
+    "fednova": "fednova",
     "fedprox": "fedprox", "fedproto": "fedproto", "fedrolex": "fedrolex", "heterofl": "heterofl", "inco": "inco",
     "layer_selection": "layer_selection", "scaffold": "scaffold", "server_optimisers": "fedadagrad fedadam fedavgm fedyogi",
     "sum_aggregation": "sum_aggregation",

@@ -34,13 +34,11 @@ class FedNova(Averaging):
     """
 
     default_objective: ClassVar[str] = "fednova"
+    unrestorable: ClassVar[str] = "the work of a round follows the run's own schedule"
 
     def check(self, experiment: Experiment) -> None:
         super().check(experiment)
         check_steps(experiment)
-
-    def no_restoration(self, experiment: Experiment) -> str:
-        return "the work of a round follows the run's own schedule"
 
     def begin(self, context: RoundContext) -> None:
         super().begin(context)

@@ -28,6 +28,7 @@ class Scaffold(Averaging):
     """
 
     default_objective: ClassVar[str] = "scaffold"
+    unrestorable: ClassVar[str] = "the sites' control variates do not fit the network that has moved back"
 
     weighting: str = option("equal", "how sites count in both means", choices=("samples", "equal"))
     rate: float = option(1.0, "learning rate of the server", low=0.0)
@@ -44,9 +45,6 @@ class Scaffold(Averaging):
                 raise UserError(f"{section}.{key}: the server's variate would differ from the one with which a site "
                                 "corrects its steps; set it to 0, or use strategy.name=fedavg")  # fmt: skip
 
-    def no_restoration(self, experiment: Experiment) -> str:
-        return "the sites' control variates do not fit the network that has moved back"
-
     def extra_broadcast(self, context: RoundContext) -> State:
         return self.control(context)
 
@@ -57,8 +55,7 @@ class Scaffold(Averaging):
         """
         parameters = parameters_of(view.experiment)
         zeros = {CONTROL + name: torch.zeros_like(tensor) for name, tensor in view.initial().items() if name in parameters}
-        trained = [site for site in view.sites if view.has(NETWORKS, site.name)]
-        if not trained:
+        if not (trained := [site for site in view.sites if view.has(NETWORKS, site.name)]):
             return zeros
         mean, share = view.mean(NETWORKS), len(trained) / len(view.sites)
         return {name: mean[name] * share for name in zeros}

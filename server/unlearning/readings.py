@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fedloom.clients.data import label, outputs
-from fedloom.conf.metrics import ACCURACY
+from fedloom.conf.metrics import ACCURACY, Facts
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.server.run_folder.scores import first_metric, headline
@@ -33,9 +34,7 @@ def readings(config: Config, names: Sequence[str], members: Sequence[Site], evid
     lines, still, detectable = list[str](), list[str](), False
     for site in sites:
         chance = _chance(config, site)
-        for found in (_Domain(evidence, label(site.spec), chance), *_attacks(evidence, site.name)):
-            if not found.measured:
-                continue
+        for found in (*_domain(evidence, label(site.spec), chance), *_attacks(evidence, site.name)):
             lines.append(found.line)
             if isinstance(found, _Domain) and found.domain in shared:
                 continue  # others have this kind of data, so a good network knows it
@@ -57,15 +56,17 @@ def outcome(content: Mapping[str, Any], names: str) -> str:
             "--restore N or --rollback removes more")  # fmt: skip
 
 
+@dataclass(frozen=True)
 class _Domain:
-    """The first metric on the test examples of a forgotten site's domain."""
+    """The first metric on the test examples of a forgotten site's domain, before and after the request, and retrained."""
 
-    def __init__(self, evidence: Mapping[str, Any], domain: str, chance: float) -> None:
-        stages = {name: headline(evidence.get(name) or {}).get(domain) for name in ("before", "after", "retrained")}
-        self.domain, self.chance, self.samples = domain, chance, evidence.get("samples", {}).get(domain, 0)
-        self.metric = first_metric(evidence.get("after") or {})
-        self.before, self.after, self.retrained = stages.values()
-        self.measured = None not in (self.before, self.after)
+    domain: str
+    metric: Facts
+    samples: int
+    chance: float
+    before: float
+    after: float
+    retrained: float | None
 
     @property
     def line(self) -> str:
@@ -89,20 +90,21 @@ class _Domain:
 
     @property
     def reason(self) -> str:
-        return f"accuracy on {self.domain} is {self.metric.text(self.after)}, and was {self.metric.text(self.before)}"
+        text = self.metric.text
+        return f"{self.metric.title} on {self.domain} is {text(self.after)}, and was {text(self.before)}"
 
     def _error(self, *shares: float) -> float:
         """Return the standard error of a difference of shares, or of one share."""
         return math.sqrt(sum(share * (1 - share) for share in shares) / max(1, self.samples))
 
 
+@dataclass(frozen=True)
 class _Attack:
     """A membership attack on a forgotten site's training examples."""
 
-    measured = True
-
-    def __init__(self, site: str, name: str, stages: Mapping[str, Mapping[str, float]]) -> None:
-        self.site, self.name, self.stages = site, name, stages
+    site: str
+    name: str
+    stages: Mapping[str, Mapping[str, float]]
 
     @property
     def line(self) -> str:
@@ -126,6 +128,14 @@ class _Attack:
     @property
     def reason(self) -> str:
         return f"attack '{self.name}' still recognises training examples of {self.site}"
+
+
+def _domain(evidence: Mapping[str, Any], domain: str, chance: float) -> Iterator[_Domain]:
+    """Yield the metric on a domain, if it was measured before and after."""
+    before, after, retrained = (headline(evidence.get(name) or {}).get(domain) for name in ("before", "after", "retrained"))
+    if before is not None and after is not None:
+        metric = first_metric(evidence["after"])
+        yield _Domain(domain, metric, evidence.get("samples", {}).get(domain, 0), chance, before, after, retrained)
 
 
 def _attacks(evidence: Mapping[str, Any], site: str) -> Iterator[_Attack]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KIND = "unlearn"
 RESTORE = "restore"  # option: rounds in which the remaining sites train the aggregate as one network
-SHARE_BACK = 0.5  # share of the way to the initial network, before these rounds
+BACK, SHARE_BACK = "back", 0.5  # option: share of the way to the initial network, before these rounds; its default
 APPLYING, LEAVING = BEGUN  # events; leaving: sites will be forgotten in the next round (secure aggregation)
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
 
@@ -287,7 +287,7 @@ class Unlearning:
         for request in reversed(self.under_way()):
             number, rounds = round - int((request.result or {}).get("round", round)), int(request.options.get(RESTORE, 0))
             if request.state == "applied" and 1 <= number <= rounds:
-                return Restoration(number, rounds, SHARE_BACK)
+                return Restoration(number, rounds, float(request.options.get(BACK, SHARE_BACK)))
         return None
 
     def recalibrates(self, round: int) -> bool:

@@ -144,7 +144,7 @@ def train(task: Task) -> Weights:
     training = config.training
     optimiser = torch.optim.SGD(network.parameters(), lr=training.rate, momentum=training.momentum, foreach=True)
     generator = torch.Generator().manual_seed(1000 * round + site)
-    for _ in range(training.epochs):
+    for _ in range(int(training.epochs)):
         for batch in torch.randperm(len(images), generator=generator).split(training.batch):
             loss = F.cross_entropy(network(images.x[batch].float() / 255), images.y[batch])
             optimiser.zero_grad()

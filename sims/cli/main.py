@@ -66,7 +66,12 @@ def run(
     sweep: Annotated[
         list[str] | None, typer.Option(help="One run for each value: training.rate=0.01,0.03. Repeatable.")
     ] = None,
-    parallel: Annotated[int, typer.Option(help="Number of runs at the same time, which share the machine.", min=1)] = 1,
+    parallel: Annotated[
+        str, typer.Option(help="Number of runs at the same time, which share the machine; auto: as many as fit.")
+    ] = "1",
+    best: Annotated[
+        str, typer.Option(help="Name the best values by this metric on validation examples, as the mean over seeds.")
+    ] = "",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -78,10 +83,10 @@ def run(
         with waiting("reading the configuration", quiet):
             from fedloom.sims.cli import many
 
-        order = many.SweepOrder(experiment, words, seeds, sweep or [], parallel, overwrite)
+        order = many.SweepOrder(experiment, words, seeds, sweep or [], parallel, overwrite, best)
         raise typer.Exit(many.show(order) if show else many.run(order, quiet=quiet, as_json=as_json))
-    if parallel > 1:
-        raise UserError("--parallel: needs several runs; add --seeds 0,1,2 or --sweep key=value,value")
+    for option in [*(["--parallel"] if parallel != "1" else []), *(["--best"] if best else [])]:
+        raise UserError(f"{option}: needs several runs; add --seeds 0,1,2 or --sweep key=value,value")
     with waiting("reading the configuration", quiet):
         from fedloom.sims.operations.configured import configured
 

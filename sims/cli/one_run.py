@@ -17,14 +17,19 @@ Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0
 
 
 @app.command()
-def resume(run: RunPath, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Continue a run that was stopped or killed, after its last committed round."""
+def resume(
+    run: RunPath,
+    overrides: Annotated[list[str] | None, typer.Argument(help="rounds=20: more rounds, also for a finished run.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a run that was stopped or killed, after its last committed round, or give a run more rounds."""
     began = time.monotonic()
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import resume as go_on
         from fedloom.sims.progress.listeners import listener_for
 
-    summary = go_on(run, listener=listener_for(quiet, json_output=as_json), began=began)
+    summary = go_on(run, overrides or (), listener=listener_for(quiet, json_output=as_json), began=began)
     if as_json:
         typer.echo(json.dumps(summary))
 
@@ -40,11 +45,14 @@ def unlearn(
     restore: Annotated[
         int,
         typer.Option(
-            help="Rounds in which the other sites train the aggregate as one network, from half-way back. "
-            "Try a fifth of the run's rounds.",
+            help="Rounds in which the other sites train the aggregate as one network. Try a fifth of the run's rounds.",
             min=0,
         ),
     ] = 0,
+    back: Annotated[
+        float,
+        typer.Option(help="With --restore: how far the aggregate first moves back to its initial state.", min=0.0, max=1.0),
+    ] = 0.5,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
     ] = False,
@@ -68,7 +76,7 @@ def unlearn(
         from fedloom.sims.progress.listeners import listener_for
 
     request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data, by,
-                                restore)  # fmt: skip
+                                restore, back)  # fmt: skip
     text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:

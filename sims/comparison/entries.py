@@ -14,8 +14,8 @@ from fedloom.conf.schema import Config
 from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
 from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
-from fedloom.server.run_folder.scores import headline, metric_of
-from fedloom.sims.report.tables import accuracies, before_forgetting, has_aggregate
+from fedloom.server.run_folder.scores import headline, metric_of, rounds_of
+from fedloom.sims.report.tables import accuracies, has_aggregate, shown, which
 
 NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that do not describe the method
 NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every", "evaluation.metrics")
@@ -53,11 +53,11 @@ class Entry:
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
-        """The first metric on test examples by domain and on the union: of the aggregated network, else the mean over the
-        sites' own.
+        """The first metric on test examples by domain and on the union: of the best or else the aggregated network,
+        or the mean over the sites' own.
         """
         if has_aggregate(self.summary):
-            return before_forgetting(self.summary)
+            return shown(self.summary)
         return next(iter(accuracies(self.summary).values()), {})
 
     @cached_property
@@ -115,7 +115,10 @@ def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
     members = [member for path in folders.values() if path not in unfinished for member in _members(path)]
     entries, odd = _readable(members)
     kept = [entry for entry in entries if entry.accuracy]
-    return kept, [*notes, *odd, *_unmeasured_notes(entries), *_incomplete_notes(kept)]
+    best = [
+        f"{entry.folder}: test values are those of its network {name}" for entry in kept if (name := which(entry.summary))
+    ]
+    return kept, [*notes, *odd, *_unmeasured_notes(entries), *_incomplete_notes(kept), *best]
 
 
 def _members(path: Path) -> Iterator[tuple[Path, bool]]:
@@ -146,7 +149,7 @@ def _unmeasured_notes(entries: Sequence[Entry]) -> list[str]:
 
 def _incomplete_notes(entries: Sequence[Entry]) -> list[str]:
     """Return a note for each entry whose metrics.jsonl lacks rounds."""
-    rounds = {entry.folder: (len(entry.metrics), entry.summary.get("rounds")) for entry in entries}
+    rounds = {entry.folder: (len(entry.metrics), rounds_of(entry.summary)) for entry in entries}
     return [f"{folder}: {METRICS} has {recorded} of {of} rounds; cost and curve cover only these"
             for folder, (recorded, of) in rounds.items() if of is not None and recorded != of]  # fmt: skip
 

@@ -85,7 +85,7 @@ def _train(network: Network, part: TensorDataset, config: Config) -> None:
     training = config.training
     optimiser = torch.optim.SGD(network.parameters(), lr=training.rate, momentum=training.momentum)
     lone = 0 < len(part) % training.batch < min_batch_size(architecture_of(config))  # a last batch too small for the network
-    for _ in range(training.epochs):
+    for _ in range(round(training.epochs)):
         for images, labels in DataLoader(part, batch_size=training.batch, shuffle=True, drop_last=lone):
             optimiser.zero_grad()
             F.cross_entropy(network(images), labels).backward()

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from fedloom.clients.networks import NETWORKS
+from fedloom.clients.networks.base import WEIGHT_OPTIONS
+from fedloom.clients.networks.start import WeightOptions
 from fedloom.clients.objectives import OBJECTIVES, Objective
 from fedloom.clients.training.loss import LOSSES
 from fedloom.clients.training.optimizers import OPTIMIZERS
@@ -42,7 +44,9 @@ def with_options(config: Config) -> str:
 def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not section or not registry.shipped(str(section.get("name"))):
         return dict(section)
-    return {"name": section["name"], **dataclasses.asdict(registry.build(section, where))}
+    common = {key: section[key] for key in WEIGHT_OPTIONS if key in section} if where == "network" else {}
+    own = {key: value for key, value in section.items() if key not in common}
+    return {"name": section["name"], **dataclasses.asdict(registry.build(own, where)), **common}
 
 
 def table(section: str = "") -> Table:
@@ -69,14 +73,16 @@ def _named(section: str, registry: Registry[Any], rest: str) -> Table:
     """Return the names in a registry, or the options of one of them, as a table."""
     if not rest:
         note = f"fedloom options {section}.NAME lists its options"
+        note += f"; all have {' and '.join(WEIGHT_OPTIONS)}" if registry is NETWORKS else ""
         return Table(section, ["name", "what it is"], [[name, _about(registry, name)] for name in registry.names()], note)
     if ":" in rest:  # the user's, or of another package
-        return Table(section, COLUMNS, list(_parameters(registry.find(rest))))
+        common = _rows(WeightOptions) if registry is NETWORKS else ()
+        return Table(section, COLUMNS, [*_parameters(registry.find(rest)), *common])
     name, *parts = rest.split(".")
     schema = registry.get(name)
     for index, part in enumerate(parts):
         schema = _inside(schema, part, section.removesuffix(".".join(parts)) + ".".join(parts[: index + 1]))
-    return Table(section, COLUMNS, list(_rows(schema)))
+    return Table(section, COLUMNS, [*_rows(schema), *(_rows(WeightOptions) if registry is NETWORKS and not parts else ())])
 
 
 def _parameters(component: Any) -> Iterator[list[str]]:

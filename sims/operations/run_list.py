@@ -13,7 +13,7 @@ from fedloom.server.run_folder.layout import CONFIG, FINISHED
 from fedloom.server.run_folder.listing import runs_in, status, waiting
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary
 from fedloom.server.run_folder.scores import headline, metric_of
-from fedloom.sims.report.tables import Cell, Table, before_forgetting
+from fedloom.sims.report.tables import Cell, Table, shown, which
 
 MOST_NAMED = 3  # waiting requests in a row
 
@@ -43,7 +43,8 @@ def row_of(path: Path) -> dict[str, Any]:
         "seed": config["seed"],
         "round": max(metrics, default=0),
         "rounds": summary.get("rounds") or config["rounds"],
-        "test": before_forgetting(summary).get("union") if state == FINISHED else None,
+        "test": shown(summary).get("union") if state == FINISHED else None,
+        **({"which": best} if state == FINISHED and (best := which(summary)) else {}),
         "validation": validation[-1]
         if validation and not forgotten
         else None,  # forgetting changes the network after it was measured
@@ -72,7 +73,7 @@ def _option(section: Any, key: str) -> Any:
 def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     """Return the rows of `rows_of` as a table."""
     several = any("metric" in row for row in rows)
-    shown: list[list[Cell]] = [
+    cells: list[list[Cell]] = [
         [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
          *([facts_of(row.get("metric", ACCURACY)).title] if several else []),
          _shown(row, "test"), _shown(row, "validation"), megabytes(row["bytes"])] for row in rows
@@ -80,11 +81,13 @@ def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     what = "The metric" if several else "Accuracy"
     note = f"{what} on all domains together. test: at the end. validation: at the last measured round. MB: size on disk."
     columns = ["run", "status", "method", "seed", "rounds", *(["metric"] if several else []), "test", "validation", "MB"]
-    return Table(f"Runs in {folder}", columns, shown, note)
+    return Table(f"Runs in {folder}", columns, cells, note)
 
 
 def _shown(row: Mapping[str, Any], key: str) -> str:
-    return facts_of(row.get("metric", ACCURACY)).text(row[key])
+    """Return a row's value as text, and which network it is of, if it is not the last one."""
+    best = f" ({row['which']})" if key == "test" and "which" in row else ""
+    return facts_of(row.get("metric", ACCURACY)).text(row[key]) + best
 
 
 def _standing(row: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ from fedloom.clients.data import absolute
 from fedloom.clients.data.domains import data_folder
 from fedloom.clients.data.listing import of_run
 from fedloom.clients.training.torch_defaults import ordinary
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
+from fedloom.conf.load import read_override
 from fedloom.conf.progress import under_way
-from fedloom.conf.schema import Config
+from fedloom.conf.schema import MOST_ROUNDS, Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import carry_out, check, finished
 from fedloom.server.run_folder.folder import RunFolder, holds, read_config, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
+from fedloom.server.run_folder.scores import rounds_of
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.engines import open_engine, refuse_engine
 from fedloom.sims.engines.share import WHOLE, Share
@@ -66,7 +68,8 @@ def simulate(
         write_pages(folder)
         report = folder / REPORT if done and (folder / REPORT).is_file() else write_report(folder)
         if done:
-            listening.note(f"{folder}: the run is finished after {count(done['rounds'], 'round')}; nothing remains to do")
+            rounds = count(rounds_of(done) or 0, "round")
+            listening.note(f"{folder}: the run is finished after {rounds}; nothing remains to do")
         listening.note(f"report: {report}")
     return summary
 
@@ -100,6 +103,7 @@ def refuse(config: Config) -> None:
 
 def resume(
     path: Path,
+    overrides: Sequence[str] = (),
     *,
     tracking: Sequence[Any] | None = None,
     listener: Watcher | None = None,
@@ -108,13 +112,26 @@ def resume(
 ) -> dict[str, Any]:
     """Continue a run after its last committed round, and return its summary.
 
+    `overrides`: `rounds=20`, or nothing: a run that has begun can only get more rounds.
     `tracking`: trackers that replace those of the configuration. The other arguments are those of `simulate`.
     """
-    config = read_config(path)
+    config = with_rounds(read_config(path), overrides)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     if tracking is not None:
         config = dataclasses.replace(config, tracking=list(tracking))
     return simulate(config, listener=listener, listeners=listeners, began=began)
+
+
+def with_rounds(config: Config, overrides: Sequence[str]) -> Config:
+    """Return the configuration with the number of rounds in `rounds=N`. Raises UserError for other overrides."""
+    for word in overrides:
+        if not isinstance(word, str) or word.partition("=")[0] != "rounds":
+            raise UserError(f"resume: got {word!r}, but a run that has begun can only get more rounds, such as rounds=20")
+        rounds = read_override(word)
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= MOST_ROUNDS:
+            raise UserError(f"rounds: got {plain(str(rounds))!r}, takes a whole number from 1 to {MOST_ROUNDS}")
+        config = dataclasses.replace(config, rounds=rounds)
+    return config
 
 
 def simulate_once(config: Config, *, listener: Watcher | None = None) -> dict[str, Any]:
@@ -158,16 +175,28 @@ def absolute_paths(config: Config) -> Config:
     """Return the configuration with absolute paths in data.root and domains, so that every worker finds them."""
     root = str(Path(config.data.root).resolve()) if config.data.root else ""
     data = dataclasses.replace(config.data, root=root)
-    return dataclasses.replace(config, data=data, sites=_placed(config.sites), population=_placed(config.population))
+    sites, population, network = _placed(config.sites), _placed(config.population), _started(config.network)
+    return dataclasses.replace(config, data=data, sites=sites, population=population, network=network)
+
+
+def _started(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `network` with an absolute path in `start`."""
+    start = network.get("start")
+    return {**network, **({"start": str(Path(start).expanduser().resolve())} if isinstance(start, str) and start else {})}
 
 
 def _placed(entries: Any) -> Any:
     """Return the entries with absolute paths in their domains. A number of sites stays unchanged."""
     if not isinstance(entries, list):
         return entries
-    return [
-        dataclasses.replace(entry, domain=absolute(entry.domain))
-        if isinstance(entry, SiteConfig)
-        else {**entry, "domain": absolute(str(entry["domain"]))}
-        for entry in entries
-    ]
+    return [_entry(entry) for entry in entries]
+
+
+def _entry(entry: Any) -> Any:
+    own = dataclasses.asdict(entry) if isinstance(entry, SiteConfig) else entry
+    changes: dict[str, Any] = {"domain": absolute(str(own["domain"]))}
+    if own.get("network"):
+        changes["network"] = _started(own["network"])
+    if own.get("networks"):
+        changes["networks"] = [_started(each) for each in own["networks"]]
+    return dataclasses.replace(entry, **changes) if isinstance(entry, SiteConfig) else {**entry, **changes}

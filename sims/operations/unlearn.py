@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from fedloom.clients.data import site_sizes
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.conf.schema import Config
+from fedloom.conf.sites import BEST
 from fedloom.server.evaluation.evaluator import Evaluator, has_data
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.database import BusyError
+from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import BY_METHOD, check_sums, head
 from fedloom.server.run.training_run import TrainingRun
@@ -22,8 +24,7 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
 from fedloom.server.unlearning.client_erasure import Erasure, outstanding
-from fedloom.server.unlearning.readings import outcome
-from fedloom.server.unlearning.requests import RESTORE, receive, wants_training
+from fedloom.server.unlearning.requests import BACK, RESTORE, SHARE_BACK, receive, wants_training
 from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from fedloom.sims.operations.site_names import site_names
 from fedloom.sims.progress.listeners import Watcher
@@ -46,8 +47,8 @@ class UnlearningRequest:
         recalibrate: Whether to compute a new head from the other sites' statistics.
         without_data: Forget even if the images for measuring are missing. The certificate then has no accuracies.
         by: Who asks, for the ledger and the certificate.
-        restore: Rounds after the subtraction in which the remaining sites train the aggregate as one network, from
-            half-way back to its initial state.
+        restore: Rounds after the subtraction in which the remaining sites train the aggregate as one network.
+        back: The share of the way by which the aggregate moves back to its initial state before these rounds.
     """
 
     sites: Sequence[str]
@@ -60,13 +61,14 @@ class UnlearningRequest:
     without_data: bool = False
     by: str = ""
     restore: int = 0
+    back: float = SHARE_BACK
 
     @property
     def options(self) -> dict[str, Any]:
         """The request's options, in the form in which the ledger stores them."""
         always = {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
         more = {"recalibrate": True} if self.recalibrate else {}
-        return always | more | ({RESTORE: self.restore} if self.restore else {})
+        return always | more | ({RESTORE: self.restore, BACK: self.back} if self.restore else {})
 
 
 class Unlearned(NamedTuple):
@@ -103,6 +105,8 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
         return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
+    from fedloom.server.unlearning.readings import outcome  # imported only here: `fedloom run` does not need it
+
     text = f"Request '{id}' is verified: {outcome(content, names_of(content))}. Certificate: {file.with_suffix('.html')}"
     return Unlearned(text, content)
 
@@ -232,7 +236,7 @@ def _measure_again(method: TrainingRun, listener: Listener) -> None:
     """Write the run's metrics, summary and networks without the forgotten sites."""
     method.complete_metrics()
     old = {"status": "interrupted", "seconds": 0.0, **sound_summary(method.folder.path)}
-    gone = {*BY_METHOD, "class_names"}  # these contain the forgotten sites
+    gone = {*BY_METHOD, "class_names", BEST, STOPPED}  # these contain the forgotten sites, or may have changed
     old = {key: value for key, value in old.items() if key not in gone}
     members = {site.name for site in method.state.members()}
     if counts := old.get("classes"):

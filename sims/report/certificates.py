@@ -7,7 +7,6 @@ from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, TIMES, names_of, one_digest, read
 from fedloom.server.unlearning.goals import PARTS
-from fedloom.server.unlearning.readings import LINES, SHOWN, STILL
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
 
@@ -84,6 +83,8 @@ def _exact(certificate: dict[str, Any]) -> Table:
 
 def _readings(readings: dict[str, Any]) -> list[Part]:
     """Return whether the measurements show that the network has forgotten, and how to read each."""
+    from fedloom.server.unlearning.readings import LINES, SHOWN, STILL  # imported only here: reports do not need it
+
     verdict = {
         "yes": "Something of the sites was detectable before the request, and no longer is.",
         "no": f"The network has not forgotten: {'; '.join(readings[STILL])}.",

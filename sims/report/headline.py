@@ -18,6 +18,7 @@ from fedloom.sims.report.tables import (
     mean,
     only_domain,
     percent,
+    shown,
 )
 
 MOST_NAMED, ENOUGH = 5, 5  # classes in a warning; test examples of a class that may be in it
@@ -30,12 +31,12 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
     run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
     ended = f"{summary['status']} after round {done} of {summary['rounds']}"
     metric = metric_of(summary, metrics)
-    before, gone = before_forgetting(summary), forgotten_sentence(summary.get("unlearned") or [])
+    before, gone = shown(summary), forgotten_sentence(summary.get("unlearned") or [])
     if before:
-        union, worst = metric.text(before.get("union")), worst_class(summary)
-        text = (
-            f"{run}, {ended}: the aggregated network reaches {union} test {metric.title} on {all_domains(summary)}{worst}."
-        )
+        best = summary.get("best")
+        union, worst = metric.text(before.get("union")), "" if best else worst_class(summary)
+        name = f"network of round {best['round']}, the best on validation examples," if best else "aggregated network"
+        text = f"{run}, {ended}: the {name} reaches {union} test {metric.title} on {all_domains(summary)}{worst}."
         return " ".join(filter(None, [text, gone, _forgetting_sentence(summary)]))
     if not has_aggregate(summary) and (means := next(iter(accuracies(summary).values()), {})):
         text = f"{run}, {ended}: the sites' own networks reach {metric.text(means.get('union'))} test {metric.title} on"

@@ -158,6 +158,8 @@ def _run_table(summary: Mapping[str, Any]) -> Table:
     rows = [[key, str(summary[key])] for key in ("experiment", "method", "seed", "rounds", "engine", "status")]
     if packing := PACKINGS.get(summary.get("packed", "")):
         rows += [["packed updates", f"{summary['packed']}: {packing.error}; sums are exact sums of the packed updates"]]
+    if stop := summary.get("stopped"):
+        rows += [["stopped", f"after round {stop['round']}: {stop.get('reason', '')}"]]
     return Table("", ["what", "value"], [*rows, *_resources(summary)])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fedloom.conf.sites import PERSONAL
+from fedloom.conf.sites import BEST, PERSONAL
 from fedloom.server.run_folder.scores import headline, metric_of
 
 if TYPE_CHECKING:
@@ -220,6 +220,16 @@ def before_forgetting(summary: Mapping[str, Any]) -> dict[str, float]:
     return accuracies(summary).get(aggregate(summary), {})
 
 
+def shown(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the test accuracies by domain of the network that the run keeps: the best one, if it has one, or the last."""
+    return accuracies(summary).get(BEST, {}) if summary.get(BEST) else before_forgetting(summary)
+
+
+def which(summary: Mapping[str, Any]) -> str:
+    """Return which network `shown` is about, "best, round 7"; empty for the last one."""
+    return f"{BEST}, round {best['round']}" if (best := summary.get(BEST)) else ""
+
+
 def mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None or NaN; None without any."""
     numbers = [value for value in values if value is not None and not math.isnan(value)]
@@ -265,20 +275,21 @@ class Holders:
 def accuracy_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the first metric of aggregate, baselines and sites' own networks on every domain."""
     sites, columns, several = homes(summary), domains(summary), not only_domain(summary)
-    shown, metric, titles = columns[:MAX_DOMAINS], metric_of(summary), titled(summary)
+    first, metric, titles = columns[:MAX_DOMAINS], metric_of(summary), {**titled(summary), BEST: which(summary) or BEST}
     rows = []
     for name, scores in accuracies(summary).items():
-        cells = [_marked(metric.text(scores.get(domain)), domain == sites.get(name)) for domain in shown]
+        cells = [_marked(metric.text(scores.get(domain)), domain == sites.get(name)) for domain in first]
         rows.append([titles.get(name, name), *cells, *([metric.text(scores.get("union"))] if several else [])])
     kept, note = cut(rows, "networks")
     starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
     mark = "; ".join(filter(None, [starred, "union: test examples of all domains together" if several else ""]))
-    few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(shown) else ""
+    few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(first) else ""
     means = "" if has_aggregate(summary) else "Methods without an aggregated network: mean over the sites' own networks."
     own = PERSONAL in accuracies(summary)
     personal = f"{PERSONAL}: the sites' own networks, each on its own site's test examples." if own else ""
-    notes = " ".join(filter(None, [f"{mark}." if mark else "", means, personal, note, few]))
-    return Table(f"Test {metric.title}", ["network", *shown, *(["union"] if several else [])], kept, notes)
+    best = "best: chosen by validation examples; the other networks are those of the last round." if which(summary) else ""
+    notes = " ".join(filter(None, [f"{mark}." if mark else "", means, best, personal, note, few]))
+    return Table(f"Test {metric.title}", ["network", *first, *(["union"] if several else [])], kept, notes)
 
 
 def at_sites_table(summary: Mapping[str, Any]) -> Table:

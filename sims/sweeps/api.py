@@ -1,18 +1,21 @@
 """Run many configurations from Python with `sweep`, and read their `Results`."""
 
-import numbers
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.plain_values import plain_value
+from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.api import Result, as_usual, config_of
 from fedloom.sims.comparison import Comparison, compare
+from fedloom.sims.sweeps.best import Best, best_of
+from fedloom.sims.sweeps.outcome import Outcome
 from fedloom.sims.sweeps.plan import SEED, plan
-from fedloom.sims.sweeps.work import carry_out, ready
+from fedloom.sims.sweeps.work import carry_out, ready, runs_at_once
 
 
 def sweep(
@@ -20,7 +23,7 @@ def sweep(
     *overrides: str,
     seeds: Sequence[int] = (),
     over: Mapping[str, Sequence[Any]] | None = None,
-    parallel: int = 1,
+    parallel: int | str = 1,
     overwrite: bool = False,
     progress: bool = False,
 ) -> "Results":
@@ -30,20 +33,21 @@ def sweep(
     Return the finished runs. To continue after a KeyboardInterrupt, make the same call again.
 
     Args:
-        parallel: Runs at a time. Above 1, each runs in its own process: put your networks, data and methods in modules.
+        parallel: Runs at a time, or "auto": as many as fit. Above 1, each runs in its own process: put your networks, data
+            and methods in modules.
         overwrite: Start all runs again and replace their folders.
 
     Raises:
         UserError: A run cannot work. Raised before any run starts.
     """
-    if not isinstance(parallel, numbers.Integral) or parallel < 1:
-        raise UserError(f"parallel: got {parallel!r}, takes a whole number of at least 1")
     grid = _grid(seeds, over or {})
-    planned = ready(plan(lambda words: config_of(experiment, words), overrides, grid), overwrite=overwrite)
+    planned = plan(lambda words: config_of(experiment, words), overrides, grid)
+    number = runs_at_once(parallel, planned)
+    planned = ready(planned, overwrite=overwrite)
     with as_usual():
-        outcomes = carry_out(planned, min(int(parallel), len(planned)) if parallel > 1 else 0, quiet=not progress)
+        outcomes = carry_out(planned, number if number > 1 else 0, quiet=not progress)
     failed = {outcome.folder: outcome.error for outcome in outcomes if outcome.missing}
-    return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed)
+    return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed, outcomes)
 
 
 def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -67,10 +71,14 @@ def _values(key: str, values: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Results(Sequence[Result]):
-    """The finished runs of a sweep, in the sweep's order. `failed`: the reason of each unfinished run, by its folder."""
+    """The finished runs of a sweep, in the sweep's order.
+
+    `failed`: the reason of each unfinished run, by its folder. `outcomes`: of all runs.
+    """
 
     runs: tuple[Result, ...]
     failed: Mapping[Path, str]
+    outcomes: Sequence[Outcome] = field(default=(), compare=False, repr=False)
 
     @overload
     def __getitem__(self, place: int) -> Result: ...
@@ -81,6 +89,14 @@ class Results(Sequence[Result]):
 
     def __len__(self) -> int:
         return len(self.runs)
+
+    def best(self, metric: str = "") -> Best:
+        """Return the best values by a metric on validation examples (empty: the first), as means over seeds.
+
+        Raises UserError if no run has validation values of the metric.
+        """
+        name = metric or next((metric_of(run.summary).name for run in self.runs), ACCURACY)
+        return best_of(self.outcomes, name)
 
     def compare(self, by: str | Sequence[str] = ()) -> Comparison:
         """Compare the runs, as `fedloom.compare` does. Raise UserError if no run is finished."""

@@ -11,7 +11,7 @@ from fedloom.conf.errors import plain
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.progress.listeners import REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener, clock_text
 from fedloom.sims.progress.memory import recent_bytes
-from fedloom.sims.report.tables import before_forgetting
+from fedloom.sims.report.tables import shown, which
 from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 
 
@@ -136,7 +136,8 @@ def display_for(quiet: bool, total: int, kept: int, json_output: bool = False) -
 
 def ending(outcome: Outcome) -> str:
     """Return a line that says how a run ended."""
-    union, seconds = before_forgetting(outcome.summary).get("union"), outcome.summary.get("seconds", 0.0)
+    union, seconds = shown(outcome.summary).get("union"), outcome.summary.get("seconds", 0.0)
     text = f"{outcome.status} after {seconds:.1f} s"
     metric = metric_of(outcome.summary)
-    return f"{text}, test {metric.title} {metric.text(union)}" if union is not None else text
+    best = f" ({which(outcome.summary)})" if which(outcome.summary) else ""
+    return f"{text}, test {metric.title} {metric.text(union)}{best}" if union is not None else text

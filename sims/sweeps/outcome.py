@@ -8,9 +8,9 @@ from typing import Any
 
 from fedloom.conf.errors import FailedError, UserError, of_files, plain
 from fedloom.conf.metrics import ACCURACY
-from fedloom.server.run_folder.listing import busy, read_summary
-from fedloom.server.run_folder.scores import headline, metric_of
-from fedloom.sims.report.tables import Table, before_forgetting
+from fedloom.server.run_folder.listing import busy, read_metrics, read_summary
+from fedloom.server.run_folder.scores import headline, metric_of, value_in
+from fedloom.sims.report.tables import Table, shown, which
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"
@@ -36,21 +36,37 @@ class Outcome:
         """Whether the folder has no finished run."""
         return self.status in (FAILED, BUSY)
 
+    @property
+    def validation(self) -> float | None:
+        """The first metric on validation examples of all domains (`validation_of`)."""
+        return validation_of(self.folder, self.summary, metric_of(self.summary).name)
+
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain values."""
         error = {"error": self.error} if self.error else {}
         return {"run": str(self.folder), "values": dict(self.values), "status": self.status, **error,
-                "summary": dict(self.summary)}  # fmt: skip
+                "validation": self.validation, "summary": dict(self.summary)}  # fmt: skip
+
+
+def validation_of(folder: Path, summary: Mapping[str, Any], metric: str) -> float | None:
+    """Return a run's value on validation examples: of the best network, if it has one, or at the last measured round."""
+    records = read_metrics(folder)
+    rounds = [best["round"]] if (best := summary.get("best")) else sorted(records, reverse=True)
+    return next((value for round in rounds if (value := value_in(records.get(round, {}), metric)) is not None), None)
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with the status and the first metric of each run."""
-    values = [before_forgetting(outcome.summary).get("union") for outcome in outcomes]
-    rows = [[outcome.folder.name, outcome.status, metric_of(outcome.summary).text(value)]
-            for outcome, value in zip(outcomes, values, strict=True)]  # fmt: skip
+    """Return a table with the status of each run, and its first metric on validation and test examples."""
+    values = [shown(outcome.summary).get("union") for outcome in outcomes]
+    best = [f" ({name})" if (name := which(outcome.summary)) else "" for outcome in outcomes]
+    rows = [[outcome.folder.name, outcome.status, metric_of(outcome.summary).text(outcome.validation),
+             f"{metric_of(outcome.summary).text(value)}{name}"]
+            for outcome, value, name in zip(outcomes, values, best, strict=True)]  # fmt: skip
     titles = dict.fromkeys(metric_of(outcome.summary).title for outcome in outcomes if headline(outcome.summary))
-    note = f"{KEPT}: finished before this sweep." if any(outcome.status == KEPT for outcome in outcomes) else ""
-    return Table("Runs", ["run", "status", f"test {' or '.join(titles) or ACCURACY}"], rows, note)
+    note = "Choose by validation, for example with --best METRIC."
+    note += f" {KEPT}: finished before this sweep." if any(outcome.status == KEPT for outcome in outcomes) else ""
+    title = " or ".join(titles) or ACCURACY
+    return Table("Runs", ["run", "status", f"validation {title}", f"test {title}"], rows, note)
 
 
 def finished(run: Planned, status: str = FINISHED) -> Outcome:

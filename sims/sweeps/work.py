@@ -1,8 +1,11 @@
 """Carry out planned runs: skip finished ones, resume interrupted ones and start the others."""
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 
+from fedloom.conf import machine
 from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.listing import busy
 from fedloom.sims.operations.simulate import absolute_paths, refuse, simulate
@@ -10,6 +13,10 @@ from fedloom.sims.sweeps.display import Display, display_for
 from fedloom.sims.sweeps.outcome import BUSY, KEPT, Outcome, attempt, check_again, failed, finished
 from fedloom.sims.sweeps.plan import Planned, placed
 from fedloom.sims.sweeps.worker_pool import WorkerPool
+
+AUTO = "auto"
+FEW_WORKERS = 2  # workers of a run of engine.name=ray that sets no number
+RUN_BYTES = 2 * 2**30  # memory for a run
 
 
 def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planned]:
@@ -19,6 +26,25 @@ def ready(planned: Sequence[Planned], *, overwrite: bool = False) -> list[Planne
         if not run.done and (overwrite or not busy(run.folder)):
             _refuse(run)
     return runs
+
+
+def runs_at_once(parallel: int | str, planned: Sequence[Planned]) -> int:
+    """Return how many runs to carry out at the same time. `parallel`: a number from 1, or "auto": as many as fit.
+
+    Raises UserError for other values.
+    """
+    if parallel != AUTO:
+        number = int(parallel) if isinstance(parallel, str) and parallel.isdecimal() else parallel
+        if not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1:
+            raise UserError(f"parallel: got {parallel!r}, takes a whole number of at least 1, or {AUTO}")
+        return min(int(number), len(planned))
+    engines = [run.config.engine for run in planned]
+    if any(engine.name == "flower" or engine.address for engine in engines):
+        return 1  # they share one federation or cluster
+    cores = max(math.ceil((engine.workers or FEW_WORKERS) * engine.num_cpus) if engine.name == "ray" else engine.threads
+                for engine in engines)  # fmt: skip
+    fitting = min(machine.cores() // max(1, cores), machine.memory() // RUN_BYTES)
+    return max(1, min(fitting, len(planned)))
 
 
 def _refuse(run: Planned) -> None:

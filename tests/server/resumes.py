@@ -44,7 +44,7 @@ def configured(root: Path, *overrides: str) -> Config:
 
 
 def run(config: Config, listener: Recorder | None = None, client=app) -> dict[str, Any]:
-    return run_experiment(InlineGrid(3, store_folder(config), client), config, listener or Recorder())
+    return run_experiment(InlineGrid(len(config.roster), store_folder(config), client), config, listener or Recorder())
 
 
 def resumed(config: Config, listener: Recorder | None = None, client=app) -> dict[str, Any]:

@@ -69,6 +69,7 @@ EXPECTED: dict[str, tuple[str, list[str], str, float, float]] = {
     "fedadagrad": (UNEVENLY, [*UNEVEN, "strategy.rate=0.03"], "fedadagrad", 0.748, 0.09),
     "fedadam": (UNEVENLY, [*UNEVEN, "strategy.rate=0.03"], "fedadam", 0.778, 0.04),
     "fedyogi": (UNEVENLY, [*UNEVEN, "strategy.rate=0.03"], "fedyogi", 0.780, 0.04),
+    "fedbuff": (UNEVENLY, [*UNEVEN, "strategy.spread=0.5"], "fedbuff", 0.708, 0.08),
     "alone": (UNEVENLY, [*UNEVEN, "evaluation.sites=-1"], OWN, 0.474, 0.09),
     "cla_ot": (BY_DEPTH, [*DEEP, "strategy.fusion=cla_ot", "strategy.start=own"], "mlp-64-32", 0.750, 0.06),
     "exclusive": (BY_DEPTH, DEEP, "mlp-64-32", 0.808, 0.07),

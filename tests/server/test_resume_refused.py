@@ -14,7 +14,7 @@ from tests.server.parts import WatchedApp, files, folder
 from tests.server.resumes import configured, metrics, results, resumed, run
 
 
-@pytest.mark.parametrize("other", ["seed=1", "rounds=5", "training.rate=0.5", "objective.mode=fedavg"])
+@pytest.mark.parametrize("other", ["seed=1", "training.rate=0.5", "objective.mode=fedavg"])
 def test_another_configuration_is_not_resumed(tmp_path: Path, halted, other):
     config = halted(tmp_path, 2)
     before = files(folder(config))

@@ -15,7 +15,7 @@ from fedloom.clients.objectives.local import BACKWARD, FORWARD, TOGETHER
 from fedloom.clients.objectives.modes import MODES
 from fedloom.clients.storage.states import read_metadata, read_state
 from fedloom.conf import UserError, load
-from fedloom.conf.sites import PERSONAL, RESULT_NAMES
+from fedloom.conf.sites import BEST, PERSONAL, RESULT_NAMES
 from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.folder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
 from tests.server.parts import files, folder, small
@@ -150,7 +150,7 @@ def test_a_run_to_resume_is_left_as_it_is_and_one_that_is_not_there_is_made(tmp_
     assert files(tmp_path / "elsewhere") == before
 
 
-@pytest.mark.parametrize("other", ["seed=1", "rounds=9", "network.width=0.5", "sites.0.rotation=90"])
+@pytest.mark.parametrize("other", ["seed=1", "network.width=0.5", "sites.0.rotation=90"])
 def test_a_run_of_another_configuration_is_not_the_one_to_resume(tmp_path: Path, other):
     made = opened(tmp_path)
     before = files(made.path)
@@ -224,7 +224,7 @@ def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path
 
 def test_no_site_may_be_called_what_the_results_call_something_else():
     rows = {*MODES, *(mode.display_name for mode in MODES.values()), TOGETHER, FORWARD, BACKWARD, ALONE, EXCLUSIVE}
-    assert rows | {"aggregate", "star", "composed", "half", "mean", "fused", PERSONAL} == RESULT_NAMES
+    assert rows | {"aggregate", "star", "composed", "half", "mean", "fused", BEST, PERSONAL} == RESULT_NAMES
 
 
 def test_only_what_an_interrupted_write_left_is_swept(tmp_path: Path):

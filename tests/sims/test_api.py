@@ -241,6 +241,20 @@ def test_what_is_committed_is_on_record_whatever_a_callback_raises(root: str, st
     assert [record["round"] for record in stopped.metrics] == [1, 2, 3, 4]
 
 
+def test_a_finished_run_gets_more_rounds_and_nothing_else(root: str):
+    done, constant = run(TREE, "run.name=more", "training.schedule=constant", root), "training.schedule=constant"
+    for word, told in {
+        "seed=1": "can only get more rounds",
+        "rounds=ten": "takes a whole number",
+        "rounds=true": "whole",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            resume(done.folder, word)
+    whole = run(TREE, "run.name=whole-3", constant, "rounds=3", root)
+    assert resume(done.folder, "rounds=3").summary["digest"] == whole.summary["digest"]
+    assert (done.config.rounds, rows_of(done.folder)[0]["rounds"]) == (3, 3)
+
+
 def test_a_request_that_waits_when_a_run_is_stopped_is_named(root: str, capsys: pytest.CaptureFixture[str]):
     path = Path(root.partition("=")[2]) / "asked"
 

@@ -42,7 +42,7 @@ def _manner(config: Config, site: Site, own: bool) -> tuple[object, ...]:
     """Return what a site's training depends on besides its own images, and their number unless the domain is its `own`."""
     spec = site.spec
     outputs = () if config.data.heads == "shared" else (label(spec), spec.domain)
-    number = () if own else (spec.samples, spec.partition, site.parts)
+    number = () if own else (spec.samples, spec.total, spec.partition, site.parts)
     return network_text(config, site), outputs, spec.rotation, spec.invert, spec.flip, spec.classes, spec.relabel, *number
 
 

@@ -98,7 +98,7 @@ class FlowerStrategy(Strategy):
         ]
 
     def begin(self, context: RoundContext) -> None:
-        context.save_server_state(NETWORK, context.initial())
+        context.save_server_state(NETWORK, context.initial(exact=True))
         context.save_server_state(ARRAYS, shared(context.experiment, context.initial()))
         context.save_server_state(MEMORY, {})
         context.save_server_state(ROUND, {"number": torch.tensor(0)})

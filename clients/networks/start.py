@@ -1,0 +1,160 @@
+"""Start from a state of the user's own, and freeze parts of a network: `network.start` and `network.freeze`."""
+
+import functools
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fedloom.clients.networks.base import EXTRACTOR, HEAD, WEIGHT_OPTIONS, Network
+from fedloom.clients.storage.states import read_state
+from fedloom.conf.errors import UserError, plain
+from fedloom.conf.typed import build, option
+from fedloom.fusion.state import BATCH_NORM, State
+
+START, FREEZE = "network.start", "network.freeze"
+INSIDE = ("state_dict", "model_state_dict", "model")  # keys under which training programs store a state in a .pt file
+MOST_LINES = 20  # tensors that the user is shown
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """Options of every network, in addition to its own."""
+
+    start: str = option(
+        "", "file with weights to start from: .safetensors, or a state_dict in .pt; others are drawn", path=True
+    )
+    freeze: list[str] = option([], "tensors that stay as they start, by glob patterns of their names: extractor.*")
+
+
+def weight_options(section: Mapping[str, Any]) -> WeightOptions:
+    """Return the options in a section `network`. Raises UserError for values of a wrong type."""
+    return build(WeightOptions, {key: section[key] for key in WEIGHT_OPTIONS if key in section}, "network")
+
+
+# Freezing
+
+
+def freeze(network: Network, patterns: Sequence[str]) -> Network:
+    """Freeze the tensors that match a pattern, and return the network.
+
+    BatchNorm layers whose statistics are frozen use these statistics in training, too.
+
+    Raises UserError for a pattern that matches nothing, and if nothing remains to train.
+    """
+    names = list(network.state_dict())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"{FREEZE}: '{plain(pattern)}' matches no tensor of the network; it has {_listed(names)}")
+    still = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in still)
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise UserError(f"{FREEZE}: the patterns match all trainable weights; leave some, such as the head")
+    for path, module in network.named_modules():
+        if isinstance(module, BATCH_NORM) and f"{path}.running_mean" in still:
+            module.register_forward_pre_hook(_use_statistics)
+    network.frozen = still
+    return network
+
+
+def _use_statistics(module: nn.Module, _: Any) -> None:
+    module.training = False
+
+
+# Starting
+
+
+def started(state: State, path: str, network: Network) -> State:
+    """Return a network's initial state with the tensors of a file that fit it by name and shape."""
+    return {**state, **_fitting(state, path, network)[0]}
+
+
+def start_lines(path: str, network: Network) -> list[str]:
+    """Return lines that say which tensors of a file fit a network, with a table of those that do not."""
+    state = network.state_dict()
+    fits, odd = _fitting(state, path, network)
+    lines = [f"{START}: {len(fits)} of {len(state)} tensors start from {path}"]
+    rows = [("tensor", "in the file", "in the network"), *odd[:MOST_LINES]] if odd else []
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines + ([f"and {len(odd) - MOST_LINES} more"] if len(odd) > MOST_LINES else [])
+
+
+def _fitting(state: Mapping[str, Tensor], path: str, network: Network) -> tuple[State, list[tuple[str, str, str]]]:
+    """Return the file's tensors that fit, by the network's names, and a row for each other tensor of the two.
+
+    Raises UserError if no tensor fits, or one is not finite.
+    """
+    found, fits, odd = _read(path), State(), list[tuple[str, str, str]]()
+    names = _names(found, state, str(getattr(network.head, "origin", "")))
+    for name, tensor in state.items():
+        file = found.get(names.get(name, ""))
+        if file is None:
+            odd.append((name, "-", str(list(tensor.shape))))
+        elif file.shape != tensor.shape or file.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            odd.append((name, str(list(file.shape)), str(list(tensor.shape))))
+        elif not torch.isfinite(file).all():
+            raise UserError(f"{START}: {path}: tensor '{plain(names[name])}' has NaN or infinite values; use another file")
+        else:
+            fits[name] = file.to(tensor.dtype, copy=True)
+    odd += [(plain(name), str(list(tensor.shape)), "-") for name, tensor in found.items() if name not in names.values()]
+    if not fits:
+        raise UserError(f"{START}: no tensor in {path} fits the network by name and shape; the file has {_listed(found)}, "
+                        f"the network {_listed(state)}")  # fmt: skip
+    return fits, odd
+
+
+def _names(found: Mapping[str, Tensor], state: Mapping[str, Tensor], head: str) -> dict[str, str]:
+    """Return the file's name of each tensor of the network: the same, or that in the module before it was divided.
+
+    `head`: the name of the head in the module.
+    """
+    names: dict[str, str] = {}
+    for name in state:
+        inside = name.removeprefix(EXTRACTOR)
+        inside = f"{head}.{name.removeprefix(HEAD)}" if head and name.startswith(HEAD) else inside
+        known = [each for each in (name, inside, f"module.{inside}", f"module.{name}") if each in found]
+        names |= {name: known[0]} if known else {}
+    return names
+
+
+def _read(path: str) -> State:
+    try:
+        file = Path(path)
+        stat = file.stat()
+    except OSError as error:
+        raise UserError(f"{START}: {path} cannot be read ({error.strerror})") from None
+    return _read_once(file, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_once(path: Path, *_: int) -> State:
+    """Return the state in a file. Raises UserError for a file that has none. Nothing in it is executed."""
+    if path.suffix == ".safetensors":
+        try:
+            return read_state(path)
+        except SafetensorError as error:
+            raise UserError(f"{START}: {path} is not a safetensors file ({error})") from None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{START}: {path} cannot be loaded; save only the weights: torch.save(network.state_dict(), "
+                        "'net.pt')") from None  # fmt: skip
+    for key in INSIDE:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not (isinstance(content, Mapping) and content and all(isinstance(each, Tensor) for each in content.values())):
+        raise UserError(f"{START}: {path} has no state_dict; save one: torch.save(network.state_dict(), 'net.pt')")
+    return {str(name): tensor.detach() for name, tensor in content.items()}
+
+
+def _listed(names: Any) -> str:
+    first = [plain(str(name)) for name in list(names)[:3]]
+    return ", ".join(first) + (", ..." if len(names) > len(first) else "")
