@@ -20,7 +20,7 @@ from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, results, runs, serve
-from fedloom.sims.cli.options import Json, Quiet
+from fedloom.sims.cli.options import Json, Quiet, show_tables
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
@@ -163,8 +163,7 @@ def bench(
     measure = _named("benchmark", what, MODULES, "bench")
     options = {"quick": quick, "out": out}
     tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
-    for table in [tables] if isinstance(tables, Table) else tables:
-        typer.echo(table.plain(), err=as_json)
+    show_tables(*([tables] if isinstance(tables, Table) else tables), err=as_json)
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
 

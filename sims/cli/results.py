@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.options import Quiet
+from fedloom.sims.cli.options import Quiet, show_tables
 from fedloom.sims.experiments import figures
 
 app = typer.Typer()
@@ -35,7 +35,7 @@ def results(
     elif check:
         checked(chosen, minutes, quiet)
     else:
-        typer.echo(figures.shown(chosen).plain(), nl=False)
+        show_tables(figures.shown(chosen))
 
 
 def checked(chosen: Sequence[figures.Measurement], minutes: float, quiet: bool) -> None:
@@ -43,7 +43,7 @@ def checked(chosen: Sequence[figures.Measurement], minutes: float, quiet: bool) 
     from fedloom.sims.experiments.check import check
 
     table, good = check(chosen, minutes, quiet=quiet)
-    typer.echo(table.plain(), nl=False)
+    show_tables(table)
     if not good:
         raise typer.Exit(1)
 
