@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import FailedError
+from fedloom.conf.formatting import count
 from fedloom.sims.experiments.figures import PERCENT, Figure, Measurement
 from fedloom.sims.experiments.study import at
 from fedloom.sims.report.spread import Spread, spread
@@ -24,7 +25,7 @@ INSIDE, OUTSIDE, FAILED, SKIPPED = "inside", "OUTSIDE", "FAILED", "skipped"
 
 def check(every: Sequence[Measurement], minutes: float, *, quiet: bool = False) -> tuple[Table, bool]:
     """Measure again what takes at most `minutes` and has its data; return a table, and whether no figure is outside."""
-    rows = list[list[str]]()
+    rows, counts = list[list[str]](), Counter[str]()
     for each in every:
         why = _obstacle(each, minutes)
         if not quiet and not why:
@@ -33,11 +34,15 @@ def check(every: Sequence[Measurement], minutes: float, *, quiet: bool = False) 
             again = {} if why else measured_again(each)
         except FailedError as error:
             again, why = {}, f"{FAILED}: {error}"
-        for figure in each.figures:
-            verdict = why or (INSIDE if each.inside(figure, again[figure].mean) else OUTSIDE)
-            new = again[figure].text(each.decimals) if again else "-"
-            rows.append([f"{each.table}: {figure.row}, {figure.column}", *each.texts(figure), new, verdict])
-    counts = Counter(row[-1].partition(":")[0] for row in rows)
+        if why:
+            rows.append([f"{each.table}: {count(len(each.figures), 'figure')}", "-", "-", "-", why])
+            counts[why.partition(":")[0]] += len(each.figures)
+        for figure, new in again.items():
+            verdict = INSIDE if each.inside(figure, new.mean) else OUTSIDE
+            rows.append(
+                [f"{each.table}: {figure.row}, {figure.column}", *each.texts(figure), new.text(each.decimals), verdict]
+            )
+            counts[verdict] += 1
     note = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     head = ["figure", "published", "band", "again", "verdict"]
     return Table("Figures, measured again", head, rows, note), not counts.keys() & {OUTSIDE, FAILED}
@@ -45,10 +50,10 @@ def check(every: Sequence[Measurement], minutes: float, *, quiet: bool = False) 
 
 def _obstacle(each: Measurement, minutes: float) -> str:
     """Return why a measurement is skipped; empty if it is not."""
-    if each.minutes > minutes:
-        return f"{SKIPPED}: takes {each.minutes:g} minutes"
     if each.data and not Path(os.environ.get("FEDLOOM_DATA") or "data").is_dir():
         return f"{SKIPPED}: needs a data folder (FEDLOOM_DATA)"
+    if each.minutes > minutes:
+        return f"{SKIPPED}: takes {each.minutes:g} minutes"
     return ""
 
 
