@@ -35,7 +35,7 @@ def runs_at_once(parallel: int | str, planned: Sequence[Planned]) -> int:
     """
     if parallel != AUTO:
         number = int(parallel) if isinstance(parallel, str) and parallel.isdecimal() else parallel
-        if not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1:
+        if isinstance(number, str | bool) or not isinstance(number, numbers.Integral) or number < 1:
             raise UserError(f"parallel: got {parallel!r}, takes a whole number of at least 1, or {AUTO}")
         return min(int(number), len(planned))
     engines = [run.config.engine for run in planned]
