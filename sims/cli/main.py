@@ -19,7 +19,7 @@ import typer
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.conf.schema import Config
-from fedloom.sims.cli import about, cluster, federation, networks, one_run, results, runs, serve
+from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet, show_tables
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
@@ -140,7 +140,7 @@ def reproduce(
         if overrides or table:
             raise UserError("--check: the published figures have their own options; leave out overrides and --table")
         _named("reproduction", what, MODULES, "reproduce")
-        results.checked(results.of_reproduction(what), math.inf, quiet)
+        runs.checked(runs.of_reproduction(what), math.inf, quiet)
         return
     words = [*(overrides or []), *([f"tables={table}"] if table else [])]
     folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, words, quiet=quiet)
@@ -172,7 +172,6 @@ app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
 app.add_typer(runs.app)
-app.add_typer(results.app)
 app.add_typer(serve.app, name="serve")
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")
