@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fedloom.clients.data import Examples
     from fedloom.clients.networks import Architecture, Model, Network, NetworkSpec, load_network, save_network
     from fedloom.clients.objectives import Experiment, Objective, PlainSession, Session, Task, state_of
+    from fedloom.clients.objectives.averaging import FedAvgSession
+    from fedloom.clients.objectives.fedavg import FedAvg
     from fedloom.clients.protocol.messages import MEAN, MODEL, ROUND, SITE, TRAIN
     from fedloom.clients.training.learner import learn
     from fedloom.conf import load
@@ -39,6 +41,8 @@ _PUBLIC = {
     "fedloom.clients.networks": ("Architecture", "Model", "Network", "NetworkSpec", "load_network", "save_network"),
     # methods: the site's half, the server's half
     "fedloom.clients.objectives": ("Experiment", "Objective", "PlainSession", "Session", "Task", "state_of"),
+    "fedloom.clients.objectives.fedavg": ("FedAvg",),
+    "fedloom.clients.objectives.averaging": ("FedAvgSession",),
     "fedloom.clients.data": ("Examples",),
     "fedloom.clients.training.learner": ("learn",),
     "fedloom.clients.protocol.messages": ("MEAN", "MODEL", "ROUND", "SITE", "TRAIN"),
@@ -57,6 +61,8 @@ __all__ = [
     "Comparison",
     "Examples",
     "Experiment",
+    "FedAvg",
+    "FedAvgSession",
     "FusionSettings",
     "Model",
     "Models",

@@ -44,9 +44,9 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} '{name}'{hint} (known: {listed(str(name), names)})")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the entry of `known` with the most similar spelling; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)), "")
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the entry of `known` with the most similar spelling; empty if none is similar (1: the same)."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")
 
 
 def listed(name: str, known: Iterable[str]) -> str:

@@ -48,13 +48,20 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+MISSPELT = (
+    0.72  # a key that is this similar is a misspelling, and a short one with one wrong letter; others mean other things
+)
+
+
 class UnknownKeyError(UserError):
     """The error for a key that its section lacks. It suggests `near`, by default the most similar known key."""
 
     def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
         self.key, self.known = key, known
         by_end = {each.rpartition(".")[2]: each for each in known}
-        self.near = near or by_end.get(nearest(key.rpartition(".")[2], by_end), "")
+        end = key.rpartition(".")[2]
+        cutoff = max(0.5, min(MISSPELT, 1 - 1 / max(len(end), 1) - 1e-9))
+        self.near = near or by_end.get(nearest(end, by_end, cutoff), "")
         hint = f"; did you mean '{self.near}'?" if self.near else ""
         super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
 

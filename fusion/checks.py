@@ -1,5 +1,6 @@
 """Refuse what cannot be fused, with a message that says what is wrong."""
 
+import numbers
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,9 +34,14 @@ def given_map(chosen: tuple[int, ...], own: int, other: int, networks: int) -> d
     return {(row if own == many else column): (column if own == many else row) for column, row in enumerate(chosen)}
 
 
+def is_index(index: object, networks: int) -> bool:
+    """Return whether this is the index of one of so many networks, also as a number of NumPy's."""
+    return isinstance(index, numbers.Integral) and not isinstance(index, bool) and 0 <= int(index) < networks
+
+
 def check_places(networks: int, into: int, depth: int) -> None:
     """Raise UserError unless there are two or more networks, and the indices `into` and `depth` are in range."""
-    if networks < 2 or any(type(index) is not int or not 0 <= index < networks for index in (into, depth)):
+    if networks < 2 or not all(is_index(index, networks) for index in (into, depth)):
         raise UserError(
             f"fuse: {networks} networks, into={into}, depth={depth}; use two or more networks, and indices from 0"
         )

@@ -28,11 +28,14 @@ from fedloom.server.run_folder.scores import headline, metric_of, spot
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.operations.compose import name_of
+from fedloom.sims.operations.export import ExportOrder, export
 from fedloom.sims.operations.predictions import evaluated, examples_of, predicted, standardisation_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.curves import curve_rows, other_records
 from fedloom.sims.report.tables import accuracy_table
+from fedloom.sims.tracking.numbers import site_numbers
 
 if TYPE_CHECKING:
     import pandas
@@ -189,10 +192,19 @@ class Result:
         """The path of report.html: the page with tables and pictures."""
         return self.folder / "report.html"
 
-    def table(self) -> "pandas.DataFrame":
-        """Return `metrics` as a table with a row for each round, and the number of dropped sites."""
+    def table(self, sites: bool = False) -> "pandas.DataFrame":
+        """Return `metrics` as a table with a row for each round, and the number of dropped sites.
+
+        `sites`: a row for each round and site, with the site's bytes, training loss and, if sites measure
+        (evaluation.where=sites), validation metrics.
+        """
         import pandas
 
+        if sites:
+            names = {site.name for site in self.config.roster}
+            rows = [{"round": record["round"], "site": site, **numbers} for record in self.metrics
+                    for site, numbers in site_numbers(record, names).items()]  # fmt: skip
+            return pandas.DataFrame(rows, columns=None if rows else ["round", "site"]).set_index(["round", "site"])
         records = [{**record, "dropped": len(record.get("dropped") or {})} for record in self.metrics]
         table = pandas.json_normalize(records)
         return table.set_index("round") if records else table
@@ -207,6 +219,14 @@ class Result:
             for site, score in scores["sites"].items():
                 rows[site] |= {"test_images": score["images"], name: spot(score)}
         return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
+
+    def curves(self) -> "pandas.DataFrame":
+        """Return validation metrics over rounds, also of baselines: a row for each network, metric, domain and round."""
+        import pandas
+
+        name, metrics = str(self.summary.get("aggregate") or AGGREGATE), self.metrics
+        rows = curve_rows(name, metrics, other_records(self.folder, metrics))
+        return pandas.DataFrame(rows, columns=["network", "metric", "domain", "round", "value"])  # pyright: ignore
 
     def open_ledger(self) -> Ledger:
         """Open the ledger of contributions for reading: `with result.open_ledger() as ledger: list(ledger.events())`."""
@@ -274,6 +294,37 @@ class Result:
         """
         return examples_of(self.config, site, split)
 
+    def export(
+        self,
+        *,
+        pt: str | os.PathLike[str] | None = None,
+        torch_export: str | os.PathLike[str] | None = None,
+        onnx: str | os.PathLike[str] | None = None,
+        network: str = "",
+        site: str = "",
+        license: str = "",
+    ) -> list[Path]:
+        """Write a network to files that load without fedloom, with a model card, and return the paths.
+
+        The files have the outputs of `predict(..., scores=True)`. Their metadata say what the network takes and returns.
+
+        Args:
+            pt: A file for TorchScript (`torch.jit.load`), which C++ reads, too.
+            torch_export: A file for `torch.export.load`.
+            onnx: An ONNX file. Needs `fedloom[onnx]`.
+            network: A name in `networks`; empty: the aggregated network.
+            site: As in `predict`.
+            license: The licence of the network, for metadata and card.
+
+        Raises:
+            UserError: A file cannot be written, or the network cannot be exported.
+        """
+        files = [Path(path) if path else None for path in (pt, torch_export, onnx)]
+        order = ExportOrder(*files, license=license, site=site)
+        name = network or str(self.summary.get("aggregate") or AGGREGATE)
+        with as_usual():
+            return export(self.folder, self.config, name, self._named(network), order)
+
     def _named(self, network: str) -> nn.Module:
         if not network:
             return self.network
@@ -318,9 +369,9 @@ class Result:
         Raises:
             UserError: For sites that are unknown or already forgotten.
         """
-        names = [sites] if isinstance(sites, str) else list(sites)
-        request = UnlearningRequest(names, request_id, reason, repair, retrain, rollback, recalibrate, without_data,
-                                    by, restore, back)  # fmt: skip
+        names = [sites] if isinstance(sites, str) else [str(site) for site in sites]
+        request = UnlearningRequest(names, request_id, reason, int(repair), retrain, rollback, recalibrate, without_data,
+                                    by, int(restore), back)  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

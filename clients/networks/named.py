@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data.form import DIMENSIONS, IMAGE, KINDS, Form
 from fedloom.clients.networks.base import NETWORKS, check_inputs
-from fedloom.clients.storage.states import read_metadata, read_state, write_state
+from fedloom.clients.storage.states import read_metadata, write_state
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.plugins import is_reference
 from fedloom.conf.yaml_text import read_yaml
@@ -94,17 +94,22 @@ def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
 def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:
     """Load the network in a file. Returns it in evaluation mode, with its name (None: the one that save_network wrote).
 
+    The file is one of safetensors or torch.save, also one of a user with the names of tensors in the user's module.
+
     Raises UserError for a file that is missing, unreadable or unnamed, and for a tensor that is missing, unknown, of another
     shape or not finite.
     """
     if not path.is_file():
-        raise UserError(f"{path}: the file does not exist. Pass the path of a network's .safetensors file.")
+        raise UserError(f"{path}: the file does not exist. Pass the path of a network's .safetensors or .pt file.")
+    from fedloom.clients.networks.foreign_files import in_names_of, read_tensors  # training needs no files
+
     name = name or _read_name(path)
-    state = read_state(path)
+    state = read_tensors(path)
     try:
         network = name.build()
     except UserError as error:
         raise UserError(f"{path}: {plain(str(error))}") from None
+    state = in_names_of(network, state)
     _check(path, state, network.state_dict(), name.name)
     network.load_state_dict(state)
     for key, tensor in network.state_dict().items():
@@ -130,7 +135,9 @@ def _foreign(name: NetworkName) -> nn.Module:
 
 
 def _read_name(path: Path) -> NetworkName:
-    metadata = read_metadata(path)
+    from fedloom.clients.networks.foreign_files import is_of_torch
+
+    metadata = {} if is_of_torch(path) else read_metadata(path)
     if KEY not in metadata:
         hint = _hint(metadata.get(RUN_KEY, ""))
         raise UserError(f"{path}: does not name its network and the form of its inputs. Add --network {hint}")

@@ -92,13 +92,17 @@ class OwnSpec(NetworkSpec):
 
 
 class OwnNetwork(Network, SelfStarting):
-    """The user's module, with its last linear layer moved out and used as the head."""
+    """The user's module, with its last linear layer moved out and used as the head.
+
+    Attributes:
+        head_name: The layer's name in the user's module; empty if the module is this layer.
+    """
 
     def __init__(self, spec: OwnSpec, form: Form) -> None:
         self._made = (spec, form)
         with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(0)
-            extractor, head = _fitted(spec, form)
+            extractor, head, self.head_name = _fitted(spec, form)
             _check_training(spec, form, extractor, form.random(2))
         super().__init__(extractor, head)
         for module in extractor.modules():
@@ -108,7 +112,7 @@ class OwnNetwork(Network, SelfStarting):
     def restart(self, seed: int) -> None:
         with torch.random.fork_rng(devices=[]), ordinary():
             torch.manual_seed(seed)
-            fresh = Network(*_fitted(*self._made)).state_dict()
+            fresh = Network(*_fitted(*self._made)[:2]).state_dict()
         state = self.state_dict()
         if odd := [name for name, tensor in state.items() if name not in fresh or fresh[name].shape != tensor.shape]:
             raise self._made[0].refused(
@@ -141,8 +145,11 @@ def _facts(form: Form) -> dict[str, int]:
     return facts
 
 
-def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear]:
-    """Divide the module into extractor and head. Raises UserError without a last linear layer or the right outputs."""
+def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear, str]:
+    """Divide the module into extractor and head; return both and the head's name in the module.
+
+    Raises UserError without a last linear layer or the right outputs.
+    """
     module, inputs = spec.module(form), form.random(2)
     passed: list[tuple[nn.Linear, Tensor]] = []
     outputs = _forward(spec, form, module, inputs, passed)
@@ -161,11 +168,11 @@ def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear]:
         raise spec.refused("uses the same weights under two names; each weight must have one name")
     head.origin = names[0] or "head"  # type: ignore[assignment] # its name in the module
     if names == [""]:
-        return nn.Identity(), head
+        return nn.Identity(), head, ""
     module.set_submodule(names[0], nn.Identity())
     if not torch.equal(_forward(spec, form, nn.Sequential(module, head), inputs, []), outputs):
         raise spec.refused(f"returns other outputs when '{names[0]}' is moved to its end; use that layer once, at the end")
-    return module, head
+    return module, head, names[0]
 
 
 def _check_training(spec: OwnSpec, form: Form, extractor: nn.Module, inputs: Tensor) -> None:

@@ -47,7 +47,7 @@ class Averaged(Objective):
             raise UserError(f"objective.mode: got '{self.mode}', but this objective has no modes; remove it")
 
     def session(self, task: Task) -> Session:
-        return AveragedSession(self, task)
+        return FedAvgSession(self, task)
 
     def network(self, task: Task, images: Examples) -> State | None:
         """Return the network in the message, with the site's own BatchNorm if it has one."""
@@ -66,7 +66,7 @@ class Averaged(Objective):
         return {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point and name not in own}
 
 
-class AveragedSession(PlainSession):
+class FedAvgSession(PlainSession):
     """Session of an averaging method. It starts from the server's network and counts its steps."""
 
     from_server = frozenset({SITE})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Examples
 from fedloom.clients.networks.initial import initial_state
-from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
+from fedloom.clients.objectives.averaging import FedAvgSession, squared_distance
 from fedloom.clients.objectives.base import OBJECTIVES, Task
 from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.objectives.plain import below
@@ -32,7 +32,7 @@ class Ditto(FedAvg):
         0.1, "weight of the distance between the site's network and the shared one (the paper's lambda)", low=0.0
     )
 
-    def session(self, task: Task) -> AveragedSession:
+    def session(self, task: Task) -> FedAvgSession:
         return DittoSession(self, task)
 
     def network(self, task: Task, images: Examples) -> State | None:
@@ -40,7 +40,7 @@ class Ditto(FedAvg):
         return super().network(task, images) or personal(task.own or {}) or initial_state(task.config, exact=True)
 
 
-class DittoSession(AveragedSession):
+class DittoSession(FedAvgSession):
     """Session of Ditto. One optimiser trains both networks; w_t is constant, so no term couples w and v."""
 
     def __init__(self, objective: Ditto, task: Task) -> None:

@@ -7,7 +7,7 @@ change is as large as in other methods, and the same bounds apply.
 
 import torch
 
-from fedloom.clients.objectives.averaging import AveragedSession
+from fedloom.clients.objectives.averaging import FedAvgSession
 from fedloom.clients.objectives.base import OBJECTIVES, Task
 from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, SITE
@@ -23,11 +23,11 @@ class FedNova(FedAvg):
 
     requires_strategy = "fednova"
 
-    def session(self, task: Task) -> AveragedSession:
+    def session(self, task: Task) -> FedAvgSession:
         return FedNovaSession(self, task)
 
 
-class FedNovaSession(AveragedSession):
+class FedNovaSession(FedAvgSession):
     """Session of FedNova. Sends x + (y - x) * average work / work, and BatchNorm's statistics unchanged."""
 
     def contribution(self) -> dict[str, State]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedloom.clients.objectives.averaging import AveragedSession, squared_distance
+from fedloom.clients.objectives.averaging import FedAvgSession, squared_distance
 from fedloom.clients.objectives.base import OBJECTIVES, Task
 from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.conf.typed import option
@@ -19,11 +19,11 @@ class FedProx(FedAvg):
 
     mu: float = option(0.01, "weight of the proximal term", low=0.0)
 
-    def session(self, task: Task) -> AveragedSession:
+    def session(self, task: Task) -> FedAvgSession:
         return FedProxSession(self, task)
 
 
-class FedProxSession(AveragedSession):
+class FedProxSession(FedAvgSession):
     """Session of FedProx. It adds the proximal term; w_t is the server's network."""
 
     def constants(self) -> tuple[State, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedloom.clients.objectives.averaging import Averaged, AveragedSession
+from fedloom.clients.objectives.averaging import Averaged, FedAvgSession
 from fedloom.clients.objectives.base import OBJECTIVES, Task
 from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.protocol.messages import MEAN, SITE
@@ -24,11 +24,11 @@ class Scaffold(FedAvg):
 
     requires_strategy = "scaffold"
 
-    def session(self, task: Task) -> AveragedSession:
+    def session(self, task: Task) -> FedAvgSession:
         return ScaffoldSession(self, task)
 
 
-class ScaffoldSession(AveragedSession):
+class ScaffoldSession(FedAvgSession):
     """Session of SCAFFOLD. The correction is a term of the loss, linear in the weights, with gradient c - c_i."""
 
     from_server = frozenset()  # c_i is the site's own

@@ -123,18 +123,19 @@ class Database:
 
         A file that is opened as immutable is read again if another process has written to it meanwhile.
         """
+        deadline = time.monotonic() + PATIENCE
         with sqlite_errors(self.path):
-            for _ in range(_TRIES):
+            while True:
                 before = self._content() if self._final else ()
                 try:
                     rows = self._rows(sql, values)
                 except sqlite3.DatabaseError:
-                    if not before or self._content() == before:
+                    if not before or self._content() == before or time.monotonic() > deadline:
                         raise
-                    continue
-                if not before or self._content() == before:
-                    return rows
-            return self._rows(sql, values)
+                else:
+                    if not self._final or self._content() == before or time.monotonic() > deadline:
+                        return rows
+                time.sleep(0.01)
 
     def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple]:
         if self._final:
@@ -245,8 +246,8 @@ def begun(path: Path) -> bool:
     """Return whether the file is a ledger; false if a crash came before its tables were committed."""
     if not path.is_file():
         return False
-    with sqlite_errors(path), closing(reading(path)) as db:
-        return db.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
+    with closing(Database(path, server=False)) as db:
+        return bool(db.query("SELECT 1 FROM sqlite_master"))
 
 
 def make(path: Path) -> None:

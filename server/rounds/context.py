@@ -125,7 +125,7 @@ class RoundContext(View):
         self.clipped: dict[str, dict[str, float]] = {}  # by site and record: the size of changes that were scaled back
         self.participants, self.site_round, self.number = participation.sites, participation.round, number
         self._transport = transport
-        self.losses: list[float] = []  # of the sites that report them
+        self.losses: dict[str, float] = {}  # of the sites that report them
         self.replies = 0  # from sites that have trained
         self.epsilon: dict[str, float] = {}  # each site's privacy cost so far, as it reports
         self.signed: dict[str, dict[str, str]] = {}  # the sites' signatures of what they sent
@@ -374,7 +374,7 @@ class RoundContext(View):
     def count_training(self, site: str, numbers: Mapping[str, float]) -> None:
         """Count a site as trained in this round, with its loss and privacy cost if `numbers` has them."""
         if "loss" in numbers:
-            self.losses.append(numbers["loss"])
+            self.losses[site] = numbers["loss"]
         self.replies += 1
         self.trained.add(site)
         if self.config.privacy.noise and "epsilon" in numbers:

@@ -27,7 +27,7 @@ from fedloom.server.rounds.recalibrated import aggregates, end
 from fedloom.server.rounds.schedules import Participation, Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.transport import RoundTransport
-from fedloom.server.run_folder.results_schema import RECEIVED
+from fedloom.server.run_folder.results_schema import LOSS, RECEIVED, VALIDATION
 
 if TYPE_CHECKING:
     from fedloom.server.rounds.site_evaluation import SiteEvaluation
@@ -107,7 +107,7 @@ class RoundLoop:
                 raise
             record, came = self._record(context), self._received(received)
             self._commit(context, record)
-            record = {**self.measured(record), **came}
+            record = {**self.measured(record), **came, **({LOSS: context.losses} if context.losses else {})}
             record["seconds"] = time.monotonic() - begin
             self.state.ledger.refuse_moved()
             context.record = record
@@ -156,7 +156,9 @@ class RoundLoop:
         if context.clipped:
             record["clipped"] = context.clipped
         if context.losses:
-            record["train_loss"] = sum(sorted(context.losses)) / len(context.losses)  # sorted: in any order of arrival
+            record["train_loss"] = sum(sorted(context.losses.values())) / len(
+                context.losses
+            )  # sorted: in any order of arrival
         record["bytes"] = dict(sorted(self.channel.traffic.items()))
         if context.epsilon:
             record["epsilon"] = dict(sorted(context.epsilon.items()))
@@ -206,10 +208,11 @@ class RoundLoop:
         if number % self.config.evaluation.every and number != self.last:
             return record
         models = self._watched()
-        first, *others = self.tables(list(models.values()), "validation")
+        (first, *others), sites = self.tables(list(models.values()), "validation")
         unions = [next(iter(table.values()), {}).get(UNION) for table in others]
         further = {name: union for name, union in zip(list(models)[1:], unions, strict=True) if union is not None}
-        return {**record, **self.evaluator.metrics.entries(first), **({"networks": further} if further else {})}
+        more = {"networks": further, VALIDATION: sites}
+        return {**record, **self.evaluator.metrics.entries(first), **{key: item for key, item in more.items() if item}}
 
     def _watched(self) -> dict[str, Model | None]:
         """Return the aggregate (None if the method has none); with different networks, one for each architecture."""
@@ -220,11 +223,15 @@ class RoundLoop:
         apart = different_networks(self.config, self.state.members())
         return {name: models[name] for name in names[: None if apart else 1]}
 
-    def tables(self, models: Sequence[Model | None], split: str) -> list[Scores]:
-        """Return each model's metrics by domain, measured at evaluation.where. A model of None: the sites' own networks."""
+    def tables(self, models: Sequence[Model | None], split: str) -> tuple[list[Scores], dict[str, dict[str, float]]]:
+        """Return each model's metrics by domain, and the first one's by site if sites measure (evaluation.where).
+
+        A model of None: the sites' own networks.
+        """
         if self.config.evaluation.where == "server" and None not in models:
-            return [self.evaluator.table(model, split) for model in models if model is not None]
-        return self.sites.tables(models, split)
+            return [self.evaluator.table(model, split) for model in models if model is not None], {}
+        scores = self.sites.scores(models, split)
+        return [self.sites.table(each) for each in scores], self.sites.by_site(scores[0])
 
     def _warn(self) -> None:
         """Report the warnings about the federation's nodes."""

@@ -37,13 +37,6 @@ class SiteEvaluation:
     beside: Callable[[], Mapping[str, State]] = dict
     _reported: list[str] = field(default_factory=list)  # what was reported once
 
-    def tables(self, models: Sequence[Model | None], split: str) -> list[Scores]:
-        """Return each model's value of each metric by domain, and `union`: over all sites' images.
-
-        A model of None stands for each site's own network.
-        """
-        return [self.table(scores) for scores in self.scores(models, split)]
-
     def scores(self, models: Sequence[Model | None], split: str) -> list[dict[str, Score]]:
         """Return, for each model, the scores at each site on the site's own images. None stands for each site's own network.
 
@@ -99,6 +92,12 @@ class SiteEvaluation:
     def metrics(self) -> Metrics:
         """The configured metrics."""
         return metrics_of(self.transport.config)
+
+    def by_site(self, scores: Mapping[str, Score]) -> dict[str, dict[str, float]]:
+        """Return each metric's value by site."""
+        if self.metrics.only_accuracy:
+            return {name: {ACCURACY: score.right / score.images} for name, score in scores.items() if score.images}
+        return {name: self.metrics.values(score.sums) for name, score in scores.items() if score.images}
 
     def table(self, scores: Mapping[str, Score]) -> Scores:
         """Return each metric's value by domain, and `union`, from the scores at sites."""

@@ -34,6 +34,7 @@ from fedloom.server.rounds.view import Setup
 from fedloom.server.run.final_evaluation import Measured, NetworkScores, check_models, common_names
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
+from fedloom.server.run_folder.results_schema import LOSS, VALIDATION
 from fedloom.server.strategies import slots_of
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.requests import Unlearning
@@ -256,12 +257,18 @@ class TrainingRun:
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
-        """Write a line in metrics.jsonl for each committed round. `measured` adds accuracies to a missing last line."""
+        """Write a line in metrics.jsonl for each committed round, without losses and accuracies of forgotten sites.
+
+        `measured` adds accuracies to a missing last line.
+        """
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
         records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
         if rows and rows[-1].round not in known:
             records[rows[-1].round] = measured(records[rows[-1].round])
             self._keep_best(records[rows[-1].round])
+        gone = {name for name, forgotten in self.ledger.sites().items() if forgotten}
+        for key, record in ((key, record) for record in records.values() for key in (LOSS, VALIDATION) if key in record):
+            record[key] = {site: item for site, item in record[key].items() if site not in gone}
         self.folder.write_metrics(records.values())
 
     def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:

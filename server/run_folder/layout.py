@@ -12,7 +12,7 @@ TABLES = "tables.json"  # how the rows of the users' tables become inputs, by do
 LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run's server holds the lock
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
-PLOTS, REPORT = "plots", "report.html"
+PLOTS, TABLE_FILES, REPORT = "plots", "tables", "report.html"
 FINISHED = "finished"  # the status of a summary
 TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the built-in trackers; other trackers use their own name
 
@@ -35,11 +35,12 @@ WRITTEN = frozenset(
         STAGING,
         BLOBS,
     }
-    | {PLOTS, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
+    | {PLOTS, TABLE_FILES, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
 )
 SUFFIXES = {
     STATES: (".safetensors",),
-    PLOTS: (".png",),
+    PLOTS: (".png", ".svg", ".pdf"),
+    TABLE_FILES: (".csv", ".md", ".tex"),
     CERTIFICATES: (".json", ".html", ".sig"),
 }  # of files in these folders
 DESKTOPS = (".DS_Store", "Thumbs.db", "desktop.ini")

@@ -9,6 +9,7 @@ from fedloom.server.run_folder.layout import METRICS, SUMMARY
 from fedloom.server.run_folder.listing import read_metrics, read_summary
 
 MAX_NUMBER = 1e300  # limit of a number; NaN passes, too
+LOSS, VALIDATION = "loss", "validation"  # keys of a round's record: by site, its training loss, its validation metrics
 RECEIVED = "received"  # key of a round's record: bytes that reached the server, if sums arrived instead of replies
 Check = Callable[[Any], bool]
 
@@ -75,6 +76,8 @@ OF_RECORD: KEYS = {
     "replies": ("whole number", _whole),
     "dropped": ("table of reasons by site", _or_none(_table_of(_text))),
     "train_loss": ("number", _or_none(_number)),
+    LOSS: ("table of numbers by site", _table_of(_number)),
+    VALIDATION: ("table of values by site and metric", _table_of(_table_of(_number))),
 }
 
 

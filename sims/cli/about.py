@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import Json, RunPath
+from fedloom.sims.cli.options import Json, RunPath, kinds, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -20,12 +20,9 @@ def options(
     ] = "",
 ) -> None:
     """List the keys of a configuration, with their values, defaults and meanings."""
-    from rich.console import Console
-
     from fedloom.sims.operations.options import table
 
-    keys, console = table(section), Console()
-    console.print(keys.rich()) if console.is_terminal else typer.echo(keys.plain(), nl=False)
+    show_tables(table(section))
 
 
 @app.command()
@@ -40,12 +37,18 @@ def experiments() -> None:
 
 
 @app.command()
-def report(run: RunPath) -> None:
+def report(
+    run: RunPath,
+    pictures: Annotated[str, typer.Option(help="Also write plots/ in these formats: svg,pdf.")] = "",
+    tables: Annotated[str, typer.Option(help="Also write the tables, to tables/: csv,md,tex.")] = "",
+) -> None:
     """Draw a run's plots and write its report.html again."""
     with waiting(LIBRARIES):
+        from fedloom.sims.report import canvas
         from fedloom.sims.report.report import write_report
+        from fedloom.sims.report.tables import KINDS
 
-    typer.echo(write_report(run))
+    typer.echo(write_report(run, kinds(pictures, canvas.KINDS, "--pictures"), kinds(tables, KINDS, "--tables")))
 
 
 @app.command()

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 import time
@@ -18,8 +19,8 @@ import typer
 from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, unknown
 from fedloom.conf.schema import Config
-from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
-from fedloom.sims.cli.options import Json, Quiet
+from fedloom.sims.cli import about, cluster, federation, networks, one_run, results, runs, serve
+from fedloom.sims.cli.options import Json, Quiet, show_tables
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
@@ -127,11 +128,20 @@ def reproduce(
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores. paper: the size of the paper, for a GPU.")] = "cpu",
     seeds: Annotated[int, typer.Option(help="Number of seeds for each method.", min=1)] = 5,
     table: Annotated[str, typer.Option(help="Only these tables: figure2,steps. Default: all.")] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure its published figures again instead, with their own options.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure the tables of a paper, and compare them with the paper. Finished runs are not repeated."""
     from fedloom.sims.experiments import MODULES
 
+    if check:
+        if overrides or table:
+            raise UserError("--check: the published figures have their own options; leave out overrides and --table")
+        _named("reproduction", what, MODULES, "reproduce")
+        results.checked(results.of_reproduction(what), math.inf, quiet)
+        return
     words = [*(overrides or []), *([f"tables={table}"] if table else [])]
     folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, words, quiet=quiet)
     typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
@@ -153,8 +163,7 @@ def bench(
     measure = _named("benchmark", what, MODULES, "bench")
     options = {"quick": quick, "out": out}
     tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
-    for table in [tables] if isinstance(tables, Table) else tables:
-        typer.echo(table.plain(), err=as_json)
+    show_tables(*([tables] if isinstance(tables, Table) else tables), err=as_json)
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
 
@@ -163,6 +172,7 @@ app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
 app.add_typer(runs.app)
+app.add_typer(results.app)
 app.add_typer(serve.app, name="serve")
 app.add_typer(federation.app, name="federation")
 app.add_typer(cluster.app, name="cluster")

@@ -10,6 +10,7 @@ import typer
 
 from fedloom.conf import load
 from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.sims.cli.options import show_tables
 from fedloom.sims.sweeps.outcome import Outcome, outcome_table
 from fedloom.sims.sweeps.plan import Planned, plan, read_sweep
 
@@ -61,8 +62,9 @@ def run(order: SweepOrder, *, quiet: bool, as_json: bool) -> int:
         typer.echo("fedloom: run the same command again to continue with the unfinished runs", err=True)
         raise
     best = best_of(outcomes, order.best) if order.best and not all(outcome.missing for outcome in outcomes) else None
-    for text in [outcome_table(outcomes).plain(), *_together(outcomes)] if not quiet else []:
-        typer.echo(text, err=as_json)
+    if not quiet:
+        show_tables(outcome_table(outcomes), err=as_json)
+        _show_together(outcomes, err=as_json)
     if best:
         typer.echo(best.line(), err=as_json)
     if as_json:
@@ -74,12 +76,14 @@ def run(order: SweepOrder, *, quiet: bool, as_json: bool) -> int:
     return 1 if lost else 0
 
 
-def _together(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the tables of a comparison, and the command for a page."""
+def _show_together(outcomes: Sequence[Outcome], err: bool) -> None:
+    """Print the tables of a comparison, and the command for a page."""
     from fedloom.sims.comparison import compare
 
     folders = [outcome.folder for outcome in outcomes if outcome.summary.get("status") == "finished"]
     if len(folders) < 2:
-        return []
+        return
+    comparison = compare(folders)
+    show_tables(*comparison.tables(), notes=comparison.notes, err=err)
     prefix = os.path.commonprefix([str(folder) for folder in folders])  # noqa: RUF071
-    return [compare(folders).text(), f"As a page: fedloom compare {shlex.quote(prefix)}* --html compare.html"]
+    typer.echo(f"As a page: fedloom compare {shlex.quote(prefix)}* --html compare.html", err=err)

@@ -1,4 +1,4 @@
-"""Commands on networks: `networks`, `align` and `fuse` for files, `heads` and `transfer-head` for runs."""
+"""Commands on networks: `networks`, `align` and `fuse` for files, `export`, `heads` and `transfer-head` for runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.options import RunPath, numbers
+from fedloom.sims.cli.options import RunPath, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, steps_shown, waiting
 
 app = typer.Typer()
@@ -33,12 +33,15 @@ def networks(
     with waiting(LIBRARIES):
         from fedloom.sims.operations.cut_points import names, points
 
-    typer.echo(points(name, channels, size, classes).plain() if name else "\n".join(names()))
+    if name:
+        show_tables(points(name, channels, size, classes))
+    else:
+        typer.echo("\n".join(names()))
 
 
 @app.command()
 def align(
-    a: Annotated[Path, typer.Argument(help="File of the first network (.safetensors).")],
+    a: Annotated[Path, typer.Argument(help="File of the first network (.safetensors, .pt).")],
     b: Annotated[Path, typer.Argument(help="File of the second network.")],
     network_a: Annotated[str, typer.Option(help="Name of the first network, if its file has none: vgg13:norm=batch.")] = "",
     network_b: Annotated[str, typer.Option(help="Name of the second network: torchvision:resnet18.")] = "",
@@ -62,13 +65,13 @@ def align(
     files = NetworkFiles([a, b], [network_a, network_b], probe, samples, size, grey, root)
     with steps_shown():
         table = compare(files, comparison, not free_first, not free_last, out)
-    typer.echo(table.plain())
+    show_tables(table)
     typer.echo(f"written: {out}")
 
 
 @app.command()
 def fuse(
-    networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors).")],
+    networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors, .pt).")],
     into: Annotated[str, typer.Option(help="The file, or its number (1, 2, ...), with the widths of the result.")],
     depth: Annotated[
         str, typer.Option(help="The file, or its number, with the layers of the result. Default: --into.")
@@ -98,22 +101,44 @@ def fuse(
     with waiting(LIBRARIES):
         from fedloom.fusion.settings import FusionSettings
         from fedloom.sims.operations import fuse_files as fusing
-        from fedloom.sims.operations.network_files import NetworkFiles
+        from fedloom.sims.operations.network_files import NetworkFiles, check_report
 
     files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
     if reference and (refit != SELECTION or width != 1.0):
         raise UserError("--reference: the public code has no --refit and no --width; leave them out")
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
-    written = fusing.check_report(out) if report else None
+    written = check_report(out) if report else None
     search = weights == SEARCH
     shares = None if search else numbers(weights, "--weights")
     with steps_shown():
         tables = fusing.fuse_files(files, fusing.FusionOrder(into, depth, out, shares, search, labels), settings)
-    typer.echo("\n".join(table.plain() for table in tables))
+    show_tables(*tables)
     typer.echo(f"written: {out}")
     if written:
         written.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
         typer.echo(f"written: {written}")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    network: Annotated[str, typer.Option(help="Name of the network, as in the run's tables. Default: the aggregate.")] = "",
+    torch_export: Annotated[Path | None, typer.Option(help="File (.pt2) for torch.export.load.")] = None,
+    pt: Annotated[Path | None, typer.Option(help="File (.pt) of TorchScript, for torch.jit.load and C++.")] = None,
+    onnx: Annotated[Path | None, typer.Option(help="File (.onnx). Needs fedloom[onnx].")] = None,
+    site: Annotated[str, typer.Option(help="Site whose head, or whose mean and deviation, the network uses.")] = "",
+    licence: Annotated[str, typer.Option("--license", help="Licence of the network, such as CC-BY-4.0.")] = "",
+) -> None:
+    """Write a run's network to files that load without fedloom, and a model card (.md) next to them."""
+    with waiting(LIBRARIES):
+        from fedloom.sims.api import Result
+
+    with waiting("exporting"):
+        written = Result(run).export(
+            pt=pt, torch_export=torch_export, onnx=onnx, network=network, site=site, license=licence
+        )
+    for path in written:
+        typer.echo(f"written: {path}")
 
 
 @app.command()
@@ -126,7 +151,7 @@ def heads(
         from fedloom.sims.operations.transfer_head import measured
 
     tables = measured(run, png)
-    typer.echo("\n".join(table.plain() for table in tables))
+    show_tables(*tables)
     if png:
         typer.echo(f"written: {png}")
 
@@ -142,5 +167,5 @@ def transfer_head(
     with waiting(LIBRARIES):
         from fedloom.sims.operations.transfer_head import transfer
 
-    typer.echo(transfer(run, giver, taker, out).plain())
+    show_tables(transfer(run, giver, taker, out))
     typer.echo(f"written: {out}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers
+from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
@@ -94,8 +94,11 @@ def requests(run: RunPath, as_json: Json = False) -> None:
         from fedloom.sims.operations import requests as listed
 
     found = listed.requests_of(run)
-    typer.echo(json.dumps({"requests": [listed.plain_values(one) for one in found]}) if as_json
-               else listed.table(run, found).plain() if found else f"{run}: no requests yet")  # fmt: skip
+    if found and not as_json:
+        show_tables(listed.table(run, found))
+    else:
+        listing = json.dumps({"requests": [listed.plain_values(one) for one in found]})
+        typer.echo(listing if as_json else f"{run}: no requests yet")
 
 
 @app.command()
@@ -138,7 +141,7 @@ def compose(
 
     shares = numbers(coefficients, "--coefficients") or ()
     order = CompositionOrder(sites.split(","), shares, how, start, force, measure)
-    typer.echo("\n".join(table.plain() for table in make(run, order, out)))
+    show_tables(*make(run, order, out))
     typer.echo(f"written: {out}")
 
 
@@ -160,7 +163,7 @@ def verify(
         from fedloom.sims.operations.verify import verify_certificate
 
     table, good = verify_certificate(certificate, run, key, request, site or ())
-    typer.echo(table.plain())
+    show_tables(table)
     raise typer.Exit(0 if good else 1)
 
 
@@ -254,7 +257,8 @@ def ledger(
             say(f"note: {line}")
     else:
         result["events"] = ledgers.events(run)
-        say(ledgers.events_table(run, result["events"]).plain())
+        if not as_json:
+            show_tables(ledgers.events_table(run, result["events"]))
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(0 if result.get("ok", True) else 1)

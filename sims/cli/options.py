@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 from typer.core import TyperArgument
 
 from fedloom.conf.errors import UserError
+from fedloom.sims.report.tables import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -35,6 +37,18 @@ def _init_with_help(self: TyperArgument, *, help: str | None = None, **options: 
 TyperArgument.__init__ = _init_with_help  # type: ignore[method-assign]
 
 
+def show_tables(*tables: Table, notes: Sequence[str] = (), err: bool = False) -> None:
+    """Print tables and notes: tables with boxes in a terminal, as Markdown elsewhere."""
+    from rich.console import Console
+
+    if (console := Console(stderr=err)).is_terminal:
+        console.print(*(table.rich() for table in tables), sep="\n")
+    else:
+        typer.echo("\n".join(table.plain() for table in tables), err=err)
+    for note in notes:
+        typer.echo(f"note: {note}", err=err)
+
+
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:
     """Return whether the user agrees. Ask, unless an option has already answered.
 
@@ -55,6 +69,15 @@ def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bo
         return typer.confirm(question)
     except click.Abort:
         raise UserError(f"{command}: not confirmed; nothing is changed ({otherwise})") from None
+
+
+def kinds(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Return the kinds of files in a text such as svg,pdf. Raises UserError for one that is not in `known`."""
+    chosen = [part.strip().lower() for part in text.split(",")] if text else []
+    for kind in chosen:
+        if kind not in known:
+            raise UserError(f"{option}: got '{kind}', takes {', '.join(known)}, separated by commas")
+    return chosen
 
 
 def numbers(text: str, option: str) -> list[float] | None:

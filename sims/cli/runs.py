@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import Json, confirmed
+from fedloom.sims.cli.options import Json, confirmed, show_tables
 from fedloom.sims.progress.waiting import waiting
 
 app = typer.Typer()
@@ -23,8 +23,10 @@ def runs(
     rows = run_list.rows_of(folder)
     if as_json:
         typer.echo(json.dumps({"runs": rows}))
+    elif not rows:
+        typer.echo(f"{folder}: no runs yet")
     else:
-        typer.echo(run_list.table(rows, folder).plain() if rows else f"{folder}: no runs yet")
+        show_tables(run_list.table(rows, folder))
         for line in (line for row in rows for line in row.get("odd", [])):
             typer.echo(f"note: {line}")
 
@@ -35,6 +37,9 @@ def compare(
     by: Annotated[list[str] | None, typer.Option(help="Key with a row for each value: strategy.name. Repeatable.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write a CSV file with a line for each run and baseline.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page with tables and curves.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the tables to a Markdown file.")] = None,
+    latex: Annotated[Path | None, typer.Option(help="Also write the tables to a LaTeX file (booktabs).")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Also write the curves to this folder: PNG, SVG, PDF.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare runs and their baselines: means over seeds, paired differences with intervals, curves, costs."""
@@ -42,10 +47,12 @@ def compare(
         from fedloom.sims.comparison import compare as compare_runs
 
         comparison = compare_runs(paths, by or [])
-    typer.echo(comparison.text(), err=as_json)
-    for written in [comparison.write_csv(csv) if csv else None, comparison.write(html) if html else None]:
-        if written:
-            typer.echo(f"written: {written}", err=as_json)
+    show_tables(*comparison.tables(), notes=comparison.notes, err=as_json)
+    writers = {comparison.write_csv: csv, comparison.write: html, comparison.write_markdown: markdown,
+               comparison.write_latex: latex}  # fmt: skip
+    written = [write(path) for write, path in writers.items() if path]
+    for path in [*written, *(comparison.write_pictures(pictures) if pictures else [])]:
+        typer.echo(f"written: {path}", err=as_json)
     if as_json:
         typer.echo(json.dumps(comparison.as_json()))
 

@@ -7,7 +7,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from fedloom.sims.cli.options import Json
+from fedloom.sims.cli.options import Json, show_tables
 from fedloom.sims.progress.output import line_of, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
@@ -88,8 +88,10 @@ def tokens(context: typer.Context, as_json: Json = False) -> None:
     columns = ["name", "role", "sites", "made", "expires", "state"]
     if as_json:
         typer.echo(json.dumps({"tokens": [dict(zip(columns, row, strict=True)) for row in rows]}))
+    elif rows:
+        show_tables(Table(f"Tokens of {context.obj}", columns, rows))
     else:
-        typer.echo(Table(f"Tokens of {context.obj}", columns, rows).plain() if rows else f"{context.obj}: no tokens yet")
+        typer.echo(f"{context.obj}: no tokens yet")
 
 
 @app.command()

@@ -26,6 +26,7 @@ from fedloom.sims.comparison.tables import (
     runs_table,
     what_differs,
 )
+from fedloom.sims.report.canvas import KINDS
 from fedloom.sims.report.page import Details, Part, write_page
 from fedloom.sims.report.spread import mean_and_spread, spread
 from fedloom.sims.report.tables import Table
@@ -115,16 +116,28 @@ class Comparison:
 
     def write_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write `runs()` to a CSV file, and return its path. Raise UserError if it cannot be written."""
+        return _written(path, self.runs().to_csv(index=False))
+
+    def write_markdown(self, path: str | os.PathLike[str]) -> Path:
+        """Write `tables()` to a Markdown file, and return its path. Raise UserError if it cannot be written."""
+        return _written(path, "\n".join(table.markdown() for table in self.tables()))
+
+    def write_latex(self, path: str | os.PathLike[str]) -> Path:
+        """Write `tables()` to a file for LaTeX's \\input, and return its path. Raise UserError if it cannot be written."""
+        return _written(path, "\n".join(table.latex() for table in self.tables()))
+
+    def write_pictures(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write the curves as PNG, SVG and PDF files to a folder, and return the paths of the PNGs."""
         try:
-            self.runs().to_csv(path, index=False)
+            return [picture.path for picture in pictures(self.groups, Path(folder).expanduser(), KINDS)]
         except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
-        return Path(path).expanduser()
+            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained HTML page, and return its path. Raise UserError if it cannot be written."""
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
-            return write_page(Path(path).expanduser(), "Fedloom: comparison of runs", self._sections(Path(folder)))
+            sections = self._sections(Path(folder))
+            return write_page(Path(path).expanduser(), "Fedloom: comparison of runs", sections, sorts=True)
 
     @property
     def html(self) -> str:
@@ -173,6 +186,15 @@ def headline(groups: Sequence[Group]) -> str:
     rest = " and others" if len(unclear) > 3 else ""
     more = f" With these seeds, the difference from {', '.join(unclear[:3])}{rest} is not statistically clear."
     return f"{text}{more if unclear else ''}"
+
+
+def _written(path: str | os.PathLike[str], text: str) -> Path:
+    path = Path(path).expanduser()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+    return path
 
 
 def _ahead(one: Group, other: Group) -> bool:

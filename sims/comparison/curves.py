@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,30 +19,33 @@ if TYPE_CHECKING:
 
 MOST_CURVES = 2 * len(PALETTE)
 MARKED = 25  # longer curves have no markers
-MAX_LABEL = 42  # characters of a curve's label
+MAX_LABEL = 30  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
 CAPTION = "{metric} on held-out validation examples of all domains together: mean over seeds. Band: one standard deviation."
 
 
-def pictures(groups: Sequence[Group], folder: Path) -> list[Picture]:
-    """Draw the first metric over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures."""
+def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -> list[Picture]:
+    """Draw the first metric over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures.
+
+    `kinds`: of files besides PNG.
+    """
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
     if not drawn:
         return []
     metric = drawn[0].metric
-    rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png")
+    rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png", kinds)
     drawings = [Picture(rounds, CAPTION.format(metric=metric.caption) + few)]
     if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
-        bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png")
+        bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png", kinds)
         drawings.append(Picture(bytes, f"The same {metric.title} over the total traffic.{few}"))
     return drawings
 
 
 def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
     """Plot each group's mean over `position` (x axis, named `label`), with a band for several seeds."""
-    figure, axes = new_figure(10.5, 4.8)
+    figure, axes = new_figure(7.2, 4.4)
     ends: list[End] = []
     for number, group in enumerate(groups):
         points = mean_curve(group, position)

@@ -27,6 +27,7 @@ class Order(BaseModel):
     sites: list[str] = Field(description="Names of sites, as the run lists them.", min_length=1)
     reason: str = Field("", description="The reason, for the ledger and the certificate.")
     repair: int = Field(0, description="Rounds of training without the sites, afterwards.")
+    restore: int = Field(0, description="Rounds in which the other sites train the aggregate as one network.")
     recalibrate: bool = Field(False, description="Compute a new head from the other sites' statistics.")
     rollback: bool = Field(False, description="Go back to before the sites joined, and train again.")
     retrain: bool = Field(False, description="Train a network without the sites, for comparison.")

@@ -27,7 +27,8 @@ from fedloom.sims.report.proofs import proof_of
 
 TRAINED = ("They were trained together with the sites. Subtraction does not change them, so they may still hold "
            "information from the sites.")  # fmt: skip
-MOST_REASON, MOST_REPAIR = 2000, 1000  # characters of a reason, rounds of repair
+MOST_REASON, MOST_ROUNDS = 2000, 1000  # characters of a reason, further rounds
+ROUNDS = ("restore", "repair")  # options that are numbers of rounds
 
 
 class ConflictError(UserError):
@@ -120,8 +121,9 @@ def checked(order: UnlearningRequest) -> UnlearningRequest:
         raise UserError("Choose at least one site.")
     if len(order.reason) > MOST_REASON:
         raise UserError(f"The reason is too long: at most {MOST_REASON} characters.")
-    if not 0 <= order.repair <= MOST_REPAIR:
-        raise UserError(f"`repair` must be a number of rounds from 0 to {MOST_REPAIR}.")
+    for name in ROUNDS:
+        if not 0 <= getattr(order, name) <= MOST_ROUNDS:
+            raise UserError(f"`{name}` must be a number of rounds from 0 to {MOST_ROUNDS}.")
     return order
 
 
@@ -176,6 +178,7 @@ def _steps(order: UnlearningRequest, running: bool, run: str) -> list[str]:
         f"The contributions of {sites} are subtracted and deleted, in one transaction.",
         "The sites' stores on the server's machine are deleted. In a real federation, the sites' machines delete theirs.",
         *(["The rounds since then are trained again without the sites."] if order.rollback else []),
+        *([_restored(order.restore)] if order.restore else []),
         *([f"{order.repair} further rounds are trained without the sites."] if order.repair else []),
         *(["A new head is computed from sums of the other sites."] if order.recalibrate else []),
         *([f"A second network is trained without the sites, for comparison, in {RETRAINED}/."] if order.retrain else []),
@@ -184,10 +187,20 @@ def _steps(order: UnlearningRequest, running: bool, run: str) -> list[str]:
     ]
 
 
+def _restored(rounds: int) -> str:
+    return f"The aggregate moves part of the way back to its initial state; the others train it for {rounds} rounds."
+
+
 def _cost(order: UnlearningRequest, training: details.Training, rounds: int) -> list[str]:
     """Return estimates from the run's own rounds."""
     done, pace = max((round for round, _ in training.loss), default=0), training.pace
-    more = order.repair + bool(order.recalibrate) + (done if order.rollback else 0) + (rounds if order.retrain else 0)
+    more = (
+        order.restore
+        + order.repair
+        + bool(order.recalibrate)
+        + (done if order.rollback else 0)
+        + (rounds if order.retrain else 0)
+    )
     trained = f"{more} rounds of training, about {more * pace:,.0f} s at this run's pace." if more else "No training."
     return [
         trained,

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, Response
 from fedloom.conf.errors import UserError
 from fedloom.sims.desk import details
 from fedloom.sims.desk.api import At, desk_of
-from fedloom.sims.desk.desk import may_cancel, preview
+from fedloom.sims.desk.desk import ROUNDS, may_cancel, preview
 from fedloom.sims.desk.rendering import By, inside, page, to
 from fedloom.sims.desk.sessions import DeniedError
 from fedloom.sims.desk.tokens import REQUESTER, Token
@@ -127,12 +127,13 @@ def _form(request: Request, by: Token, run: str, order: UnlearningRequest, error
 
 
 def _order(fields: dict[str, list[str]], id: str) -> UnlearningRequest:
-    repair = _one(fields, "repair", "0") or "0"
-    if not (repair.isascii() and repair.isdigit() and len(repair) < 9):
-        raise UserError("Rounds of repair: write a whole number.")
+    rounds = {name: _one(fields, name, "0") or "0" for name in ROUNDS}
+    for name, text in rounds.items():
+        if not (text.isascii() and text.isdigit() and len(text) < 9):
+            raise UserError(f"Rounds to {name}: write a whole number.")
     ways = {name: name in fields for name in OPTIONS}
-    order = UnlearningRequest(fields.get("site", []), id, _one(fields, "reason").strip(), int(repair))
-    return replace(order, **ways)
+    order = UnlearningRequest(fields.get("site", []), id, _one(fields, "reason").strip())
+    return replace(order, **{name: int(text) for name, text in rounds.items()}, **ways)
 
 
 def _one(fields: dict[str, list[str]], name: str, default: str = "") -> str:

@@ -176,14 +176,6 @@ def _widened(name: NetworkName, width: float) -> NetworkName:
                     "are multiples of 8), so its file could not be loaded; use another, or fuse in Python")  # fmt: skip
 
 
-def check_report(out: Path) -> Path:
-    """Return the path of the report next to `out`. Raises UserError if a folder, or `out` itself, has that path."""
-    path = out.with_suffix(".md") if out.suffix else out.with_name(f"{out.name}.md")
-    if path == out or path.is_dir():
-        raise UserError(f"--report: its path would be {path}, which is in use; choose another name for --out")
-    return path
-
-
 def _number(paths: Sequence[Path], text: str, option: str) -> int:
     for index, path in enumerate(paths):
         if text in (str(path), path.name, path.stem, str(index + 1)):

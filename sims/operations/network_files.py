@@ -106,3 +106,11 @@ def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()
         )
     if endings and out.suffix not in endings:
         raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")
+
+
+def check_report(out: Path) -> Path:
+    """Return the path of the report next to `out`. Raises UserError if a folder, or `out` itself, has that path."""
+    path = out.with_suffix(".md") if out.suffix else out.with_name(f"{out.name}.md")
+    if path == out or path.is_dir():
+        raise UserError(f"{path}: would be the report, but is in use; choose another name for {out}")
+    return path

@@ -43,7 +43,7 @@ def standardisation_of(config: Config, folder: Path, site: str) -> Standardisati
         return None
     if not site:
         raise UserError(f"site: {KEY} is {SITE}, so name the site whose mean and deviation apply")
-    named = _site(config, site)
+    named = site_of(config, site)
     _check_unchanged(folder, named.spec.domain)
     return Standardisation.from_sums(sums_of(site_examples(config, named), schema_of(config, named.spec)))
 
@@ -81,7 +81,7 @@ def examples_of(config: Config, site: str, split: str) -> Examples:
     """Return a site's examples; arguments and result as in sims.api.Result.examples."""
     if split not in SPLITS:
         raise UserError(f"split: got '{split}', takes {', '.join(SPLITS)}")
-    named = _site(config, site)
+    named = site_of(config, site)
     return site_examples(config, named) if split == "train" else own_examples(config, named, split)
 
 
@@ -98,7 +98,7 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, folder: 
     if config.data.heads != "shared" and not site:
         raise UserError(f"site: data.heads is {config.data.heads}, so name the site whose head answers")
     by = standardisation_of(config, folder, site)
-    head = outputs(config, _site(config, site).spec) if site else slice(None)
+    head = outputs(config, site_of(config, site).spec) if site else slice(None)
     device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
     view = HeadView(network.to(device), head, config.evaluation.statistics, by).eval()
     values = _checked(config, inputs, site, folder)
@@ -116,7 +116,7 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, folder: 
 def _checked(config: Config, inputs: Any, site: str, folder: Path) -> Tensor:
     """Return inputs as a tensor; measurements are float32. Raises UserError for other things, and for other features."""
     if isinstance(inputs, str | Path | Mapping) or hasattr(inputs, "columns"):
-        spec = _site(config, site).spec if site else next(iter(domain_specs(config).values()))
+        spec = site_of(config, site).spec if site else next(iter(domain_specs(config).values()))
         if not spec.domain.startswith("table:"):
             raise UserError(f"inputs: got a {type(inputs).__name__}, but the run has no table; "
                             "takes a tensor or an array of numbers, such as table[COLUMNS].to_numpy()")  # fmt: skip
@@ -150,7 +150,8 @@ def _check_unchanged(folder: Path, domain: str) -> None:
         raise UserError(f"{path} has changed since the run, so how its inputs were made is unknown; restore the file")
 
 
-def _site(config: Config, name: str) -> Site:
+def site_of(config: Config, name: str) -> Site:
+    """Return the site of this name. Raises UserError for an unknown one."""
     named = next((site for site in config.roster if site.name == name), None)
     if named is None:
         raise unknown("site", name, [site.name for site in config.roster])

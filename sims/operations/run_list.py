@@ -72,23 +72,22 @@ def _option(section: Any, key: str) -> Any:
 
 def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     """Return the rows of `rows_of` as a table."""
+    several = any("metric" in row for row in rows)
     cells: list[list[Cell]] = [
         [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
+         *([facts_of(row.get("metric", ACCURACY)).title] if several else []),
          _shown(row, "test"), _shown(row, "validation"), megabytes(row["bytes"])] for row in rows
     ]  # fmt: skip
-    note = "Accuracy on all domains together. test: at the end. validation: at the last measured round. MB: size on disk."
-    if others := dict.fromkeys(facts_of(row["metric"]).title for row in rows if "metric" in row):
-        note = f"{note} Other metrics are named: {', '.join(others)}."
-    columns = ["run", "status", "method", "seed", "rounds", "test", "validation", "MB"]
+    what = "The metric" if several else "Accuracy"
+    note = f"{what} on all domains together. test: at the end. validation: at the last measured round. MB: size on disk."
+    columns = ["run", "status", "method", "seed", "rounds", *(["metric"] if several else []), "test", "validation", "MB"]
     return Table(f"Runs in {folder}", columns, cells, note)
 
 
 def _shown(row: Mapping[str, Any], key: str) -> str:
-    """Return a row's value as text, with the metric's name unless it is accuracy."""
-    metric = facts_of(row.get("metric", ACCURACY))
-    named = f" {metric.title}" if metric.name != ACCURACY and row[key] is not None else ""
+    """Return a row's value as text, and which network it is of, if it is not the last one."""
     best = f" ({row['which']})" if key == "test" and "which" in row else ""
-    return f"{metric.text(row[key])}{named}{best}"
+    return facts_of(row.get("metric", ACCURACY)).text(row[key]) + best
 
 
 def _standing(row: Mapping[str, Any]) -> str:

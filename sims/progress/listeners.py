@@ -22,9 +22,11 @@ from fedloom.server.run_folder import results_schema
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.sims.progress.output import lenient, line_of, wants_json
 from fedloom.sims.report.results import closing_lines, result_tables
-from fedloom.sims.report.tables import clean
+from fedloom.sims.report.tables import clean, shortened
 
 REFRESHES_PER_SECOND = 4
+WIDE, WIDE_BAR, NARROW_BAR = 100, 24, 10  # columns of a wide terminal; of the bar there, and in a narrower one
+MOST_NAME = 24  # characters of a run's name in the live line
 
 TOLD_SECONDS, AGAIN_SECONDS = 2.0, 10.0  # plain lines report a long step after 2 s, then every 10 s
 
@@ -208,21 +210,28 @@ class RichListener(QuietListener):
             self._live = None
 
     def line(self) -> Grid:
-        """Return the live line in its current state."""
-        done = len(self._heard)
-        sites = f"sites {done}/{self._asked} ({self._asked - done} running)" if self._asked else ""
-        parts = [f"round {max(self._round, self._done)}/{self._rounds}", sites] if self._rounds else []
-        parts += [self._step]
-        parts += [f"{len(self._failed)} failed"] if self._failed else []
-        parts += [f"validation {self._measured}"] if self._measured else []
-        parts += [self._load()]
-        parts += [_left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds))]
+        """Return the live line in its current state. In a narrow terminal, it lacks the parts that matter least."""
+        done, rounds = len(self._heard), f"round {max(self._round, self._done)}/{self._rounds}"
+        parts = {
+            "round": rounds if self._rounds else "",
+            "sites": f"sites {done}/{self._asked}" if self._rounds and self._asked else "",
+            "step": self._step,
+            "failed": f"{len(self._failed)} failed" if self._failed else "",
+            "measured": f"validation {self._measured}" if self._measured else "",
+            "load": self._load(),
+            "left": _left(self._clock() - self._since, self._fraction(), self._first / max(1, self._rounds)),
+        }
+        name, bar = shortened(self._run, MOST_NAME), WIDE_BAR if self.console.width >= WIDE else NARROW_BAR
+        room = self.console.width - len(name) - bar - 3  # and the spaces between
+        for part in ("load", "step", "measured", "sites"):
+            if len(", ".join(filter(None, parts.values()))) > room:
+                parts[part] = ""
         grid = Grid.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
-        grid.add_column(width=24)
+        grid.add_column(width=bar)
         grid.add_column(no_wrap=True)
-        bar = ProgressBar(total=1.0, completed=self._fraction(), width=24)
-        grid.add_row(Text(clean(self._run), style="bold"), bar, Text(", ".join(filter(None, parts))))
+        shown = ProgressBar(total=1.0, completed=self._fraction(), width=bar)
+        grid.add_row(Text(name, style="bold"), shown, Text(", ".join(filter(None, parts.values()))))
         return grid
 
     def _load(self) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
+KINDS = ("png", "svg", "pdf")  # of pictures in files
 MISSING = re.compile(r"Glyph (\d+) .*missing from")  # matplotlib's warning
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
 Grid = list[list[float]]  # rows of a heat map: shares, NaN for an empty cell
@@ -53,7 +54,7 @@ def _blank(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=140, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -64,7 +65,7 @@ def plain(axes: Axes) -> None:
     axes.spines[["left", "bottom"]].set_color(LIGHT)
     axes.grid(color=LIGHT, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.tick_params(length=0, labelsize=10, labelcolor=INK)
 
 
 def percent_axis(axis: Any, symbol: str = "%") -> None:
@@ -86,17 +87,20 @@ def name_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_ylabel(y, fontsize=9, color=INK)
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG, create its folder, and return the path.
+def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
+    """Write a figure as PNG, and as these other KINDS next to it; create its folder, and return the path.
 
     Characters that the font lacks are drawn in another installed font, else as boxes.
     """
     from matplotlib import rc_context, rcParams
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    if lacking := _written(figure, path):
-        with rc_context({"font.sans-serif": [*rcParams["font.sans-serif"], *_fonts_with(lacking)]}):
-            _written(figure, path)
+    paths = dict.fromkeys([path, *(path.with_suffix(f".{kind}") for kind in kinds)])
+    with rc_context({"pdf.fonttype": 42}):  # TrueType, as printers and journals need
+        for each in paths:
+            if lacking := _written(figure, each):
+                rcParams["font.sans-serif"] = [*rcParams["font.sans-serif"], *_fonts_with(lacking)]
+                _written(figure, each)
     return path
 
 

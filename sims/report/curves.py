@@ -1,13 +1,15 @@
-"""Plot the validation accuracy over rounds."""
+"""Plot the first metric over rounds, and return all metrics over rounds as rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
-from fedloom.server.run_folder.scores import headline, metric_of
+from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run_folder.scores import SCORES, as_headline, headline, metric_of
 from fedloom.sims.report.canvas import GREY, INK, PALETTE, new_figure, score_of, short, value_axis
 
 if TYPE_CHECKING:
@@ -17,6 +19,33 @@ if TYPE_CHECKING:
 End = tuple[float, str, str]  # a curve's last value, label and colour
 DEFAULT = facts_of(ACCURACY)
 Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+
+
+def other_records(folder: Path, metrics: Records) -> dict[str, Records]:
+    """Return the records of a run's other networks by name: of other architectures, and of baselines by mode.
+
+    Baselines without an aggregate are measured at their sites.
+    """
+    names = dict.fromkeys(name for record in metrics for name in record.get("networks") or {})
+    others: dict[str, Records] = {
+        name: [{"round": record["round"], **as_headline(record, {"union": record["networks"][name]})}
+               for record in metrics if name in (record.get("networks") or {})] for name in names
+    }  # fmt: skip
+    for path in sorted((folder / "baselines").glob("*")):
+        run = RunFolder(path)
+        suffix = " (own networks)" if run.summary().get("aggregate") == "" else ""
+        others[path.name + suffix] = list(run.metrics().values())
+    return {name: records for name, records in others.items() if records}
+
+
+def curve_rows(name: str, metrics: Records, others: Mapping[str, Records]) -> Iterator[dict[str, Any]]:
+    """Yield each validation value of the network `name` and of the `others` with its network, metric, domain and round."""
+    for network, records in {name: metrics, **others}.items():
+        for record in records:
+            for metric, values in (record.get(SCORES) or {ACCURACY: record.get(ACCURACY) or {}}).items():
+                for domain, value in values.items():
+                    row = {"network": network, "metric": metric, "domain": domain}
+                    yield {**row, "round": record["round"], "value": value}
 
 
 def accuracy_figure(
@@ -33,7 +62,7 @@ def accuracy_figure(
         return None
     single = [name for name in names if name != "union"] if len(names) == 2 and "union" in names else []
     names = single or names
-    figure, axes = new_figure(8.5, 4.6)
+    figure, axes = new_figure(6.5, 4.2)
     ends: list[End] = []
     many = len(names) - 1 > len(PALETTE)
     names.sort(key=lambda name: (name == "union") == many)  # the union's thick line: below a few lines, above many
@@ -118,7 +147,7 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24, metric: Facts = DEFA
             (1.02, height),
             xycoords=axes.get_yaxis_transform(),
             color=colour,
-            fontsize=9,
+            fontsize=10,
             fontweight="bold" if name == "union" else "normal",
             va="center",
             annotation_clip=False,

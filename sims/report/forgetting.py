@@ -40,6 +40,8 @@ def forgetting_table(summary: Mapping[str, Any]) -> Table:
     title = f"Forgetting: test {metric.title} before{ARROW}after"
     whose = "whole domain" if all(row[-1] for row in rows) else "own domain"
     columns = ["site", "domain", whose, *rest, "also held by"]
+    if not any(row[-1] for row in rows):
+        columns, kept = columns[:-1], [row[:-1] for row in kept]
     return Table(title, columns, kept, " ".join(filter(None, [shared, note])))
 
 

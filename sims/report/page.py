@@ -1,6 +1,7 @@
 """Write a self-contained HTML page: sections of paragraphs, tables, pictures and details."""
 
 import base64
+import hashlib
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,36 @@ th, td { padding: .22rem .8rem; border-bottom: 1px solid #e4e4e4; text-align: le
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 figure { margin: 1.2rem 0 } img { max-width: 100%; height: auto } figcaption, .note { color: #555; font-size: .9rem }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem } summary { cursor: pointer }
-@media (prefers-color-scheme: dark) {
+th[tabindex] { cursor: pointer } th[aria-sort=ascending]::after { content: " ▲" }
+th[aria-sort=descending]::after { content: " ▼" }
+@media screen and (prefers-color-scheme: dark) {
 body { color: #e6eaf0; background: #12161d } h2, th, td { border-color: #2d3542 } figcaption, .note { color: #a3adbb }
 pre { background: #1a202a } a { color: #7db4f5 } img { background: #fff }
 }
+@media print {
+body { font-size: 10pt; max-width: none; margin: 0 } .scroll { overflow: visible }
+figure, tr { break-inside: avoid } h2, caption { break-after: avoid } thead { display: table-header-group }
+}
 """
+SCRIPT = """
+const number = text => (value => isNaN(value) ? -Infinity : value)(parseFloat(text.replace(/[*,\\s]/g, "")));
+for (const head of document.querySelectorAll("thead th")) {
+  const sort = () => {
+    const body = head.closest("table").tBodies[0], down = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    const text = row => row.cells[head.cellIndex].textContent;
+    const order = head.className === "number" ? (a, b) => number(text(a)) - number(text(b))
+      : (a, b) => text(a).localeCompare(text(b));
+    body.append(...[...body.rows].sort((a, b) => down * order(a, b)));
+    for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down < 0 ? "descending" : "ascending");
+  };
+  head.tabIndex = 0;
+  head.title = "Sort by this column";
+  head.addEventListener("click", sort);
+  head.addEventListener("keydown", event => event.key === "Enter" && sort());
+}
+"""  # a page without it shows the same; the desk's policy, and that of certificates, does not run it
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing from elsewhere
 
 
 @dataclass(frozen=True)
@@ -48,12 +74,14 @@ class Details:
 Part = str | Table | Picture | Details  # a str is a paragraph
 
 
-def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> Path:
+def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]], sorts: bool = False) -> Path:
     """Write a self-contained HTML page from sections of (heading or empty text, parts). Return its path.
+
+    `sorts`: a click on a table's head sorts it, by a script in the page.
 
     Raises UserError if a picture cannot be read or the page cannot be written.
     """
-    page = page_text(title, sections)
+    page = page_text(title, sections, sorts)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
     fresh = path.with_name(f".{path.name}.new")
@@ -66,12 +94,16 @@ def write_page(path: Path, title: str, sections: Sequence[tuple[str, Sequence[Pa
     return path
 
 
-def page_text(title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> str:
+def page_text(title: str, sections: Sequence[tuple[str, Sequence[Part]]], sorts: bool = False) -> str:
     """Return the text of such a page."""
     body = "".join(_section(heading, parts) for heading, parts in sections)
+    script_hash = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"{POLICY}; script-src 'sha256-{script_hash}'" if sorts else POLICY
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n<title>{_escape(title)}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}</body>\n</html>\n"
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{_escape(title)}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}"
+        f"{f'<script>{SCRIPT}</script>' if sorts else ''}</body>\n</html>\n"
     )
 
 

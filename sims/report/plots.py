@@ -6,7 +6,7 @@ Each plot has its own Figure with the Agg canvas. matplotlib is imported only wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +47,15 @@ MAX_FRAMES = 65
 
 
 def draw_all(
-    folder: Path, metrics: list[dict[str, Any]], summary: dict[str, Any], baselines: Mapping[str, Records] | None = None
+    folder: Path,
+    metrics: list[dict[str, Any]],
+    summary: dict[str, Any],
+    baselines: Mapping[str, Records] | None = None,
+    kinds: Iterable[str] = (),
 ) -> list[Path]:
     """Draw all plots that the results allow into `folder`/plots. Return their paths, `accuracy.png` first.
 
-    `baselines`: the metrics of each baseline, by name.
+    `baselines`: the metrics of each baseline, by name. `kinds`: of files besides PNG.
     """
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,7 @@ def draw_all(
         "layers.png": selection_figure(selections(summary)),
         "heads.png": heads_figure(exchanges(summary), homes(summary)),
     }
-    return [save(figure, target / name) for name, figure in figures.items() if figure is not None]
+    return [save(figure, target / name, kinds) for name, figure in figures.items() if figure is not None]
 
 
 def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:

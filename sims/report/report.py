@@ -1,16 +1,17 @@
 """Write report.html: one self-contained page with the results of a run."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedloom.clients.protocol.packing import PACKINGS
 from fedloom.conf.errors import UserError
-from fedloom.server.run_folder.folder import RunFolder
-from fedloom.server.run_folder.scores import as_headline, metric_of
+from fedloom.server.run_folder.layout import TABLE_FILES
 from fedloom.server.run_folder.scores import headline as headline_of
+from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report import plots
+from fedloom.sims.report.curves import other_records
 from fedloom.sims.report.errors import by_class_table, confusion_table, metrics_table
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
@@ -19,7 +20,7 @@ from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
 from fedloom.sims.report.privacy import privacy_parts
 from fedloom.sims.report.selection import methods_table, selections, sites_table
-from fedloom.sims.report.sites import classes_table, has_classes, spread_table
+from fedloom.sims.report.sites import classes_table, data_table, has_classes, spread_table
 from fedloom.sims.report.sites import sites_table as per_site_table
 from fedloom.sims.report.tables import (
     Cell,
@@ -28,6 +29,7 @@ from fedloom.sims.report.tables import (
     at_sites_table,
     costs_table,
     cut,
+    file_name,
     has_aggregate,
     traffic_table,
 )
@@ -68,8 +70,13 @@ NO_TRACES = (
 )
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[str] = ()) -> Path:
     """Draw the plots of the run in `folder`, write its report.html, and return the path of the page.
+
+    Args:
+        folder: The run's folder.
+        pictures: Kinds of files of the plots besides PNG (canvas.KINDS), in the folder `plots`.
+        tables: Kinds of files of the tables (tables.KINDS), in the folder `tables`.
 
     Raises UserError naming the file if config.yaml, metrics.jsonl or summary.json is missing or damaged.
     """
@@ -79,18 +86,20 @@ def write_report(folder: Path) -> Path:
     config = _read(folder / "config.yaml")
     try:
         gone = forgotten_sites(folder, summary)
-        summary["unlearned"], baselines = [forgotten.site for forgotten in gone], {**_others(metrics), **_baselines(folder)}
+        summary["unlearned"], baselines = [forgotten.site for forgotten in gone], other_records(folder, metrics)
         captions = _captions(summary, metrics, baselines)
-        drawn = plots.draw_all(folder, metrics, summary, baselines)
-        pictures = {path.name: Picture(path, captions[path.name]) for path in drawn}
-        sections = _sections(summary, metrics, config, pictures, gone)
+        drawn = plots.draw_all(folder, metrics, summary, baselines, pictures)
+        shown = {path.name: Picture(path, captions[path.name]) for path in drawn}
+        sections = _sections(summary, metrics, config, shown, gone)
+        for table, heading in ((part, heading) for heading, parts in sections for part in parts if isinstance(part, Table)):
+            table.write(folder / TABLE_FILES / file_name(table.title.partition(":")[0] or heading), tables)
     except UserError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
     except OSError as error:
-        raise UserError(f"{folder / 'plots'}: cannot be written ({error.strerror})") from None
-    return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections)
+        raise UserError(f"{error.filename or folder / 'plots'}: cannot be written ({error.strerror})") from None
+    return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections, sorts=True)
 
 
 def _captions(
@@ -104,23 +113,6 @@ def _captions(
         captions["per_site.png"] = f"Left: {captions['per_site.png']} Right: accuracy by class."
     broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
     return {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
-
-
-def _baselines(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the metrics of the run's baselines by mode. Baselines without an aggregate are measured at their sites."""
-    baselines: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((folder / "baselines").glob("*")):
-        run = RunFolder(path)
-        suffix = " (own networks)" if run.summary().get("aggregate") == "" else ""
-        baselines[path.name + suffix] = list(run.metrics().values())
-    return {mode: records for mode, records in baselines.items() if records}
-
-
-def _others(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the metrics of the networks of other architectures, by name."""
-    names = dict.fromkeys(name for record in metrics for name in record.get("networks") or {})
-    return {name: [{"round": record["round"], **as_headline(record, {"union": record["networks"][name]})}
-                   for record in metrics if name in (record.get("networks") or {})] for name in names}  # fmt: skip
 
 
 def _sections(
@@ -140,7 +132,7 @@ def _sections(
     details = Details("Configuration", config)
     sections: list[tuple[str, list[Part]]] = [
         ("", [headline(summary, metrics), *_warnings(summary), *([forgotten_table(gone)] if gone else [])]),
-        ("The run", [_run_table(summary), _sites_table(summary), *_pictures(pictures, "classes.png"), details]),
+        ("The run", [_run_table(summary), data_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         (f"Test {metric_of(summary).title}", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
@@ -180,14 +172,6 @@ def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
     if "peak_memory" in resources:
         rows.append(["peak memory of the server, MB", round(resources["peak_memory"] / 1e6)])
     return rows
-
-
-def _sites_table(summary: Mapping[str, Any]) -> Table:
-    keys = {"name": "site", "domain": "domain", "part": "part", "samples": "training examples"}
-    if not any("part" in site for site in summary["sites"]):
-        del keys["part"]
-    rows, note = cut([[site.get(key, "") for key in keys] for site in summary["sites"]], "sites")
-    return Table("Sites", list(keys.values()), rows, note)
 
 
 def _dropped(metrics: Sequence[Mapping[str, Any]]) -> list[Part]:

@@ -29,6 +29,15 @@ def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {names.get(name) or str(name): result for name, result in (summary.get("per_site") or {}).items()}
 
 
+def data_table(summary: Mapping[str, Any]) -> Table:
+    """Return a table of the sites with their domains and numbers of training examples."""
+    keys = {"name": "site", "domain": "domain", "part": "part", "samples": "training examples"}
+    if not any("part" in site for site in summary["sites"]):
+        del keys["part"]
+    rows, note = cut([[site.get(key, "") for key in keys] for site in summary["sites"]], "sites")
+    return Table("Sites", list(keys.values()), rows, note)
+
+
 def spread_table(summary: Mapping[str, Any]) -> Table:
     """Return a table of the first metric over the sites by network: mean, standard deviation, worst, deciles, best."""
     rows, metric, titles = [], metric_of(summary), titled(summary)

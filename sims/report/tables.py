@@ -3,15 +3,22 @@
 import html
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedloom.conf.sites import BEST, PERSONAL
 from fedloom.server.run_folder.scores import headline, metric_of
+
+if TYPE_CHECKING:
+    import pandas
+
+KINDS = ("csv", "md", "tex")  # of tables in files
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,17 @@ MAX_ROWS = 20
 MAX_DOMAINS = 12
 ARROW = " → "
 _DIGEST = re.compile(r"\b([0-9a-f]{32,})\b")
+_LATEX = {letter: f"\\{letter}" for letter in "&%$#_{}"} | {
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$", "→": r"$\to$",
+    "…": r"\dots{}", "<": "$<$", ">": "$>$",
+}  # fmt: skip
 _ONE = r"([-+]?[\d.,]+%?|-)"
 _NUMBER = re.compile(rf"(\* )?{_ONE}( (→|±|to) {_ONE})*")
+
+
+def file_name(title: str) -> str:
+    """Return a title as a file's name: lower case, words joined by "-"."""
+    return "-".join(re.findall(r"[^\W_]+", title.lower()))
 
 
 def percent(fraction: float | None) -> str:
@@ -77,6 +93,27 @@ class Table:
         """Return the lines of `markdown` without escapes, for a terminal."""
         return self._lines(clean(self.title), clean)
 
+    def frame(self) -> "pandas.DataFrame":
+        """Return the table as a pandas table of texts."""
+        import pandas
+
+        rows = [[show(cell) for cell in row] for row in self.rows]
+        return pandas.DataFrame(rows, columns=[clean(name) for name in self.columns])  # pyright: ignore[reportArgumentType]
+
+    def latex(self) -> str:
+        """Return the table in LaTeX, for the package booktabs, with title and note as its caption."""
+        columns = "".join("l" if left else "r" for left in self._left())
+        caption = _in_latex(". ".join(filter(None, [self.title, self.note])))
+        text = self.frame().map(_in_latex).rename(columns=_in_latex).to_latex(index=False, column_format=columns)
+        return f"\\begin{{table}}\n\\caption{{{caption}}}\n{text}\\end{{table}}\n"
+
+    def write(self, path: Path, kinds: Iterable[str]) -> None:
+        """Write the table to files of these KINDS: `path` with a dot and the kind."""
+        for kind in kinds:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = {"csv": lambda: self.frame().to_csv(index=False), "md": self.markdown, "tex": self.latex}[kind]()
+            path.with_name(f"{path.name}.{kind}").write_text(text, encoding="utf-8")
+
     def _lines(self, title: str, written: Callable[[str], str]) -> str:
         sides = [":---" if left else "---:" for left in self._left()]
         lines = [_line(map(written, self.columns)), _line(sides)]
@@ -99,8 +136,10 @@ class Table:
         """Return a table for a rich console, which reads no cell as markup."""
         caption = Text(clean(self.note)) if self.note else None
         table = RichTable(title=Text(clean(self.title)), caption=caption, title_justify="left", caption_justify="left")
-        for name, left in zip(self.columns, self._left(), strict=True):
-            table.add_column(Text(clean(name)), justify="left" if left else "right", overflow="fold")
+        for place, (name, left) in enumerate(zip(self.columns, self._left(), strict=True)):
+            width = max((len(show(row[place])) for row in self.rows), default=0)
+            head = clean(name) if left else "\n".join(textwrap.wrap(clean(name), max(width, 1), break_long_words=False))
+            table.add_column(Text(head), justify="left" if left else "right", overflow="fold", no_wrap=not left)
         for row in self.rows:
             table.add_row(*(Text(show(cell)) for cell in row))
         return table
@@ -312,6 +351,10 @@ def _in_html_cell(tag: str, cell: Cell, left: bool) -> str:
 
 def _in_html(text: str) -> str:
     return html.escape(clean(text))
+
+
+def _in_latex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in clean(text))
 
 
 def _in_markdown(text: str) -> str:

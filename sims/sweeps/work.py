@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 
 from fedloom.conf import machine
@@ -34,9 +35,9 @@ def runs_at_once(parallel: int | str, planned: Sequence[Planned]) -> int:
     """
     if parallel != AUTO:
         number = int(parallel) if isinstance(parallel, str) and parallel.isdecimal() else parallel
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if isinstance(number, str | bool) or not isinstance(number, numbers.Integral) or number < 1:
             raise UserError(f"parallel: got {parallel!r}, takes a whole number of at least 1, or {AUTO}")
-        return min(number, len(planned))
+        return min(int(number), len(planned))
     engines = [run.config.engine for run in planned]
     if any(engine.name == "flower" or engine.address for engine in engines):
         return 1  # they share one federation or cluster

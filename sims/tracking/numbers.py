@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
-from fedloom.server.run_folder.results_schema import RECEIVED, traffic_of
+from fedloom.server.run_folder.results_schema import LOSS, RECEIVED, VALIDATION, traffic_of
 from fedloom.server.run_folder.scores import SCORES, headline
 
 _ODD = re.compile(r"[^A-Za-z0-9_.\- ]")
@@ -18,7 +18,7 @@ TRAFFIC = ("sent", "received")
 
 def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return a round's numbers for all sites together: `train_loss`, `validation/union`, `bytes/sent`, `dropped`, ..."""
-    known = {"round", ACCURACY, SCORES, "dropped", "bytes", RECEIVED, "epsilon", "clipped"}
+    known = {"round", ACCURACY, SCORES, "dropped", "bytes", RECEIVED, "epsilon", "clipped", LOSS, VALIDATION}
     numbers = dict(_flat("", {key: item for key, item in record.items() if key not in known}))
     numbers |= dict(_flat("validation", headline(record)))
     others = {name: values for name, values in (record.get(SCORES) or {}).items() if values is not headline(record)}
@@ -34,7 +34,8 @@ def round_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def site_numbers(record: Mapping[str, Any], sites: Set[str]) -> dict[str, dict[str, float]]:
-    """Return by site the numbers of those `sites` in the round: `sent`, `received`, `dropped` (0 or 1), `epsilon`, ..."""
+    """Return by site the numbers of those `sites` in the round: `sent`, `received`, `dropped` (0 or 1), `loss`,
+    `validation/accuracy`, `epsilon`, ..."""
     by_site: dict[str, dict[str, float]] = {}
     traffic, dropped = record.get("bytes") or {}, record.get("dropped") or {}
     for site in sites & (traffic.keys() | dropped.keys()):

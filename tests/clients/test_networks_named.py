@@ -266,3 +266,47 @@ def test_equal_states_are_equal_files(tmp_path: Path):
     found = read_state(tmp_path / "0.safetensors")
     assert found.keys() == state.keys() and all(torch.equal(found[name], one) for name, one in state.items())
     assert read_metadata(tmp_path / "0.safetensors")["network"] == '{"n": "ü"}'
+
+
+class Small(nn.Module):
+    """A user's network, with a counter of BatchNorm and the head in the middle of the names."""
+
+    def __init__(self, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, hidden), nn.BatchNorm1d(hidden))
+        self.answer = nn.ModuleDict({"last": nn.Linear(hidden, classes)})
+        self.scale = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.answer["last"](self.model(x) * self.scale)
+
+
+@pytest.mark.parametrize("wrapped", ["", "module.", "_orig_mod.", "module._orig_mod.", "model."])
+@pytest.mark.parametrize("checkpoint", [None, "state_dict", "model_state_dict"])
+def test_users_files_of_torch(tmp_path: Path, wrapped: str, checkpoint: str | None):
+    torch.manual_seed(0)
+    theirs = Small(5, 7).eval()
+    state = {f"{wrapped}{name}": tensor for name, tensor in theirs.state_dict().items()}
+    torch.save({checkpoint: state, "epoch": 3} if checkpoint else state, tmp_path / "net.pt")
+    name = NetworkName(f"{__name__}:Small", {"hidden": 5}, Form.images(3, 8, 7))
+    network, _ = load_network(tmp_path / "net.pt", name)
+    images = torch.randn(4, 3, 8, 8)
+    assert torch.equal(network(images), theirs(images))
+    write_state(tmp_path / "net.safetensors", state)
+    assert torch.equal(load_network(tmp_path / "net.safetensors", name)[0](images), theirs(images))
+
+
+def test_users_files_of_torch_that_are_refused(tmp_path: Path):
+    path, name = tmp_path / "net.pt", parse_name("torchvision:resnet18", Form.images(3, 32, 7))
+    for content, line in (
+        (Small(5, 7), r"net.pt: is not a file of tensors alone .*save network.state_dict"),
+        ({"epoch": 3}, r"net.pt: has no tensors by name"),
+        ({"fc.weight": torch.ones(7, 512)}, r"net.pt: tensor 'conv1.weight' .* is missing; if the file's network is not"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(UserError, match=line):
+            load_network(path, name)
+    with pytest.raises(UserError, match=r"net.pt: does not name its network .* Add --network"):
+        load_network(path)
+    torch.save(parse_name("torchvision:resnet18", Form.images(3, 32, 7)).build().state_dict(), path)
+    assert load_network(path, name)[1] == name

@@ -63,10 +63,10 @@ def results(path: Path) -> dict[str, Any]:
 
 
 def _timeless(told: Any) -> Any:
-    """The same without what a process took: seconds, memory."""
+    """The same without what a process took, and without sites' losses, which the ledger does not have."""
     if not isinstance(told, dict):
         return told
-    return {key: _timeless(item) for key, item in told.items() if key not in ("seconds", "resources")}
+    return {key: _timeless(item) for key, item in told.items() if key not in ("seconds", "resources", "loss")}
 
 
 def last_round(config: Config) -> int | None:

@@ -142,9 +142,8 @@ def test_dittos_own_networks_are_local_training_without_the_pull_and_near_the_sh
     far, near = (sum(float((personal_of(run, 1)[name] - one).square().sum()) for name, one in shared.items())
                  for run in (free, held))  # fmt: skip
     assert near < far / 2
-    assert (
-        free.loop.tables([None], "test")[0]["accuracy"]["union"] != free.loop.tables([free.aggregate.aggregate()], "test")[0]
-    )
+    own, shared = (free.loop.tables([model], "test")[0][0]["accuracy"] for model in (None, free.aggregate.aggregate()))
+    assert own["union"] != shared["union"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -223,7 +222,7 @@ def test_fedbn_keeps_batchnorm_at_the_sites(tmp_path: Path):
     norms = [name for name in state if name.split(".")[-1].startswith(("running", "num_batches"))]
     assert norms and all(torch.equal(state[name], start[name]) for name in norms)
     assert not any("running" in name for name in run.aggregate.view().contribution(NETWORKS, "site-0000"))
-    assert set(run.loop.tables([run.aggregate.aggregate()], "test")[0]["accuracy"]) == {"digits", "union"}
+    assert set(run.loop.tables([run.aggregate.aggregate()], "test")[0][0]["accuracy"]) == {"digits", "union"}
 
 
 def test_only_those_who_answered_count(tmp_path: Path):

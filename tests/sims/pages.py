@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.sources: list[str] = []
         self.links: list[str] = []
         self.tags: list[str] = []
-        self.text = ""
+        self.text = self.policy = ""
         self.open: list[str] = []
         self.feed(path.read_text(encoding="utf-8"))
         assert not self.open
@@ -27,6 +27,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         self.sources += [value or "" for name, value in attrs if name in ("src", "srcset", "data", "action")]
         self.links += [value or "" for name, value in attrs if name == "href"]
+        self.policy += dict(attrs).get("content") or "" if tag == "meta" else ""
         assert not any(name.startswith("on") or name == "style" for name, _ in attrs)
         if tag not in self.VOID:
             self.open.append(tag)
@@ -47,7 +48,8 @@ class Page(HTMLParser):
 def checked(path: Path) -> Page:
     """The page, proved to load nothing from elsewhere and to hold pictures that decode."""
     page = Page(path)
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert page.tags.count("script") <= 1 and "default-src 'none'; img-src data:" in page.policy
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert page.tags.count("a") == len(page.links)
     assert not any(":" in link or link.startswith("/") for link in page.links)

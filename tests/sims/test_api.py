@@ -4,14 +4,16 @@ import _thread
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fedloom import Result, resume, run
+from fedloom import FedAvg, FedAvgSession, Result, Task, option, resume, run, sweep
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
@@ -69,6 +71,67 @@ def test_a_shipped_experiment_says_nothing_and_comes_back_as_a_result(root: str,
     with result.open_ledger() as ledger:
         assert [event.kind for event in ledger.events()][-1] == "finished"
     assert Result(str(result.folder)) == result
+
+
+def test_metrics_of_single_sites(root: str):
+    result = run(TREE, "rounds=2", "evaluation.where=sites", "tracking=[csv]", root)
+    table, records = result.table(sites=True), result.metrics
+    names = [site.name for site in result.config.roster]
+    assert list(table.index) == [(round, name) for round in (1, 2) for name in sorted(names)]
+    assert [sum(record["loss"].values()) / 2 for record in records] == [record["train_loss"] for record in records]
+    assert table.loc[(2, "clinic"), "loss"] == records[1]["loss"]["clinic"]
+    assert table.loc[(2, "clinic"), "validation/accuracy"] == records[1]["validation"]["clinic"]["accuracy"]
+    assert "2,clinic,validation/accuracy" in (result.folder / "csv/main/sites.csv").read_text()
+    assert "loss/clinic" not in (result.folder / "csv/main/rounds.csv").read_text()
+    result.unlearn("clinic", without_data=True)
+    assert all(list(record[key]) == names[1:] for record in result.metrics for key in ("loss", "validation"))
+
+
+@dataclass(frozen=True)
+class Shrunk(FedAvg):
+    """FedAvg with a term that draws the weights to 0."""
+
+    weight: float = option(100.0, "weight of the term")
+
+    def session(self, task: Task) -> FedAvgSession:
+        assert len(task.held_out("validation")) > 0
+        return ShrunkSession(self, task)
+
+
+class ShrunkSession(FedAvgSession):
+    def extra_loss(self, weights: Any, constants: Any, /) -> torch.Tensor:
+        return self.objective.weight * torch.stack([weight.square().sum() for weight in weights.values()]).sum()
+
+
+def test_an_objective_derived_from_fedavgs(root: str):
+    tree = {**TREE, "strategy": "fedavg", "training": {"rate": 0.001, "momentum": 0.0}}
+    sizes = []
+    for name in ("fedavg", f"{__name__}:Shrunk"):
+        result = run({**tree, "objective": name}, root, overwrite=True)
+        sizes.append(sum(float(weight.detach().square().sum()) for weight in result.network.parameters()))
+        assert len(result.predict(result.examples("clinic", "test").x)) == len(result.examples("clinic", "test"))
+    assert sizes[1] < 0.8 * sizes[0]
+
+
+def test_numbers_of_numpy_paths_and_other_defaults_of_torch(tmp_path: Path):
+    numpy: Any = np  # whose types the hints do not name
+    tree = {
+        **TREE,
+        "rounds": numpy.int64(1),
+        "training": {"rate": numpy.float32(0.05)},
+        "run": {"root": tmp_path, "name": "n"},
+    }
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = run(tree)
+        assert result.predict(result.examples("clinic").x, scores=True).dtype == torch.float32
+        assert result.measure(result.network) == result.accuracy["sum"]
+        assert result.unlearn(numpy.array(["clinic"]), repair=numpy.int64(1))["options"]["repair"] == 1
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (again,) = sweep(tree, seeds=numpy.arange(1), over={"training.rate": numpy.array([0.1])}, parallel=numpy.int64(1))
+    assert again.config.training.rate == 0.1
 
 
 def test_a_site_is_forgotten(run_folder: Path):
@@ -141,11 +204,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path:
 def test_an_interrupted_run_keeps_its_rounds_and_is_resumed(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole = training_run.one_round
 
-    def interrupted(loop: RoundLoop, round: int) -> dict:
+    def interrupted(loop: RoundLoop, round: int, *rest: Any) -> dict:
         if round == 3:
             _thread.interrupt_main()  # as Ctrl-C does
             time.sleep(0.1)  # it is heard here, and in no callback, where Python ignores it
-        return whole(loop, round)
+        return whole(loop, round, *rest)
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(training_run, "one_round", interrupted)

@@ -129,7 +129,7 @@ def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Pat
     assert [row["row"] for row in found["rows"]] == [group.label for group in compare(swept).groups]
     assert len(found["runs"]) == 8 and len(found["differences"]) == 6 and not found["notes"]
     page = (tmp_path / "page.html").read_text()
-    assert page.count(PNG) == 1 and "http" not in page and "Student" in page
+    assert page.count(PNG) == 1 and "://" not in page and "Student" in page
     assert all(f">{row['row']}<" in page for row in found["rows"])
     with (tmp_path / "runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -137,6 +137,18 @@ def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Pat
     assert {row["training.rate"] for row in rows} == {"0.01", "0.1"}
     assert list(tmp_path.iterdir()) != [] and {path.name for path in tmp_path.iterdir()} == {"page.html", "runs.csv"}
     assert "| mode=exact, rate=0.01 |" in fedloom("compare", swept).out
+
+
+def test_tables_and_curves_in_files(fedloom: Command, swept: Path, tmp_path: Path):
+    files = {"--markdown": tmp_path / "tables.md", "--latex": tmp_path / "tables.tex", "--pictures": tmp_path / "pictures"}
+    said = fedloom("compare", swept, *(word for pair in files.items() for word in pair))
+    assert said.code == 0, said.err
+    tables = compare(swept).tables()
+    assert files["--markdown"].read_text() == "\n".join(table.markdown() for table in tables)
+    latex = files["--latex"].read_text()
+    assert latex.count(r"\begin{tabular}") == len(tables) and r"$\pm$" in latex and "±" not in latex and "95\\%" in latex
+    assert {path.name for path in files["--pictures"].iterdir()} == {"rounds.png", "rounds.svg", "rounds.pdf"}
+    refused(fedloom("compare", swept, "--latex", tmp_path / "nowhere" / "a.tex"), "cannot be written")
 
 
 def test_of_one_seed_nothing_is_judged(fedloom: Command, swept: Path, tmp_path: Path):

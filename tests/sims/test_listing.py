@@ -12,6 +12,7 @@ from fedloom.clients.storage.states import write_bytes
 from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
 from fedloom.server.run_folder.listing import busy, status
 from fedloom.sims.operations.run_list import size_of
+from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.tracking import csv_files, mlflow, tensorboard, wandb
 from fedloom.sims.tracking.base import TRACKERS as KINDS
 from tests.sims.commands import ONE, SMALL, Command, last_line, refused
@@ -28,6 +29,17 @@ def served(run: Path):
         server.stdout.readline()
         yield run
         server.kill()
+
+
+def test_tables_have_boxes_in_a_terminal_alone(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ["runs", run.parent], ["compare", run], ["requests", run]
+    assert "| run | status | method |" in fedloom(*words[0]).out and "| :--- |" in fedloom(*words[1]).out
+    unlearn(run, UnlearningRequest([ONE], "r1", without_data=True))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in words:
+        shown = fedloom(*command)
+        assert shown.code == 0 and "┏" in shown.out and "| :--- |" not in shown.out
 
 
 def test_runs_are_listed_as_they_stand(fedloom: Command, run: Path):

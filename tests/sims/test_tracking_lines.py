@@ -89,13 +89,23 @@ def test_numbers_of_a_record():
         "round": 3, "replies": 2, "seconds": 0.5, "dropped": {"b": "too slow"}, "bytes": {"a": [1, 2], "b": [3, 0]},
         "accuracy": {"digits": 0.5, "a/b": 0.25, "union": 0.4}, "epsilon": {"a": 1.5, "b": 2.5}, "recalibrated": True,
         "clipped": {"a": {"body": 7.0}}, "odd": "text", "nothing": float("nan"), "at_home": {"a": 0.75},
+        "loss": {"a": 0.5, "d": 1.5}, "validation": {"a": {"auroc": 0.9}},
     }  # fmt: skip
     assert round_numbers({**row, "at_home": {}}) == {
         "replies": 2, "seconds": 0.5, "recalibrated": 1.0, "validation/digits": 0.5, "validation/a_b": 0.25,
         "validation/union": 0.4, "dropped": 1.0, "clipped": 1.0, "bytes/sent": 4.0, "bytes/received": 2.0, "epsilon": 2.5,
     }  # fmt: skip
     assert site_numbers(row, {"a", "b", "c"}) == {
-        "a": {"dropped": 0.0, "sent": 1.0, "received": 2.0, "epsilon": 1.5, "clipped/body": 7.0, "at_home": 0.75},
+        "a": {
+            "dropped": 0.0,
+            "sent": 1.0,
+            "received": 2.0,
+            "epsilon": 1.5,
+            "clipped/body": 7.0,
+            "at_home": 0.75,
+            "loss": 0.5,
+            "validation/auroc": 0.9,
+        },
         "b": {"dropped": 1.0, "sent": 3.0, "received": 0.0, "epsilon": 2.5},
     }
     assert [safe(name) for name in ("test/../é", "..", "a b/c", "/x")] == ["test/_/_", "_", "a b/c", "_/x"]

@@ -102,7 +102,10 @@ def histories(run: shadows.Shadow) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "ways"),
-    [("averaging", {"replay", "sifu", "restored", "repair"}), ("exact", {"restored", "repair", "recalibrated"})],
+    [
+        ("averaging", {"replay", "sifu", "restored", "far back", "repair"}),
+        ("exact", {"restored", "far back", "repair", "recalibrated"}),
+    ],
 )
 def test_a_federation_forgets_in_every_way(method: str, ways: set[str]):
     found = traces.shadow(method, 0)
@@ -116,7 +119,7 @@ def test_a_federation_forgets_in_every_way(method: str, ways: set[str]):
 
 def test_sites_that_leave_one_after_the_other_are_measured_on_both_sides():
     found = traces.left("averaging", 0)
-    assert [list(one) for one in found] == [["subtract"], *[["subtract", "retrained"]] * 3]
+    assert [list(one) for one in found] == [["subtract"], *[["subtract", "restored", "retrained"]] * 3]
     assert all(0 <= share <= 1 for one in found for sides in one.values() for share in sides.values())
 
 
@@ -136,7 +139,9 @@ def made_up(method: str, seed: int) -> dict[str, Any]:
 def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(traces, "shadow", made_up)
     sides = {"left": 0.1, "stay": 0.6}
-    monkeypatch.setattr(traces, "left", lambda *_: [{"subtract": sides}, *[{"subtract": sides, "retrained": sides}] * 3])
+    monkeypatch.setattr(
+        traces, "left", lambda *_: [{"subtract": sides}, *[{"subtract": sides, "restored": sides, "retrained": sides}] * 3]
+    )
     folder = unlearning.reproduce("cpu", 1, ["tables=traces,sequence"], quiet=True)
     text = (folder / "tables.md").read_text()
     rows = {row[1]: row for line in text.splitlines() if (row := [cell.strip() for cell in line.split("|")])[1:]}

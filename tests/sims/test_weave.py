@@ -103,6 +103,18 @@ def test_align_of_convolutional_networks(weave, deep, shallow):
     assert len(partners) == {"r34": 9, "v13": 8}[deep]
 
 
+def test_files_of_torch(weave, folder):
+    state = load_network(folder / "b.safetensors")[0].state_dict()
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, folder / "theirs.pt")
+    named = ["--size", "8", "--grey"]
+    code, out, _ = weave("align", "a", "theirs.pt", *GIVEN, *named, "--network-b", "mlp:widths=[8,6]")
+    assert code == 0 and column(out, 2) == ["extractor.1", "-", "extractor.3"]
+    words = ("theirs.pt", "b", "--into", "2", *GIVEN, *named, "--network", "mlp:widths=[8,6]", "--out", "made.safetensors")
+    assert weave("fuse", *words).code == 0
+    made = load_network(folder / "made.safetensors")[0].state_dict()
+    assert made.keys() == state.keys()
+
+
 def test_names_on_the_command_line(weave, folder):
     named = ["--size", "8", "--grey"]
     code, out, _ = weave("align", "a", "nameless", *GIVEN, *named, "--network-b", "mlp:widths=[8,6]")
@@ -206,7 +218,7 @@ def test_networks_of_different_classes_answer_for_all_of_them(weave, folder):
 
 BAD = [
     (["align", "a", "nowhere.safetensors"], "nowhere.safetensors: the file does not exist"),
-    (["align", "nowhere", "b"], "nowhere: the file does not exist. Pass the path of a network's .safetensors file"),
+    (["align", "nowhere", "b"], "nowhere: the file does not exist. Pass the path of a network's .safetensors or .pt file"),
     (["align", "a", "broken"], "broken.safetensors"),
     (["align", "a", "nameless"], "nameless.safetensors: does not name its network"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
@@ -248,7 +260,7 @@ BAD = [
     ),
     (["fuse", "a", "b", "--into", "1", "--out", "a"], "--out: a.safetensors is one of the networks to fuse"),
     (["fuse", "a", "b", "--into", "1", "--out", "."], "--out: . is not a path of a file"),
-    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "--report: its path would be x.md, which is in use"),
+    (["fuse", "a", "b", "--into", "1", "--out", "x.md", "--report"], "x.md: would be the report, but is in use"),
     (["fuse", "a", "b", "--into", "1", "--reference", "--width", "2"], "--reference: the public code has no --refit"),
     (["fuse", "r18", "r34", "--into", "1", "--reference"], "'head' has a bias, and the widths differ at "),
     (["fuse", "r18", "r34", "--into", "1", "--width", "1.3"], "--width 1.3: no named network has 1.3 times the channels"),

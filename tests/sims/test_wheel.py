@@ -47,7 +47,9 @@ def test_everything_that_is_read_is_in_both(built: Path) -> None:
     assert "conf/digits.yaml" in read
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     modules = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    assert {f"fedloom/{name}" for name in read | modules | {"__init__.py"}} <= set(zipfile.ZipFile(wheel).namelist())
+    assert {f"fedloom/{name}" for name in read | modules | {"__init__.py", "py.typed"}} <= set(
+        zipfile.ZipFile(wheel).namelist()
+    )
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert read | {"pyproject.toml", "README.md", "LICENSE"} <= names

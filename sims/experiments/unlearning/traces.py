@@ -16,6 +16,7 @@ from fedloom.clients.storage.states import write_state
 from fedloom.conf import Config
 from fedloom.server.unlearning.attacks import distance, time_to_relearn
 from fedloom.server.unlearning.likelihood import Found, likelihood_ratio
+from fedloom.server.unlearning.requests import SHARE_BACK
 from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.experiments.unlearning.averaging import sifu_bound, sifu_start
 from fedloom.sims.experiments.unlearning.shadows import (
@@ -41,13 +42,15 @@ MAX_STEPS, EVERY = 60, 2  # steps of relearning, and steps between measurements
 REGAIN = 0.9
 Models = dict[str, tuple[Model, float]]  # by way: the network, and its seconds of training
 RESTORE = 4  # rounds of restoration
+BACK = {"restored": SHARE_BACK, "far back": 0.75}  # how far back it begins
 NOISE, EPSILON, DELTA = 0.01, 10.0, 0.1  # of SIFU
 WAYS = {
     "before": "before",
     "subtract": "subtract",
     "repair": f"subtract + {FURTHER} rounds of repair",
     "recalibrated": f"subtract + {FURTHER} rounds + recalibrated head",
-    "restored": f"subtract, restored in {RESTORE} rounds",
+    "restored": f"subtract, --restore {RESTORE}",
+    "far back": f"subtract, --restore {RESTORE} --back 0.75",
     "replay": "FedEraser's replay",
     "sifu": "SIFU",
     "retrained": "retrained",
@@ -98,9 +101,12 @@ def _sifu(run: Shadow, seed: int, folder: Path) -> tuple[Model, float]:
 
 
 def _restored(run: Shadow, seed: int, folder: Path) -> Models:
-    """Restore the aggregate in a copy of the run, so that the other ways begin at the subtracted one."""
-    with run.copied("restored") as copy:
-        return {"restored": (copy.restored(RESTORE), copy.seconds)}
+    """Restore the aggregate in copies of the run, so that the other ways begin at the subtracted one."""
+    models: Models = {}
+    for name, share in BACK.items():
+        with run.copied(name) as copy:
+            models[name] = copy.restored(RESTORE, share), copy.seconds
+    return models
 
 
 def _repaired(run: Shadow, seed: int, folder: Path) -> Models:
@@ -183,22 +189,27 @@ def sequence(study: Study) -> list[Table]:
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
         rows += [_sequence_row(method, number, [result[number] for result in results]) for number in range(len(LEAVING) + 1)]
-    head = ["method", "sites that left", "their angles", "retrained", "the others' angles", "retrained"]
-    note = "Sites are subtracted in sequence, without training in between. Accuracy in %, mean over the angles on each side."
+    ways = ["restored", "retrained"]
+    head = ["method", "sites that left", "their angles", *ways, "the others' angles", *ways]
+    note = ("Sites are subtracted in sequence. restored: the run is restored after each. Accuracy in %, mean over the "
+            "angles on each side.")  # fmt: skip
     return [study.table("Requests one after the other", head, rows, note)]
 
 
 def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
-    """Remove sites in turn; return at the start and after each the `sides` of the subtracted and the retrained network."""
+    """Remove sites in turn; return at the start and after each the `sides` of the network, by way."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         config = configured(method, seed, folder / "run")
         with opened(config) as run:
             looker, gone = Looker(config, run.train().method.evaluator), [LEAVING[:number] for number in range(4)]
             results = [{"subtract": sides(looker, run.model(), [])}]
-            for names in gone[1:]:
-                run.method.state.forget([names[-1]], {})
-                results.append({"subtract": sides(looker, run.model(), names)})
+            with run.copied("restored") as copy:
+                for names in gone[1:]:
+                    for one in (run, copy):
+                        one.method.state.forget([names[-1]], {})
+                    restored = sides(looker, copy.restored(RESTORE), names)
+                    results.append({"subtract": sides(looker, run.model(), names), "restored": restored})
         for names, shares in zip(gone[1:], results[1:], strict=True):
             with opened(configured(method, seed, folder / f"without-{len(names)}"), names) as run:
                 shares["retrained"] = sides(looker, run.train().model(), names)
@@ -216,7 +227,7 @@ def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
 def _sequence_row(method: str, number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
     row = [method, str(number)]
     for side in ("left", "stay"):
-        for way in ("subtract", "retrained"):
+        for way in ("subtract", "restored", "retrained"):
             there = way in results[0] and (number or side == "stay")
             row += means(results, (way, side)) if there else [""]
     return row
