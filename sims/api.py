@@ -341,7 +341,7 @@ class Result:
         by: str = "",
         repair: int = 0,
         restore: int = 0,
-        back: float = 0.5,
+        back: float | None = None,
         recalibrate: bool = False,
         rollback: bool = False,
         retrain: bool = False,
@@ -359,7 +359,7 @@ class Result:
             by: Who asks, for the ledger and the certificate.
             repair: Rounds of training without the sites, afterwards.
             restore: Rounds in which the other sites train the aggregate as one network.
-            back: The share of the way by which the aggregate moves back to its initial state before these rounds.
+            back: The share of the way by which the aggregate moves back to its initial state before that; None: half.
             recalibrate: Fit the aggregate's head again, to sums from the other sites.
             rollback: Go back to the round before the sites joined, and train again.
             retrain: Train a network without the sites, for comparison.

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -98,8 +99,10 @@ def _fitting(state: Mapping[str, Tensor], path: str, network: Network) -> tuple[
         file = found.get(names.get(name, ""))
         if file is None:
             odd.append((name, "-", str(list(tensor.shape))))
-        elif file.shape != tensor.shape or file.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        elif file.shape != tensor.shape:
             odd.append((name, str(list(file.shape)), str(list(tensor.shape))))
+        elif file.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            odd.append((name, str(file.dtype), str(tensor.dtype)))
         elif not torch.isfinite(file).all():
             raise UserError(f"{START}: {path}: tensor '{plain(names[name])}' has NaN or infinite values; use another file")
         else:
@@ -143,16 +146,25 @@ def _read_once(path: Path, *_: int) -> State:
         except SafetensorError as error:
             raise UserError(f"{START}: {path} is not a safetensors file ({error})") from None
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of torch, about odd tensors
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{START}: {path} cannot be read ({error.strerror})") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError):
         raise UserError(f"{START}: {path} cannot be loaded; save only the weights: torch.save(network.state_dict(), "
                         "'net.pt')") from None  # fmt: skip
     for key in INSIDE:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not (isinstance(content, Mapping) and content and all(isinstance(each, Tensor) for each in content.values())):
-        raise UserError(f"{START}: {path} has no state_dict; save one: torch.save(network.state_dict(), 'net.pt')")
+    if not (isinstance(content, Mapping) and content and all(map(_dense, content.values()))):
+        raise UserError(
+            f"{START}: {path} has no state_dict of dense tensors; save one: torch.save(network.state_dict(), 'net.pt')"
+        )
     return {str(name): tensor.detach() for name, tensor in content.items()}
+
+
+def _dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized)
 
 
 def _listed(names: Any) -> str:

@@ -6,6 +6,7 @@ requests, and receives them again (Ledger.open).
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from fedloom.server.ledger.rows import Request
 from fedloom.server.ledger.tables import append, begun, check_move, check_sites, refused
 
 APPLIED = ".applied.jsonl"  # in the folder of the runs
+ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
+FIELDS = {"id": str, "kind": str, "sites": list, "reason": str, "options": dict, "by": str}  # of a line in the file
 
 
 class RequestQueue(Records):
@@ -114,10 +117,19 @@ def _applied_to(folder: Path, run: str) -> Iterator[dict[str, Any]]:
         return
     with ledger_errors(path):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            if (entry.pop("run"), entry.pop("folder")) == (run, folder.resolve().name):
-                yield entry
-        except (ValueError, AttributeError, KeyError):  # an empty line, or one that a crash tore
+        except (ValueError, RecursionError):  # an empty line, or one that a crash tore
             continue
+        if not isinstance(entry, dict) or (entry.pop("run", ""), entry.pop("folder", "")) != (run, folder.resolve().name):
+            continue
+        if not _is_request(entry):
+            raise LedgerError(f"{path}: line {number} is not a request; restore the file from a copy, or remove the line")
+        yield entry
+
+
+def _is_request(entry: dict[str, Any]) -> bool:
+    """Return whether a line of the file has the fields of a request, and an id that can name files."""
+    typed = entry.keys() == FIELDS.keys() and all(isinstance(entry[name], kind) for name, kind in FIELDS.items())
+    return typed and all(isinstance(site, str) for site in entry["sites"]) and bool(ID.fullmatch(entry["id"]))

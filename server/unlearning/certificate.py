@@ -199,7 +199,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: this certificate does not exist; a run has them in {CERTIFICATES}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder; name one of the certificates in it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not a certificate of fedloom ({type(error).__name__}: {error})") from None
     if content["format"] != FORMAT:
         raise UserError(f"{path}: has format {content['format']}, not {FORMAT}; use the fedloom that wrote it")

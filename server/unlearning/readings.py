@@ -50,6 +50,8 @@ def readings(config: Config, names: Sequence[str], members: Sequence[Site], evid
 def outcome(content: Mapping[str, Any], names: str) -> str:
     """Return a certificate's outcome as words. `names`: the sites. Without forgetting, it does not read as a success."""
     found = content.get("readings") or {}
+    if found.get(SHOWN) == "not measurable":
+        return f"the contributions of {names} are removed; no measurement shows whether the network has forgotten"
     if found.get(SHOWN) != "no":
         return f"{names} forgotten"
     return (f"the contributions of {names} are removed, but the network has not forgotten: {'; '.join(found[STILL])}. "

@@ -4,7 +4,6 @@ A request is received, then applied (in one transaction of the ledger), then ver
 stopped.
 """
 
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, LedgerError, Request
+from fedloom.server.ledger.request_queue import ID
 from fedloom.server.ledger.tables import BEGUN
 from fedloom.server.rounds.masks import rounds_together
 from fedloom.server.rounds.schedules import Restoration
@@ -35,7 +35,6 @@ KIND = "unlearn"
 RESTORE = "restore"  # option: rounds in which the remaining sites train the aggregate as one network
 BACK, SHARE_BACK = "back", 0.5  # option: share of the way to the initial network, before these rounds; its default
 APPLYING, LEAVING = BEGUN  # events; leaving: sites will be forgotten in the next round (secure aggregation)
-_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
 
 
 class RefusedError(UserError):
@@ -319,7 +318,7 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
     """
     if (known := ledger.request(id)) is not None:
         return known
-    if not _ID.fullmatch(id):
+    if not ID.fullmatch(id):
         raise UserError(f"request id: got '{id}'; use up to 100 characters of A-Z, a-z, 0-9, '.', '_' and '-'")
     for name, text in {"reason": reason, "by": by}.items():
         if not _is_text(text):

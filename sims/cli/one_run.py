@@ -50,9 +50,13 @@ def unlearn(
         ),
     ] = 0,
     back: Annotated[
-        float,
-        typer.Option(help="With --restore: how far the aggregate first moves back to its initial state.", min=0.0, max=1.0),
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            help="With --restore: how far the aggregate first moves back to its initial state. Default: 0.5.",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = None,
     recalibrate: Annotated[
         bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
     ] = False,

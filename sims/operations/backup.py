@@ -22,11 +22,13 @@ LEFT_OUT = {LOCK, SEAL, STAGING, *(f"{LEDGER}-{part}" for part in ("wal", "shm",
 def backup(path: Path, out: Path) -> int:
     """Copy a run to the new folder `out`, check the copy's ledger, and return its last round.
 
-    Raises UserError if `out` exists, the copy has a fault, or a server commits during every try.
+    Raises UserError if `out` exists or is inside the run, the copy has a fault, or a server commits during every try.
     """
     read_config(path)
     if out.exists():
         raise UserError(f"{out}: exists already; name a new folder")
+    if out.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"{out}: is inside the run, so forgetting a site would miss it; name a folder outside")
     held, new = (place.with_name(f".{place.name}.backup-{os.getpid()}") for place in (path.resolve(), out))
     try:
         _hold(path, held)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fedloom.clients.data import site_sizes
 from fedloom.conf.errors import FailedError, UserError
-from fedloom.conf.schema import Config
+from fedloom.conf.schema import MOST_ROUNDS, Config
 from fedloom.conf.sites import BEST
 from fedloom.server.evaluation.evaluator import Evaluator, has_data
 from fedloom.server.ledger import Ledger, Request
@@ -48,7 +48,7 @@ class UnlearningRequest:
         without_data: Forget even if the images for measuring are missing. The certificate then has no accuracies.
         by: Who asks, for the ledger and the certificate.
         restore: Rounds after the subtraction in which the remaining sites train the aggregate as one network.
-        back: The share of the way by which the aggregate moves back to its initial state before these rounds.
+        back: The share of the way by which the aggregate moves back to its initial state before these rounds; None: half.
     """
 
     sites: Sequence[str]
@@ -61,14 +61,27 @@ class UnlearningRequest:
     without_data: bool = False
     by: str = ""
     restore: int = 0
-    back: float = SHARE_BACK
+    back: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, rounds in {"repair": self.repair, "restore": self.restore}.items():
+            if not 0 <= rounds <= MOST_ROUNDS:
+                raise UserError(f"--{name}: got {rounds}, takes a whole number from 0 to {MOST_ROUNDS}")
+        if self.back is not None and not self.restore:
+            raise UserError("--back: has no effect without --restore; add --restore N")
+        if self.back is not None and not 0.0 <= self.back <= 1.0:  # also for NaN
+            raise UserError(f"--back: got {self.back}, takes a number from 0 to 1")
 
     @property
     def options(self) -> dict[str, Any]:
         """The request's options, in the form in which the ledger stores them."""
         always = {"repair": self.repair, "retrain": self.retrain, "rollback": self.rollback}
         more = {"recalibrate": True} if self.recalibrate else {}
-        return always | more | ({RESTORE: self.restore, BACK: self.back} if self.restore else {})
+        return (
+            always
+            | more
+            | ({RESTORE: self.restore, BACK: SHARE_BACK if self.back is None else self.back} if self.restore else {})
+        )
 
 
 class Unlearned(NamedTuple):
@@ -105,10 +118,14 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
         return _first_result(path, request, order)
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
+    text = f"Request '{id}' is verified: {_outcome(content)}. Certificate: {file.with_suffix('.html')}"
+    return Unlearned(text, content)
+
+
+def _outcome(certificate: dict[str, Any]) -> str:
     from fedloom.server.unlearning.readings import outcome  # imported only here: `fedloom run` does not need it
 
-    text = f"Request '{id}' is verified: {outcome(content, names_of(content))}. Certificate: {file.with_suffix('.html')}"
-    return Unlearned(text, content)
+    return outcome(certificate, names_of(certificate))
 
 
 def _refuse(config: Config, order: UnlearningRequest) -> None:
@@ -159,7 +176,8 @@ def _first_result(path: Path, request: Request, order: UnlearningRequest) -> Unl
     write_pages(path)
     file = path / CERTIFICATES / f"{request.id}.json"
     certificate = read(file) if file.is_file() else None
-    text = f"Request '{request.id}' was verified before: {', '.join(request.sites)} forgotten. Certificate: {file}"
+    words = _outcome(certificate) if certificate else f"the contributions of {', '.join(request.sites)} are removed"
+    text = f"Request '{request.id}' was verified before: {words}. Certificate: {file}"
     text += "" if certificate else ", which is missing; restore it from a copy"
     if others := set(order.sites) - set(request.sites):
         text += f"\nThis request does not forget {', '.join(sorted(others))}; use another --request-id"

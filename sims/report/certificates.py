@@ -10,6 +10,8 @@ from fedloom.server.unlearning.goals import PARTS
 from fedloom.sims.report.page import Part, write_page
 from fedloom.sims.report.tables import Table, percent
 
+FURTHER = ("repair", "restore", "rollback")  # options with rounds of training after the subtraction
+
 
 def write_html(path: Path) -> Path:
     """Write an HTML page next to the certificate `path` (JSON); return its path. Raise UserError if it cannot be read."""
@@ -64,6 +66,7 @@ def _at_sites(certificate: dict[str, Any]) -> list[Part]:
 def _exact(certificate: dict[str, Any]) -> Table:
     exact = certificate["exact"]
     rest = "the sum of the remaining contributions" if exact["tensors"] else "the remaining contributions"
+    later = any(certificate["options"].get(name) for name in FURTHER)  # rounds, in which contributions change
     sums = {"before": exact["digest_before"], "after": exact["digest_after"]} if exact["tensors"] else {}
     rows = [
         ["sites", names_of(certificate)],
@@ -74,7 +77,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
         *([f"request {state}", certificate["times"].get(state, "-")] for state in TIMES),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
         *([f"digest of the sum {when}", one_digest(digests)] for when, digests in sums.items()),
-        [f"digest of {rest}", exact["sum_of_remaining"]],
+        [f"digest of {rest}{', after the further rounds' if later else ''}", exact["sum_of_remaining"]],
         ["remaining sites", str(len(exact["remaining"]))],
         ["event of the ledger", f"{certificate['ledger']['event']}: {certificate['ledger']['digest']}"],
     ]

@@ -141,7 +141,7 @@ def test_a_certificate_is_verified_and_a_forged_one_is_not(certified: tuple[Conf
         {"sum_of_remaining": None}, {"remaining": {"x": [1]}}, {"tensors": [{}]}, {"digest_after": {"a": [2]}})]  # fmt: skip
     odd += [{**done, "sites": [[1]]}, {**done, "sites": [{}]}, {**done, "times": {"a": [1]}}]
     odd += [{**done, "at_sites": said} for said in ([1], None, {ONE: 5}, {ONE: "x"})]
-    for text in ("", "{", "[]", "{}", '{"exact": 3}', *map(json.dumps, odd)):
+    for text in ("", "{", "[]", "{}", "[" * 200_000, '{"exact": 3}', *map(json.dumps, odd)):
         file.write_text(text)
         with pytest.raises(UserError, match=r"r1\.json: is not a certificate of fedloom"):
             findings(config)

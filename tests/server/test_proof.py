@@ -80,6 +80,16 @@ def test_the_sum_is_computed_again_without_our_software(tmp_path: Path, words: l
     assert said.returncode == 1 and "files of contributions are those of the certificate" in failed(said.stdout)[0]
 
 
+def test_a_file_of_endless_brackets_is_one_line(proof: Path):
+    (proof / "chain.jsonl").write_text("[" * 200_000 + "\n")
+    said = verified(proof)
+    assert (
+        said.returncode
+        and said.stderr.startswith("the proof cannot be read: RecursionError")
+        and said.stderr.count("\n") == 1
+    )
+
+
 def test_a_site_checks_by_its_own_key_what_counts_as_sent_by_it(proof: Path, tmp_path: Path):
     for name in ("mine", "another"):
         (tmp_path / name).mkdir()

@@ -53,6 +53,9 @@ def test_a_request_counts_as_forgotten_only_if_something_was_known_and_is_not_no
 def test_accuracy_on_data_that_others_have_is_not_a_trace(config: Config):
     result = read(config, evidence(0.9, 0.9), staying=2)
     assert (result[SHOWN], result[STILL]) == ("not measurable", [])
+    assert outcome({"readings": result}, ONE) == (
+        "the contributions of site-0001 are removed; no measurement shows whether the network has forgotten"
+    )
 
 
 def test_each_measurement_has_one_line_with_its_reference(config: Config):

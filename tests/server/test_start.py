@@ -178,6 +178,9 @@ class Loud:
         return print, ("executed",)
 
 
+ODD_FILES = ("ODD", "OTHER", "NAN", "SPARSE", "META", "FOLDER")
+
+
 def _pickled(path: Path) -> str:
     torch.save({"weight": Loud()}, path / "loud.pt")
     return str(path / "loud.pt")
@@ -188,7 +191,10 @@ def _pickled(path: Path) -> str:
     [
         (["start: nothing.pt"], "network.start: nothing.pt cannot be read"),
         (["start: LOUD"], "loud.pt cannot be loaded; save only the weights"),
-        (["start: ODD"], "odd.pt has no state_dict; save one"),
+        (["start: ODD"], "odd.pt has no state_dict of dense tensors; save one"),
+        (["start: SPARSE"], "sparse.pt has no state_dict of dense tensors; save one"),
+        (["start: META"], "meta.pt has no state_dict of dense tensors; save one"),
+        (["start: FOLDER"], "folder.pt cannot be read .Is a directory"),
         (["start: OTHER"], "no tensor in .*other.pt fits the network by name and shape; the file has weight, the network"),
         (["start: NAN"], "tensor 'fc.bias' has NaN or infinite values"),
         (["start: 3"], "network.start: got 3"),
@@ -199,9 +205,12 @@ def _pickled(path: Path) -> str:
 )
 def test_what_cannot_start_or_freeze_is_refused_in_one_line(tmp_path: Path, capsys, words: list[str], told: str):
     torch.save([1, 2], tmp_path / "odd.pt")
+    torch.save({"fc.bias": torch.ones(10).to_sparse()}, tmp_path / "sparse.pt")
+    torch.save({"fc.bias": torch.ones(10, device="meta")}, tmp_path / "meta.pt")
+    (tmp_path / "folder.pt").mkdir()
     torch.save({"weight": torch.ones(3)}, tmp_path / "other.pt")
     torch.save({"fc.bias": torch.full((10,), torch.nan)}, tmp_path / "nan.pt")
-    files = {"LOUD": _pickled(tmp_path), **{name: str(tmp_path / f"{name.lower()}.pt") for name in ("ODD", "OTHER", "NAN")}}
+    files = {"LOUD": _pickled(tmp_path), **{name: str(tmp_path / f"{name.lower()}.pt") for name in ODD_FILES}}
     words = [
         (files.get(word.removeprefix("start: "), "") and f"start: {files[word.removeprefix('start: ')]}") or word
         for word in words

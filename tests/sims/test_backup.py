@@ -95,10 +95,25 @@ def test_a_request_is_asked_again_of_the_restored_run_alone(fedloom: Command, ru
         assert ledger.waiting() == []
 
 
+@pytest.mark.parametrize("wrong", [{"id": "../../evil"}, {"id": 7}, {"sites": [[1]]}, {"options": 3}, {"more": 1}])
+def test_a_line_that_is_no_request_is_named_and_writes_nothing(
+    fedloom: Command, run: Path, tmp_path: Path, wrong: dict[str, object]
+):
+    with Ledger.open(run, server=False) as ledger:
+        line = {"run": ledger.run().run, "folder": run.name, "id": "r1", "kind": "unlearn", "sites": [ONE], "reason": "",
+                "options": {}, "by": ""}  # fmt: skip
+    (tmp_path / APPLIED).write_text(f"[1]\n{json.dumps(line | wrong)}\n")
+    refused(fedloom("resume", run), f"{APPLIED}: line 2 is not a request; restore the file from a copy")
+    assert problems(run) == [] and not list(tmp_path.rglob("*evil*"))
+    (tmp_path / APPLIED).write_text(f"[1]\n{json.dumps(line)}\n")
+    assert fedloom("resume", run).code == 0 and (run / "certificates" / "r1.json").is_file()
+
+
 def test_what_cannot_be_copied_is_refused_in_one_line(fedloom: Command, run: Path, tmp_path: Path):
     (tmp_path / "there").mkdir()
     refused(fedloom("backup", run, tmp_path / "there"), "there: exists already; name a new folder")
     refused(fedloom("backup", tmp_path / "there", tmp_path / "new"), "is not a run of fedloom")
+    refused(fedloom("backup", run, run / "copy"), "copy: is inside the run, so forgetting a site would miss it")
     (tmp_path / "file").touch()
     refused(fedloom("backup", run, tmp_path / "file" / "new"), "the copy failed (Not a directory); nothing is written")
     blob = next((run / "blobs").iterdir())

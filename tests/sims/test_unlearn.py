@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--request-id", "r1", "--reason", "asked by mail")
     assert said.code == 0, said.err
-    assert said.out.count(f"Request 'r1' is verified: {ONE} forgotten") == 1
+    assert said.out.count(f"Request 'r1' is verified: the contributions of {ONE} are removed; no measurement shows") == 1
     file, page = run / "certificates/r1.json", run / "certificates/r1.html"
     assert str(page) in said.out
     written, text = file.read_text(), page.read_text()
@@ -64,7 +64,7 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
 
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"}
     again = fedloom("unlearn", run, ONE, "--request-id", "r1", "--json")
-    assert again.code == 0 and "Request 'r1' was verified before" in again.out
+    assert again.code == 0 and f"Request 'r1' was verified before: the contributions of {ONE} are removed; no" in again.out
     assert last_line(again) == done
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"} == before
 
@@ -195,6 +195,9 @@ def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeyp
         ([ONE, ONE], "named twice"),
         (["site-0000", ONE, TWO], "no site would be left"),
         ([ONE, "--request-id", "../r1"], "request id: got '../r1'"),
+        ([ONE, "--back", "0.3"], "--back: has no effect without --restore; add --restore N"),
+        ([ONE, "--restore", "1", "--back", "nan"], "--back: got nan, takes a number from 0 to 1"),
+        ([ONE, "--restore", "9" * 20], "--restore: got 99999999999999999999, takes a whole number from 0 to 999999"),
         ([ONE, "--reason", "\udcff withdrawn"], "is not valid UTF-8 text"),
     ],
 )
@@ -352,7 +355,10 @@ def test_a_site_that_has_the_rows_of_a_value_is_named_with_it(tmp_path: Path):
     with pytest.raises(UserError, match=r"unknown site 'hospital=D'; .*known: site-0000 \(hospital=A\), site-0001 \(h"):
         unlearn(folder, UnlearningRequest(["hospital=D"]))
     text, certificate = unlearn(folder, UnlearningRequest(["hospital=B"], "r1"))
-    assert certificate["parts"] == {"site-0001": "hospital=B"} and "site-0001 (hospital=B) forgotten" in text
+    assert (
+        certificate["parts"] == {"site-0001": "hospital=B"}
+        and "the contributions of site-0001 (hospital=B) are removed" in text
+    )
     assert "site-0001 (hospital=B)" in (tmp_path / "hospitals/certificates/r1.html").read_text(encoding="utf-8")
     table, matches = verify_certificate(tmp_path / "hospitals/certificates/r1.json", tmp_path / "hospitals")
     assert matches and "sites site-0001 (hospital=B)" in table.plain()
