@@ -163,6 +163,14 @@ class Ledger(RequestQueue):
         with self._database.transaction() as db:
             append(db, "extended", {"before": before, "config": config})
 
+    def extended(self) -> int:
+        """Return the last round before the run received more rounds for the last time; 0: it never did."""
+        last = found = 0
+        for event in self.events():
+            last = event.body["round"] if event.kind in ("round", "rolled back") else last
+            found = last if event.kind == "extended" else found
+        return found
+
     # Forgetting
 
     def forget(

@@ -15,10 +15,11 @@ from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.records import REQUESTS, Records
 from fedloom.server.ledger.rows import Request
 from fedloom.server.ledger.tables import append, begun, check_move, check_sites, refused
+from fedloom.server.run_folder.layout import APPLIED
 
-APPLIED = ".applied.jsonl"  # in the folder of the runs
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
 FIELDS = {"id": str, "kind": str, "sites": list, "reason": str, "options": dict, "by": str}  # of a line in the file
+OPTIONS = {"repair": int, "restore": int, "back": float, "retrain": bool, "rollback": bool, "recalibrate": bool}
 
 
 class RequestQueue(Records):
@@ -132,4 +133,8 @@ def _applied_to(folder: Path, run: str) -> Iterator[dict[str, Any]]:
 def _is_request(entry: dict[str, Any]) -> bool:
     """Return whether a line of the file has the fields of a request, and an id that can name files."""
     typed = entry.keys() == FIELDS.keys() and all(isinstance(entry[name], kind) for name, kind in FIELDS.items())
-    return typed and all(isinstance(site, str) for site in entry["sites"]) and bool(ID.fullmatch(entry["id"]))
+    if not (typed and all(isinstance(site, str) for site in entry["sites"]) and ID.fullmatch(entry["id"])):
+        return False
+    return all(
+        name in OPTIONS and isinstance(value, OPTIONS[name]) and value >= 0 for name, value in entry["options"].items()
+    )

@@ -24,9 +24,9 @@ class Course:
         self.stopping, self.metric = config.stopping, _metric(config)
         self.restart(())
 
-    def restart(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Begin again, with these records of earlier rounds."""
-        self.round, self.stops, self._best, self._value = 0, 0, 0, None
+    def restart(self, records: Iterable[Mapping[str, Any]], since: int = 0) -> None:
+        """Begin again, with these records of earlier rounds. Patience counts from round `since` at the earliest."""
+        self.round, self.stops, self._since, self._best, self._value = 0, 0, since, 0, None
         for record in records:
             self.see(record)
 
@@ -37,7 +37,7 @@ class Course:
         worth, self.round = self.metric.worth(value), record["round"]
         if self._value is None or worth > self._value + self.stopping.min_change:
             self._value, self._best = worth, self.round
-        elif self.stopping.patience and self.round - self._best >= self.stopping.patience:
+        elif self.stopping.patience and self.round - max(self._best, self._since) >= self.stopping.patience:
             self.stops = self.round
 
     def keep_best(self, record: Mapping[str, Any], folder: RunFolder, state: ServerState, evaluator: Evaluator) -> None:
@@ -52,8 +52,9 @@ class Course:
     def reason(self) -> str:
         """Why the run stops after round `stops`."""
         best = self.metric.text(self.metric.worth(self._value or 0.0))
+        more = f", and the run had more rounds from round {self._since} on" if self._since > self._best else ""
         return (f"the best validation {self.metric.title} is that of round {self._best} ({best}), "
-                f"{count(self.stops - self._best, 'round')} ago (stopping.patience)")  # fmt: skip
+                f"{count(self.stops - self._best, 'round')} ago{more} (stopping.patience)")  # fmt: skip
 
 
 def check_stopping(experiment: Experiment) -> None:
@@ -78,5 +79,7 @@ def _metric(config: Config) -> Facts:
     known = {each.facts.name: each.facts for each in metrics_of(config).chosen if each.facts.number}
     name = config.stopping.metric or next(iter(known))
     if name not in known:
-        raise unknown("metric in stopping.metric", name, known)
+        raise UserError(
+            f"{unknown('metric in stopping.metric', name, known)}; evaluation.metrics lists those that are measured"
+        )
     return known[name]

@@ -242,7 +242,7 @@ class TrainingRun:
             self.complete_metrics(loop.measured)
             loop.listener.note(f"continuing after round {last.round}")
         if self.course:
-            self.course.restart(self.folder.metrics().values())
+            self.course.restart(self.folder.metrics().values(), self.ledger.extended())
 
     def leave(self) -> None:
         """Write metrics and shared networks of the committed rounds, when a run ends before it is measured."""

@@ -14,6 +14,7 @@ BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
 PLOTS, TABLE_FILES, REPORT = "plots", "tables", "report.html"
 FINISHED = "finished"  # the status of a summary
+APPLIED = ".applied.jsonl"  # beside the runs: all applied requests
 TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the built-in trackers; other trackers use their own name
 
 WRITTEN = frozenset(

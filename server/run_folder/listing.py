@@ -19,6 +19,7 @@ from fedloom.conf.schema import Config, RunConfig
 from fedloom.conf.text_keys import keep_texts
 from fedloom.conf.yaml_text import read_yaml
 from fedloom.server.run_folder.layout import (
+    APPLIED,
     CONFIG,
     FINISHED,
     LEDGER,
@@ -174,9 +175,28 @@ def waiting(path: Path) -> list[str]:
         uri = f"{(path / LEDGER).absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as ledger:
             rows = ledger.execute("SELECT id FROM requests WHERE state IN ('received', 'applied') ORDER BY rowid")
-            return [plain(str(id)) for (id,) in rows]
+            return [*(plain(str(id)) for (id,) in rows), *_lost(path, ledger)]
     except sqlite3.Error:
         return []
+
+
+def _lost(path: Path, ledger: sqlite3.Connection) -> list[str]:
+    """Return the ids of applied requests that a run lacks, because it was restored from an older copy."""
+    file, found = path.resolve().with_name(APPLIED), dict[str, None]()
+    if not file.is_file():
+        return []
+    (run,) = ledger.execute("SELECT run FROM runs").fetchone()
+    known = {id for (id,) in ledger.execute("SELECT id FROM requests")}
+    members = {name for (name,) in ledger.execute("SELECT name FROM sites WHERE NOT forgotten")}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(
+            ValueError, RecursionError, AttributeError, TypeError, KeyError
+        ):  # a line that is not a request
+            entry = json.loads(line)
+            mine = (entry.get("run"), entry.get("folder")) == (run, path.resolve().name)
+            if mine and entry["id"] not in known and members & set(entry["sites"]):
+                found[plain(entry["id"])] = None
+    return list(found)
 
 
 def holds(path: Path, config: Config) -> bool:

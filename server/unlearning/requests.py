@@ -142,7 +142,9 @@ class Unlearning:
             elif retrain or not request.options.get("retrain"):
                 self.certify(request, retrain(request) if retrain and request.options.get("retrain") else None)
                 if request.id != mine:
-                    message(f"Request '{request.id}' is verified: this run has forgotten {', '.join(request.sites)}.")
+                    message(
+                        f"Request '{request.id}' is verified: the contributions of {', '.join(request.sites)} are removed."
+                    )
                 changed = True
         return changed
 
@@ -223,7 +225,7 @@ class Unlearning:
                 message(str(error))
             return request
         if (due := self._due(request)) > self.last_round():
-            message(f"Request '{request.id}' is applied: this run has forgotten {', '.join(request.sites)}. "
+            message(f"Request '{request.id}' is applied: the contributions of {', '.join(request.sites)} are removed. "
                  f"The certificate follows after round {due}.")  # fmt: skip
         return request
 

@@ -29,7 +29,7 @@ def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
     evidence = certificate.get("evidence", {})
     erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
     return [
-        ("What is exact", [certificate["exact"]["statement"], _exact(certificate)]),
+        ("What is exact", [certificate["exact"]["statement"], *_restored(certificate["options"]), _exact(certificate)]),
         ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in certificate["not_exact"].items()])]),
         ("What was deleted", [erased, *_at_sites(certificate)]),
         (
@@ -40,6 +40,15 @@ def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
         *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
         *([("The goals of verifiable unlearning", [_goals(certificate["goals"])])] if "goals" in certificate else []),
     ]
+
+
+def _restored(options: dict[str, Any]) -> list[Part]:
+    """Return what a restoration did after the subtraction, in words."""
+    if not (rounds := options.get("restore")):
+        return []
+    return [f"After the subtraction, the network moved back by {percent(float(options.get('back', 0.5)))} of the way to its "
+            f"initial state, and the remaining sites trained it as one network for {rounds} rounds. Their contributions now "
+            "include these rounds; the forgotten sites took no part."]  # fmt: skip
 
 
 def write_pages(folder: Path) -> None:

@@ -163,7 +163,14 @@ def test_nobody_has_the_turn_of_a_task_that_was_forgotten_before_it(tmp_path: Pa
     heard = Asking(folder(config), {"r1": [B]})
     done = run(config, client, heard)
     assert client.orders == [(0, 1), (0, 2), (2, 1), (2, 2)]
-    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {B}."] and heard.asked == [1, 1, 0, 0, 1, 1]
+    assert heard.messages == [f"Request 'r1' is verified: the contributions of {B} are removed."] and heard.asked == [
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+    ]
     assert found(done)["sites"] == [A, C] and found(done)["own"] == [[1, 2], [5, 6]]
     assert all(done.summary["checks"].values()) and not audit(folder(config))
 

@@ -17,9 +17,11 @@ from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.server.unlearning.requests import SHARE_BACK, RefusedError, receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
+from fedloom.sims.report.certificates import write_html
 from tests.server.masked import MASKS
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, method_of, verdicts
@@ -89,6 +91,9 @@ def test_the_sum_stays_exact_and_a_second_request_works(finished: Config, tmp_pa
         assert added_up(method) == method.state.digest()["sum"]
         assert [site.name for site in method.state.members()] == ["site-0000", "site-0003"]
     assert check(folder(config)) == []
+    page = write_html(folder(config) / CERTIFICATES / f"without-{TWO}.json").read_text()
+    assert "the network moved back by 50.0% of the way to its initial state" in page and "for 2 rounds" in page
+    assert "after the further rounds" in page
     assert verdicts(config, f"without-{TWO}") == {"match"} or "mismatch" not in verdicts(config, f"without-{TWO}")
     orders = [(order.round, order.site, order.restoring, order.rounds, order.back) for order in client.orders]
     first, second = (1, 2, 0.5), (2, 2, 0.0)

@@ -50,6 +50,15 @@ def test_a_run_stops_after_rounds_without_a_better_value(tmp_path: Path):
     assert check(folder(config)) == []
 
 
+def test_more_rounds_after_a_stop_are_trained_before_patience_counts_again(tmp_path: Path):
+    run(config := configured(tmp_path, *WITHOUT_END))
+    assert summary(config)["stopped"]["round"] == 3
+    resume(folder(config), "rounds=9")
+    found = summary(config)
+    assert (len(metrics(folder(config))), found["stopped"]["round"]) == (5, 5)
+    assert "4 rounds ago, and the run had more rounds from round 3 on" in found["stopped"]["reason"]
+
+
 def test_a_smaller_value_is_better_where_the_metric_says_so_and_unmeasured_rounds_do_not_count(tmp_path: Path):
     words = ["evaluation.metrics=[accuracy,calibration_error]", "evaluation.every=2", "rounds=8", "training.rate=0.1"]
     metric = "stopping={metric: calibration_error, patience: 2, min_change: 0.01}"

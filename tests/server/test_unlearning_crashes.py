@@ -122,7 +122,7 @@ def test_a_request_that_comes_after_the_last_round_is_fulfilled_before_the_run_e
     config = configured(tmp_path, "baselines=[fedavg]")
     heard = AskingLate(folder(config))
     run(config, heard)
-    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {ONE}."]
+    assert heard.messages == [f"Request 'r1' is verified: the contributions of {ONE} are removed."]
     assert check(folder(config)) == []
 
 

@@ -32,7 +32,7 @@ def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp
         if state == "applied":
             method.unlearning().apply(request)
     run(to_resume(config), heard)
-    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {ONE}."]
+    assert heard.messages == [f"Request 'r1' is verified: the contributions of {ONE} are removed."]
     assert not list((folder(config) / "sites").glob(f"*/{ONE}"))
     assert all(finding.verdict == "match" for finding in findings(config))
     assert check(folder(config)) == []
@@ -82,7 +82,7 @@ def test_a_request_that_comes_while_a_round_is_trained_is_fulfilled_before_the_n
     assert [(order.round, order.site) for order in client.orders] == [
         *((1, site) for site in range(4)), *((round, site) for round in (2, 3) for site in (0, 2, 3))
     ]  # fmt: skip
-    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {ONE}."]
+    assert heard.messages == [f"Request 'r1' is verified: the contributions of {ONE} are removed."]
     assert heard.asked == [4, 3, 3]
     summary = RunFolder(folder(config)).summary()
     assert summary["unlearned"] == [ONE]
@@ -97,7 +97,7 @@ def test_two_requests_for_one_site_do_not_stop_the_run(tmp_path: Path):
     config = configured(tmp_path)
     heard = Asking(folder(config), {"r2": [ONE], "r1": [ONE]})
     run(config, heard)
-    assert heard.messages[0] == f"Request 'r1' is verified: this run has forgotten {ONE}."
+    assert heard.messages[0] == f"Request 'r1' is verified: the contributions of {ONE} are removed."
     assert heard.messages[1].startswith(f"Request 'r2' is refused: the site '{ONE}' is already forgotten")
     assert len(heard.messages) == 2  # once, not before every round
     with Ledger.open(folder(config), server=False) as ledger:
@@ -118,8 +118,8 @@ def test_repair_goes_on_beyond_the_last_round_and_is_certified_then(tmp_path: Pa
     heard = Asking(folder(config), {"r1": [ONE]}, repair=3)
     run(config, heard, client)
     assert asked_of(client) == [(1, [0, 1, 2, 3]), (2, [0, 2, 3]), (3, [0, 2, 3]), (4, [0, 2, 3])]
-    applied = f"Request 'r1' is applied: this run has forgotten {ONE}. The certificate follows after round 4."
-    assert heard.messages == [applied, f"Request 'r1' is verified: this run has forgotten {ONE}."]  # fmt: skip
+    applied = f"Request 'r1' is applied: the contributions of {ONE} are removed. The certificate follows after round 4."
+    assert heard.messages == [applied, f"Request 'r1' is verified: the contributions of {ONE} are removed."]  # fmt: skip
     assert [record["round"] for record in RunFolder(folder(config)).metrics().values()] == [1, 2, 3, 4]
     assert RunFolder(folder(config)).summary()["rounds"] == 4
     with Ledger.open(folder(config), server=False) as ledger:
@@ -135,8 +135,8 @@ def test_a_rollback_trains_the_rounds_again_and_has_the_bits_of_a_network_retrai
     all_sites, others = [0, 1, 2, 3], [0, 2, 3]
     again = [(1, others), (2, others)]
     assert asked_of(client) == [(1, all_sites), (2, all_sites), *again, *again, (3, others)]  # its own, the other network's
-    assert heard.messages[0].endswith(f"this run has forgotten {ONE}. The certificate follows after round 2.")
-    assert heard.messages[-1] == f"Request 'r1' is verified: this run has forgotten {ONE}."
+    assert heard.messages[0].endswith(f"the contributions of {ONE} are removed. The certificate follows after round 2.")
+    assert heard.messages[-1] == f"Request 'r1' is verified: the contributions of {ONE} are removed."
     done = read(folder(config) / CERTIFICATES / "r1.json")
     assert set(done["not_exact"]) == {"events of the ledger", "copies"}  # nothing that is left has seen the site
     retrained = done["evidence"]["retrained"]
@@ -212,7 +212,7 @@ def test_a_run_that_was_stopped_under_repair_goes_on_with_it(tmp_path: Path, aft
         run(stopped, Stopping(folder(stopped), {"r1": [ONE]}, after, repair=3))
     heard = Recorder()
     run(to_resume(stopped), heard)
-    assert heard.messages == [f"Request 'r1' is verified: this run has forgotten {ONE}."]
+    assert heard.messages == [f"Request 'r1' is verified: the contributions of {ONE} are removed."]
     one, other = (RunFolder(folder(config)).summary() for config in (whole, stopped))
     assert one["digest"] == other["digest"]
     assert one["accuracy"] == other["accuracy"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.server.ledger import Ledger
-from fedloom.server.ledger.request_queue import APPLIED
+from fedloom.server.run_folder.layout import APPLIED
 from fedloom.server.unlearning.certificate import read
 from fedloom.sims.operations.backup import backup
 from tests.server.kills import begun, configured, last_round, results
@@ -66,6 +66,8 @@ def test_a_restored_copy_forgets_a_site_again_if_it_is_older_than_the_request(fe
     shutil.copytree(tmp_path / "copy", run)
     checked = fedloom("ledger", run, "--check")
     assert checked.code == 0 and f"is older than request 'r1', which had removed {ONE}. 'fedloom resume" in checked.out
+    noted = fedloom("requests", run)
+    assert noted.code == 0 and f"note: 1 request waits in {run}" in noted.err
     assert fedloom("resume", run).code == 0
     again = read(run / "certificates" / "r1.json")
     assert (again["by"], again["reason"], again["exact"]) == ("dpo", "consent", before["exact"])
@@ -95,7 +97,8 @@ def test_a_request_is_asked_again_of_the_restored_run_alone(fedloom: Command, ru
         assert ledger.waiting() == []
 
 
-@pytest.mark.parametrize("wrong", [{"id": "../../evil"}, {"id": 7}, {"sites": [[1]]}, {"options": 3}, {"more": 1}])
+@pytest.mark.parametrize("wrong", [{"id": "../../evil"}, {"id": 7}, {"sites": [[1]]}, {"options": 3}, {"more": 1},
+                                   {"options": {"restore": -5}}, {"options": {"back": "q"}}])  # fmt: skip
 def test_a_line_that_is_no_request_is_named_and_writes_nothing(
     fedloom: Command, run: Path, tmp_path: Path, wrong: dict[str, object]
 ):

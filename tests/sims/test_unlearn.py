@@ -213,7 +213,7 @@ def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: 
         receive(ledger, "r1", [ONE], "", {"repair": 1})
     said = fedloom("resume", run, "--quiet")
     assert said.code == 0, said.err
-    assert f"Request 'r1' is verified: this run has forgotten {ONE}." in said.out
+    assert f"Request 'r1' is verified: the contributions of {ONE} are removed." in said.out
     assert "What is exact" in (run / "certificates/r1.html").read_text()
     assert json.loads((run / "summary.json").read_text())["rounds"] == 3
     assert check(run) == []
@@ -323,7 +323,7 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=60)
     assert server.returncode == 130
-    assert f"Request 'r1' is verified: this run has forgotten {ONE}." in told.read_text()
+    assert f"Request 'r1' is verified: the contributions of {ONE} are removed." in told.read_text()
     assert [found for found in check(path) if found.severity == "problem"] == []  # orphans of a broken round are none
 
 
