@@ -43,7 +43,7 @@ def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
 
 
 def _restored(options: dict[str, Any]) -> list[Part]:
-    """Return what a restoration did after the subtraction, in words."""
+    """Return a text on what a restoration did after the subtraction."""
     if not (rounds := options.get("restore")):
         return []
     return [f"After the subtraction, the network moved back by {percent(float(options.get('back', 0.5)))} of the way to its "
