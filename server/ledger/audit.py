@@ -16,7 +16,7 @@ import yaml
 from fedloom.conf.progress import steps
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger.blobs import Blobs, file_digest
-from fedloom.server.ledger.database import LEDGER, SEAL, reading
+from fedloom.server.ledger.database import LEDGER, SEAL, content, reading
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import SumRow, sum_rows
 from fedloom.server.ledger.tables import (
@@ -34,6 +34,7 @@ from fedloom.server.ledger.tables import (
 )
 
 CONFIG = "config.yaml"
+TRIES = 3  # checks, while others write
 AWAY = "is not on this machine: a node of the cluster stores it until the run ends (federation.node_store)"
 _SEAL_TEXT = re.compile(rf"([0-9a-f]{{64}})  {re.escape(LEDGER)}\n".encode())
 
@@ -67,9 +68,18 @@ def check(folder: Path) -> list[Problem]:
     A server may be at work meanwhile. What it replaces during the check is reported as a note.
     """
     folder = Path(folder)
-    blobs = Blobs(folder / "blobs")
     if not (folder / LEDGER).is_file():
         return [Problem(LEDGER, "is missing")]
+    problems = list[Problem]()
+    for _ in range(TRIES):
+        before, problems = content(folder / LEDGER), _found(folder)
+        if content(folder / LEDGER) == before or not any(problem.severity == "problem" for problem in problems):
+            break  # else another process wrote to a closed ledger meanwhile
+    return problems
+
+
+def _found(folder: Path) -> list[Problem]:
+    blobs = Blobs(folder / "blobs")
     problems = _guarded(SEAL, _seal(folder)) + _guarded("blobs", _named(blobs))
     refers: list[_Refers] = []
     problems += _guarded(LEDGER, _tables(folder, refers))

@@ -95,6 +95,14 @@ def reading(path: Path) -> Connection:
     return Connection(path, "mode=ro" if _log(path).exists() else "immutable=1")
 
 
+def content(path: Path) -> tuple[object, ...]:
+    """Return a value that changes when a process writes: it removes the seal first, and writes a new one at the end."""
+    found, number = path.stat(), 0
+    with suppress(FileNotFoundError):
+        number = (path.parent / SEAL).stat().st_ino
+    return found.st_mtime_ns, found.st_size, _log(path).exists(), number
+
+
 def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
@@ -126,14 +134,14 @@ class Database:
         deadline = time.monotonic() + PATIENCE
         with sqlite_errors(self.path):
             while True:
-                before = self._content() if self._final else ()
+                before = content(self.path) if self._final else ()
                 try:
                     rows = self._rows(sql, values)
                 except sqlite3.DatabaseError:
-                    if not before or self._content() == before or time.monotonic() > deadline:
+                    if not before or content(self.path) == before or time.monotonic() > deadline:
                         raise
                 else:
-                    if not self._final or self._content() == before or time.monotonic() > deadline:
+                    if not self._final or content(self.path) == before or time.monotonic() > deadline:
                         return rows
                 time.sleep(0.01)
 
@@ -199,13 +207,6 @@ class Database:
         if self._lock is not None:
             _unlock(self._lock)
             self._lock = None
-
-    def _content(self) -> tuple[object, ...]:
-        """Return a value that changes when a process writes: it removes the seal first, and writes a new one at the end."""
-        found, number = self.path.stat(), 0
-        with suppress(FileNotFoundError):
-            number = (self.path.parent / SEAL).stat().st_ino
-        return found.st_mtime_ns, found.st_size, _log(self.path).exists(), number
 
     def _open(self) -> None:
         self._final = not self.server and not _log(self.path).exists()

@@ -1,14 +1,14 @@
 """Readers beside a server that commits: what they read is of one and the same state."""
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State, digest
-from fedloom.server.ledger import Ledger, LedgerError
+from fedloom.server.ledger import Ledger, LedgerError, audit
 from fedloom.server.ledger.database import Database
 from tests.server.ledgers import SITES, Plain, new
 
@@ -87,3 +87,23 @@ def test_a_closed_ledger_that_is_damaged_is_refused(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(Database, "_rows", damaged)
         with pytest.raises(LedgerError, match="malformed"):
             reader.requests()
+
+
+def test_a_check_of_a_closed_ledger_is_repeated_if_a_process_writes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with new(tmp_path) as server:
+        Plain().commit(server, SITES)
+    tables, tried = audit._tables, []
+
+    def torn(folder: Path, refers: list) -> Iterator[audit.Problem]:
+        tried.append(folder)
+        if len(tried) == 1:
+            with Ledger.open(tmp_path, server=False) as other:
+                other.receive("r1", "unlearn", [SITES[0]], "", {})
+            yield audit.Problem("ledger.sqlite", "database disk image is malformed")
+        else:
+            yield from tables(folder, refers)
+
+    monkeypatch.setattr(audit, "_tables", torn)
+    assert audit.check(tmp_path) == [] and len(tried) == 2
