@@ -119,6 +119,9 @@ def _inside(schema: Any, part: str, where: str) -> Any:
     above = (*SHOWN, "tracking") if schema is Config else ()
     if part not in sections and not (sections or above):
         raise UserError(f"{where}: is not a section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
+    if part not in (*sections, *above) and part in {field.name for field in dataclasses.fields(schema)}:
+        parent = " ".join(filter(None, ("fedloom options", where.rpartition(".")[0])))
+        raise UserError(f"{where}: is a key, not a section; '{parent}' lists it")
     if part not in sections and schema is Config and (near := by_word(part)) not in {"", part}:
         lists = near if near in NAMED else near.rpartition(".")[0].replace(".0", "") or near
         raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' lists it")

@@ -129,7 +129,7 @@ def with_rounds(config: Config, overrides: Sequence[str]) -> Config:
             raise UserError(f"resume: got {word!r}, but a run that has begun can only get more rounds, such as rounds=20")
         rounds = read_override(word)
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= MOST_ROUNDS:
-            raise UserError(f"rounds: got {plain(str(rounds))!r}, takes a whole number from 1 to {MOST_ROUNDS}")
+            raise UserError(f"rounds: got {plain(word.partition('=')[2])!r}, takes a whole number from 1 to {MOST_ROUNDS}")
         config = dataclasses.replace(config, rounds=rounds)
     return config
 
