@@ -134,5 +134,6 @@ def json_logging() -> dict[str, Any]:
     handler = {"class": "logging.StreamHandler", "formatter": "json"}
     return {
         "version": 1, "disable_existing_loggers": False, "formatters": {"json": {"()": JsonFormatter}},
-        "handlers": {"stderr": handler}, "loggers": {"uvicorn": {"handlers": ["stderr"], "propagate": False}},
+        "handlers": {"stderr": handler},
+        "loggers": {"uvicorn": {"handlers": ["stderr"], "propagate": False}, "uvicorn.error": {"propagate": True}},
     }  # fmt: skip
