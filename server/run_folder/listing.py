@@ -175,7 +175,10 @@ def waiting(path: Path) -> list[str]:
         uri = f"{(path / LEDGER).absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as ledger:
             rows = ledger.execute("SELECT id FROM requests WHERE state IN ('received', 'applied') ORDER BY rowid")
-            return [*(plain(str(id)) for (id,) in rows), *_lost(path, ledger)]
+            known = [plain(str(id)) for (id,) in rows]
+            with contextlib.suppress(OSError):  # another user's file
+                known += _lost(path, ledger)
+            return known
     except sqlite3.Error:
         return []
 
