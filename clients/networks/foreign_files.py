@@ -1,15 +1,16 @@
 """Read the tensors of a network from a user's file, in the names that the network has here."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.networks.base import EXTRACTOR, HEAD, Network
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError
-from fedloom.conf.plugins import error_summary
 from fedloom.fusion.state import State
 
 WRAPPED = ("state_dict", "model_state_dict", "model", "network")  # keys of a checkpoint that has more than a network
@@ -23,53 +24,63 @@ def is_of_torch(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def read_tensors(path: Path) -> State:
-    """Return the tensors in a safetensors file, or in one of torch.save (loaded with weights_only).
+    """Return the tensors in a safetensors file, or in one of torch.save (loaded with weights_only: no code in it runs).
 
-    Raises UserError for a file that is missing, has no tensors or needs code to load.
+    Raises UserError for a file that is missing, needs code to load, or has no dense tensors by name.
     """
     if not is_of_torch(path):
         return read_state(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        with warnings.catch_warnings(action="ignore"):  # of torch, about odd tensors
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # torch's own text advises to load the file without this protection
         raise UserError(
-            f"{path}: is not a file of tensors alone ({error_summary(error)}); save network.state_dict()"
+            f"{path} cannot be loaded; save only the weights: torch.save(network.state_dict(), 'net.pt')"
         ) from None
     for key in WRAPPED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not _is_state(content):
-        raise UserError(f"{path}: has no tensors by name; save network.state_dict()")
+    if not (isinstance(content, Mapping) and content and all(map(_is_named, content.items()))):
+        raise UserError(f"{path} has no state_dict of dense tensors; save one: torch.save(network.state_dict(), 'net.pt')")
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
 def in_names_of(network: nn.Module, state: State) -> State:
     """Return the state in the network's names: without the prefixes of wrappers, and without counters that it lacks."""
     wanted = network.state_dict().keys()
-    known = dict.fromkeys(wanted, "") | dict(_own_names(network))
-    while not state.keys() & known.keys() and (prefix := next((each for each in PREFIXES if _all_begin(state, each)), "")):
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    if not state.keys() >= wanted:
-        state = {known.get(name) or name: tensor for name, tensor in state.items()}
-    return {name: tensor for name, tensor in state.items() if name in wanted or not name.endswith(COUNTER)}
+    renamed = {name: state[other] for other, name in names_in(network, state).items()}
+    return {name: tensor for name, tensor in renamed.items() if name in wanted or not name.endswith(COUNTER)}
+
+
+def names_in(network: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the network's name for each name of a file's tensors. Unknown names only lose the prefixes of wrappers."""
+    wanted = network.state_dict().keys()
+    known, found = dict(_own_names(network)), {name: name for name in names}
+    while not known.keys() & found.values() and not wanted & set(found.values()):
+        prefix = next((each for each in PREFIXES if any(name.startswith(each) for name in found.values())), "")
+        if not prefix:
+            break
+        found = {other: name.removeprefix(prefix) for other, name in found.items()}
+    return {other: name if name in wanted else known.get(name, name) for other, name in found.items()}
 
 
 def _own_names(network: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of tensors in the user's module (clients.networks.own), and here; nothing for another network."""
-    head = getattr(network, "head_name", None)
-    for name in network.state_dict() if head is not None else ():
+    """Yield the names of tensors in the module before it was divided into extractor and head, and here."""
+    if not isinstance(network, Network):
+        return
+    head = getattr(network, "head_name", HEAD.rstrip("."))
+    for name in network.state_dict():
         part, _, rest = name.partition(".")
-        yield (rest if part == "extractor" or not head else f"{head}.{rest}"), name
+        yield (rest if f"{part}." == EXTRACTOR or not head else f"{head}.{rest}"), name
 
 
-def _all_begin(state: State, prefix: str) -> bool:
-    return bool(state) and all(name.startswith(prefix) for name in state)
-
-
-def _is_state(content: Any) -> bool:
-    whole = isinstance(content, Mapping) and content
-    return bool(whole) and all(isinstance(key, str) and isinstance(each, Tensor) for key, each in content.items())
+def _is_named(item: tuple[Any, Any]) -> bool:
+    """Return whether this is a name with a tensor that holds all its numbers."""
+    name, value = item
+    if not (isinstance(name, str) and isinstance(value, Tensor)):
+        return False
+    return value.layout == torch.strided and not (value.is_meta or value.is_quantized)

@@ -166,7 +166,6 @@ def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear, str]:
     shared = [weight for _, weight in module.named_parameters(remove_duplicate=False)]
     if len(names) > 1 or len({id(weight) for weight in shared}) < len(shared):
         raise spec.refused("uses the same weights under two names; each weight must have one name")
-    head.origin = names[0] or "head"  # type: ignore[assignment] # its name in the module
     if names == [""]:
         return nn.Identity(), head, ""
     module.set_submodule(names[0], nn.Identity())

@@ -1,8 +1,6 @@
 """Start from a state of the user's own, and freeze parts of a network: `network.start` and `network.freeze`."""
 
 import functools
-import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fedloom.clients.networks.base import EXTRACTOR, HEAD, WEIGHT_OPTIONS, Network
-from fedloom.clients.storage.states import read_state
+from fedloom.clients.networks.base import WEIGHT_OPTIONS, Network
+from fedloom.clients.networks.foreign_files import names_in, read_tensors
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.typed import build, option
 from fedloom.fusion.state import BATCH_NORM, State
 
 START, FREEZE = "network.start", "network.freeze"
-INSIDE = ("state_dict", "model_state_dict", "model")  # keys under which training programs store a state in a .pt file
 MOST_LINES = 20  # tensors that the user is shown
 
 
@@ -94,7 +90,7 @@ def _fitting(state: Mapping[str, Tensor], path: str, network: Network) -> tuple[
     Raises UserError if no tensor fits, or one is not finite.
     """
     found, fits, odd = _read(path), State(), list[tuple[str, str, str]]()
-    names = _names(found, state, str(getattr(network.head, "origin", "")))
+    names = {here: name for name, here in names_in(network, found).items() if here in state}
     for name, tensor in state.items():
         file = found.get(names.get(name, ""))
         if file is None:
@@ -114,57 +110,19 @@ def _fitting(state: Mapping[str, Tensor], path: str, network: Network) -> tuple[
     return fits, odd
 
 
-def _names(found: Mapping[str, Tensor], state: Mapping[str, Tensor], head: str) -> dict[str, str]:
-    """Return the file's name of each tensor of the network: the same, or that in the module before it was divided.
-
-    `head`: the name of the head in the module.
-    """
-    names: dict[str, str] = {}
-    for name in state:
-        inside = name.removeprefix(EXTRACTOR)
-        inside = f"{head}.{name.removeprefix(HEAD)}" if head and name.startswith(HEAD) else inside
-        known = [each for each in (name, inside, f"module.{inside}", f"module.{name}") if each in found]
-        names |= {name: known[0]} if known else {}
-    return names
-
-
 def _read(path: str) -> State:
     try:
-        file = Path(path)
-        stat = file.stat()
+        stat = Path(path).stat()
+        return _read_once(Path(path), stat.st_mtime_ns, stat.st_size)
     except OSError as error:
         raise UserError(f"{START}: {path} cannot be read ({error.strerror})") from None
-    return _read_once(file, stat.st_mtime_ns, stat.st_size)
+    except UserError as error:
+        raise UserError(f"{START}: {error}") from None
 
 
 @functools.lru_cache(maxsize=4)
 def _read_once(path: Path, *_: int) -> State:
-    """Return the state in a file. Raises UserError for a file that has none. Nothing in it is executed."""
-    if path.suffix == ".safetensors":
-        try:
-            return read_state(path)
-        except SafetensorError as error:
-            raise UserError(f"{START}: {path} is not a safetensors file ({error})") from None
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of torch, about odd tensors
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{START}: {path} cannot be read ({error.strerror})") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError):
-        raise UserError(f"{START}: {path} cannot be loaded; save only the weights: torch.save(network.state_dict(), "
-                        "'net.pt')") from None  # fmt: skip
-    for key in INSIDE:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not (isinstance(content, Mapping) and content and all(map(_dense, content.values()))):
-        raise UserError(
-            f"{START}: {path} has no state_dict of dense tensors; save one: torch.save(network.state_dict(), 'net.pt')"
-        )
-    return {str(name): tensor.detach() for name, tensor in content.items()}
-
-
-def _dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized)
+    return read_tensors(path)
 
 
 def _listed(names: Any) -> str:

@@ -299,8 +299,8 @@ def test_users_files_of_torch(tmp_path: Path, wrapped: str, checkpoint: str | No
 def test_users_files_of_torch_that_are_refused(tmp_path: Path):
     path, name = tmp_path / "net.pt", parse_name("torchvision:resnet18", Form.images(3, 32, 7))
     for content, line in (
-        (Small(5, 7), r"net.pt: is not a file of tensors alone .*save network.state_dict"),
-        ({"epoch": 3}, r"net.pt: has no tensors by name"),
+        (Small(5, 7), r"net.pt cannot be loaded; save only the weights: torch.save"),
+        ({"epoch": 3}, r"net.pt has no state_dict of dense tensors; save one"),
         ({"fc.weight": torch.ones(7, 512)}, r"net.pt: tensor 'conv1.weight' .* is missing; if the file's network is not"),
     ):
         torch.save(content, path)
