@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,9 @@ from xdist.scheduler import LoadFileScheduling
 
 from fedloom.conf.package import ROOMS
 from tests.data_folder import FOLDER, below
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # Tests alone have this checkout on their search path: what imports `conf` and not `fedloom.conf` fails here, as elsewhere.
 for room in ROOMS:
@@ -48,6 +52,22 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("fixed")
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> "Iterator[Browser]":
+    """The system's Chromium, with Playwright."""
+    if CHROMIUM is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    with playwright.sync_playwright() as found:
+        sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
+        browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield browser
+        browser.close()
 
 
 # Folders whose tests start real nodes or Ray: on one worker each, so that they share what takes long to start, and so that

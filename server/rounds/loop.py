@@ -48,6 +48,7 @@ class RoundLoop:
         evaluator: Measures networks at the server.
         listener: Receives the progress.
         on_masks_removed: Called when the masks shared with leaving sites are removed.
+        noting: Called with a round's number and its sites' losses, before the round is committed.
         written: Called with each committed round's record.
         last: The number of the last round.
         transport: Sends a round's questions over the channel.
@@ -60,6 +61,7 @@ class RoundLoop:
     evaluator: Evaluator
     listener: Listener
     on_masks_removed: Callable[[], None] = lambda: None
+    noting: Callable[[int, dict[str, float]], None] = lambda number, losses: None
     written: Callable[[dict[str, Any]], None] = lambda record: None
     last: int = field(init=False)
     transport: RoundTransport = field(init=False)
@@ -106,8 +108,11 @@ class RoundLoop:
                 self.state.abandon()
                 raise
             record, came = self._record(context), self._received(received)
+            losses = {LOSS: context.losses} if context.losses else {}
+            if losses:
+                self.noting(number, context.losses)
             self._commit(context, record)
-            record = {**self.measured(record), **came, **({LOSS: context.losses} if context.losses else {})}
+            record = {**self.measured(record), **came, **losses}
             record["seconds"] = time.monotonic() - begin
             self.state.ledger.refuse_moved()
             context.record = record
@@ -156,9 +161,8 @@ class RoundLoop:
         if context.clipped:
             record["clipped"] = context.clipped
         if context.losses:
-            record["train_loss"] = sum(sorted(context.losses.values())) / len(
-                context.losses
-            )  # sorted: in any order of arrival
+            losses = sorted(context.losses.values())  # the same sum in any order of arrival
+            record["train_loss"] = sum(losses) / len(losses)
         record["bytes"] = dict(sorted(self.channel.traffic.items()))
         if context.epsilon:
             record["epsilon"] = dict(sorted(context.epsilon.items()))

@@ -115,6 +115,7 @@ class TrainingRun:
             self.erasure = Erasure(self.config, self.ledger, channel.grid, listener.message)
         unlearning, wanted = self.unlearning(), loop.last if rounds is None else rounds
         loop.on_masks_removed, loop.written = lambda: unlearning.lifted(listener.message), self._written
+        loop.noting = self.folder.note_losses
         loop.last = max(wanted, unlearning.goal())
         unlearning.tidy()
         unlearning.tell_sites()
@@ -264,8 +265,10 @@ class TrainingRun:
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
         records = {row.round: known.get(row.round) or row.record or {"round": row.round} for row in rows}
         if rows and rows[-1].round not in known:
-            records[rows[-1].round] = measured(records[rows[-1].round])
-            self._keep_best(records[rows[-1].round])
+            last = rows[-1].round
+            losses = {LOSS: noted} if (noted := self.folder.noted_losses(last)) else {}
+            records[last] = {**measured(records[last]), **losses}
+            self._keep_best(records[last])
         gone = {name for name, forgotten in self.ledger.sites().items() if forgotten}
         for key, record in ((key, record) for record in records.values() for key in (LOSS, VALIDATION) if key in record):
             record[key] = {site: item for site, item in record[key].items() if site not in gone}

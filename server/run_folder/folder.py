@@ -20,8 +20,9 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import BEST
 from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
-from fedloom.server.run_folder.layout import CONFIG, DATA, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
+from fedloom.server.run_folder.layout import CONFIG, DATA, LOSSES, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
 from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_object, read_summary, refuse_existing
+from fedloom.server.run_folder.results_schema import LOSS
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
@@ -85,6 +86,15 @@ class RunFolder:
         """Add a round's record to metrics.jsonl."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    def note_losses(self, number: int, losses: Mapping[str, float]) -> None:
+        """Store the sites' losses of a round before its commit, since the ledger does not have them."""
+        write_bytes(self.path / LOSSES, json.dumps({"round": number, LOSS: losses}).encode(), durable=False)
+
+    def noted_losses(self, number: int) -> dict[str, float]:
+        """Return the stored losses of a round, for a missing line in metrics.jsonl; empty if they are not stored."""
+        noted = read_object(self.path / LOSSES)
+        return noted[LOSS] if noted.get("round") == number else {}
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """Return the records in metrics.jsonl by round, without a line that a crash tore."""

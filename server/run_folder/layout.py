@@ -8,6 +8,7 @@ from typing import Any
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 STANDARDISATION = "standardisation.safetensors"  # data.standardise=sites: mean and deviation of each feature
 DATA = "data.json"  # digests of the users' files
+LOSSES = "losses.json"  # the sites' losses of the last round
 TABLES = "tables.json"  # how the rows of the users' tables become inputs, by domain
 LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run's server holds the lock
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
@@ -24,6 +25,7 @@ WRITTEN = frozenset(
         SUMMARY,
         STANDARDISATION,
         DATA,
+        LOSSES,
         TABLES,
         LEDGER,
         SEAL,

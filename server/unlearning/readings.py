@@ -154,9 +154,9 @@ def _relearning(evidence: Mapping[str, Any], site: str) -> list[str]:
     steps = {name: each["steps"] for name, each in starts.items() if isinstance(each, Mapping)}
     if not steps:
         return []
-    told = {name: "more than were tried" if count is None else str(count) for name, count in steps.items()}
-    fresh = f", {told['fresh']} from an untrained network" if "fresh" in told else ""
-    return [f"Steps to relearn {site}'s data: {told['forgotten']} from this network{fresh}. Few steps mean that it still "
+    counts = {name: "more than were tried" if number is None else str(number) for name, number in steps.items()}
+    fresh = f", {counts['fresh']} from an untrained network" if "fresh" in counts else ""
+    return [f"Steps to relearn {site}'s data: {counts['forgotten']} from this network{fresh}. Few steps mean that it still "
             "holds much of what is needed, from this site or from others."]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from fedloom.server.rounds.masks import rounds_together
 from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.folder import RunFolder
-from fedloom.server.run_folder.layout import BASELINES, DATA, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
+from fedloom.server.run_folder.layout import BASELINES, DATA, LOSSES, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.goals import goals
@@ -363,6 +363,6 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     sites = [name for name in request.sites if name in forgotten]
     paths = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
     paths += [path for name in sites for path in staged_files(folder / STAGING, name)]
-    paths += [folder / STATES, folder / BASELINES, folder / STANDARDISATION, folder / DATA]
+    paths += [folder / name for name in (STATES, BASELINES, STANDARDISATION, DATA, LOSSES)]
     paths += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
     return [path for path in paths if path.exists()]

@@ -51,6 +51,13 @@ def begun(config: Config, trap: tuple[str, int] | None = None) -> BaseProcess:
     return process
 
 
+def die(config: Config, trap: tuple[str, int]) -> None:
+    """Run in a process that is killed at the trap."""
+    process = begun(config, trap)
+    process.join()
+    assert process.exitcode == -9
+
+
 def results(path: Path) -> dict[str, Any]:
     """What a run leaves, but for times: metrics, summary, the ledger's rows, the bits of all states."""
     lines = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
@@ -63,10 +70,10 @@ def results(path: Path) -> dict[str, Any]:
 
 
 def _timeless(told: Any) -> Any:
-    """The same without what a process took, and without sites' losses, which the ledger does not have."""
+    """The same without what a process took: seconds, memory."""
     if not isinstance(told, dict):
         return told
-    return {key: _timeless(item) for key, item in told.items() if key not in ("seconds", "resources", "loss")}
+    return {key: _timeless(item) for key, item in told.items() if key not in ("seconds", "resources")}
 
 
 def last_round(config: Config) -> int | None:

@@ -59,9 +59,9 @@ def stopped(config: Config, after: int, baseline: str = "") -> Config:
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, but for seconds, and sites' losses, which the ledger does not have."""
+    """The lines of metrics.jsonl, but for seconds."""
     lines = [json.loads(line) for line in (path / METRICS).read_text().splitlines()]
-    return [{key: item for key, item in line.items() if key not in ("seconds", "loss")} for line in lines]
+    return [{key: item for key, item in line.items() if key != "seconds"} for line in lines]
 
 
 SPENT = ("seconds", "resources")

@@ -81,9 +81,7 @@ def test_a_run_that_was_stopped_drops_as_one_that_was_not(tmp_path: Path, after:
 def test_a_run_that_was_killed_drops_as_one_that_was_not(tmp_path: Path):
     whole, killed = (kills.configured(tmp_path / name, DROPOUT, "training.epochs=0.5") for name in ("whole", "killed"))
     run(whole)
-    process = kills.begun(killed, ("after commit", 3))
-    process.join()
-    assert process.exitcode == -9
+    kills.die(killed, ("after commit", 3))
     resumed(killed)
     assert kills.results(folder(killed)) == kills.results(folder(whole))
 

@@ -111,9 +111,7 @@ def test_a_run_that_was_stopped_has_the_same_ages(tmp_path: Path, after: int):
 def test_a_run_that_was_killed_has_the_same_ages(tmp_path: Path):
     whole, killed = (kills.configured(tmp_path / name, *BUFFERED) for name in ("whole", "killed"))
     run(whole)
-    process = kills.begun(killed, ("after commit", 3))
-    process.join()
-    assert process.exitcode == -9
+    kills.die(killed, ("after commit", 3))
     resumed(killed)
     assert kills.results(folder(killed)) == kills.results(folder(whole))
 

@@ -2,32 +2,24 @@
 
 import hashlib
 import json
-import os
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fedloom.server.unlearning.signing import operator_key, spki
 from tests.server.proofs import BROKEN, FALSE, events_of, resealed, same_findings
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs a browser: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
-    with playwright.sync_playwright() as found:
-        sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
-        browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield browser.new_context(offline=True).new_page()
-        browser.close()
+def page(chromium: "Browser") -> "Page":
+    return chromium.new_context(offline=True).new_page()
 
 
 def seen(page: Any, proof: Path, *files: Path) -> tuple[str, list[str]]:

@@ -91,9 +91,7 @@ def test_a_run_that_was_killed_chooses_as_one_that_was_not(tmp_path: Path, trap:
     words = ["evaluation.keep=best", "stopping={patience: 2, min_change: 1}"]
     whole, killed = (kills.configured(tmp_path / name, *words) for name in ("whole", "killed"))
     run(whole)
-    process = kills.begun(killed, trap)
-    process.join()
-    assert process.exitcode == -9
+    kills.die(killed, trap)
     resumed(killed)
     assert kills.results(folder(killed)) == kills.results(folder(whole))
 

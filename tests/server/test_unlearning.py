@@ -94,6 +94,7 @@ def test_nothing_of_the_site_is_left_in_the_folder(tmp_path: Path):
         "states",
         "baselines",
         "retrained/earlier",
+        "losses.json",
     }
     assert set(done["erased"]) - set(stores) == others
     assert not any((path / name).exists() for name in others)

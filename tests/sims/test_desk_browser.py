@@ -1,7 +1,5 @@
 """The desk in a real browser: Chromium of the system, with Playwright; axe-core looks for what keeps people out."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,10 +13,6 @@ from fedloom.server.ledger import Ledger
 from tests.sims.commands import ONE, Command
 from tests.sims.desks import Folder, folder_with, free_port, served, until
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("needs a browser: apt-get install chromium", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs pip install axe-playwright-python")
 
 pytestmark = [pytest.mark.usefixtures("blank_pictures"), pytest.mark.slow]
@@ -30,15 +24,6 @@ WHOLE = ["/audit", "/runs/digits", "/runs/digits/events", "/runs/digits/requests
 CUT = """[...document.querySelectorAll("main *")].filter(one => one.clientWidth > 1 && one.scrollWidth > one.clientWidth + 1
     && getComputedStyle(one).overflowX !== "visible").map(one => one.className)"""
 WIDTHS = (360, 800, 1600)
-
-
-@pytest.fixture(scope="module")
-def chromium() -> "Iterator[Browser]":
-    with playwright.sync_playwright() as found:
-        sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
-        browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
 """A report in a real browser: Chromium of the system, with Playwright."""
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import pytest
 
 from fedloom.sims.report.page import write_page
 from fedloom.sims.report.tables import Table
@@ -14,20 +9,7 @@ from fedloom.sims.report.tables import Table
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("needs a browser: apt-get install chromium", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 TABLE = Table("t", ["site", "accuracy"], [["b", "9.5%"], ["c", "* 10.0%"], ["a", "-"]])
-
-
-@pytest.fixture(scope="module")
-def chromium() -> "Iterator[Browser]":
-    with playwright.sync_playwright() as found:
-        sandbox = [] if os.getuid() else ["--no-sandbox"]  # which Chromium refuses for root
-        browser = found.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield browser
-        browser.close()
 
 
 def test_a_click_on_a_head_sorts_the_table(chromium: "Browser", tmp_path: Path):
