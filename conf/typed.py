@@ -48,9 +48,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-MISSPELT = (
-    0.72  # a key that is this similar is a misspelling, and a short one with one wrong letter; others mean other things
-)
+MISSPELT = 0.72  # keys that are this similar are misspellings, and short ones with one wrong letter
 
 
 class UnknownKeyError(UserError):

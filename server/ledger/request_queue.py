@@ -16,6 +16,7 @@ from fedloom.server.ledger.records import REQUESTS, Records
 from fedloom.server.ledger.rows import Request
 from fedloom.server.ledger.tables import append, begun, check_move, check_sites, refused
 from fedloom.server.run_folder.layout import APPLIED
+from fedloom.server.run_folder.listing import applied_to
 
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # files have it as their name
 FIELDS = {"id": str, "kind": str, "sites": list, "reason": str, "options": dict, "by": str}  # of a line in the file
@@ -114,17 +115,9 @@ def note_applied(folder: Path, run: str, request: Request) -> None:
 def _applied_to(folder: Path, run: str) -> Iterator[dict[str, Any]]:
     """Yield the arguments with which the ledger of the run received each applied request, oldest first."""
     path = folder.resolve().with_name(APPLIED)
-    if not path.is_file():
-        return
     with ledger_errors(path):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):  # an empty line, or one that a crash tore
-            continue
-        if not isinstance(entry, dict) or (entry.pop("run", ""), entry.pop("folder", "")) != (run, folder.resolve().name):
-            continue
+        lines = list(applied_to(folder, run))
+    for number, entry in lines:
         if not _is_request(entry):
             raise LedgerError(f"{path}: line {number} is not a request; restore the file from a copy, or remove the line")
         yield entry

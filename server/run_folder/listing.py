@@ -185,21 +185,32 @@ def waiting(path: Path) -> list[str]:
 
 def _lost(path: Path, ledger: sqlite3.Connection) -> list[str]:
     """Return the ids of applied requests that a run lacks, because it was restored from an older copy."""
-    file, found = path.resolve().with_name(APPLIED), dict[str, None]()
-    if not file.is_file():
-        return []
     (run,) = ledger.execute("SELECT run FROM runs").fetchone()
     known = {id for (id,) in ledger.execute("SELECT id FROM requests")}
-    members = {name for (name,) in ledger.execute("SELECT name FROM sites WHERE NOT forgotten")}
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(
-            ValueError, RecursionError, AttributeError, TypeError, KeyError
-        ):  # a line that is not a request
-            entry = json.loads(line)
-            mine = (entry.get("run"), entry.get("folder")) == (run, path.resolve().name)
-            if mine and entry["id"] not in known and members & set(entry["sites"]):
-                found[plain(entry["id"])] = None
+    members, found = {name for (name,) in ledger.execute("SELECT name FROM sites WHERE NOT forgotten")}, dict[str, None]()
+    for _, entry in applied_to(path, run):
+        with contextlib.suppress(KeyError, TypeError):  # a line that is not a request
+            if entry["id"] not in known and members & set(entry["sites"]):
+                found[plain(str(entry["id"]))] = None
     return list(found)
+
+
+def applied_to(path: Path, run: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the lines of the file with applied requests that are about a run: their numbers, and their other fields.
+
+    Args:
+        path: The run's folder.
+        run: The run's id.
+    """
+    file = path.resolve().with_name(APPLIED)
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):  # an empty line, or one that a crash tore
+            continue
+        if isinstance(entry, dict) and (entry.pop("run", ""), entry.pop("folder", "")) == (run, path.resolve().name):
+            yield number, entry
 
 
 def holds(path: Path, config: Config) -> bool:
