@@ -94,6 +94,7 @@ def test_what_was_summed_is_not_summed_over_other_sites(server: Server, attack: 
 
 
 def test_the_same_sites_may_be_summed_again_and_others_with_other_training(server: Server) -> None:
+    server.change(*MASKS, "training.rate=0.1", "training.batch=16")
     first = summed(server, FOUR)
     assert torch.equal(summed(server, FOUR), first) and torch.equal(summed(server, FOUR, run="other"), first)
     summed(server, FOUR, THREE, round=2, rounds=2, again=1)

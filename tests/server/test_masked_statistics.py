@@ -29,6 +29,7 @@ from tests.server.runs import method_of
 SITES = 5
 NAMES = [f"site-{place:04d}" for place in range(SITES)]
 MASKS = "federation.secure_aggregation=true"
+VARIED = ("training.batch=1", "training.rate=0.5", "training.epochs=3")  # a site's rounds train clearly differently
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_a_site_that_never_trained_leaves_the_statistics(table: Path, tmp_path: 
 
 
 def test_a_single_new_site_uses_the_statistics_of_the_others(table: Path, tmp_path: Path):
-    config = configured(tmp_path, table, MASKS, "training.batch=4")
+    config = configured(tmp_path, table, MASKS, *VARIED)
     with method_of(config) as method:
         grid = InlineGrid(SITES, store_folder(config), Absent())
         method.train(method.joined(grid), first := Recorder(), 1)
@@ -148,7 +149,7 @@ class Absent(Spoiled):
 
 
 def test_new_sites_are_summed_together(table: Path, tmp_path: Path):
-    config = configured(tmp_path, table, MASKS, "federation.fraction=0.6", "rounds=2", "training.batch=4", "seed=4")
+    config = configured(tmp_path, table, MASKS, "federation.fraction=0.6", "seed=4", *VARIED)
     client = Spoiled()
     run(config, client)
     asked = [site for kind, site, _ in client.replies if kind == STATISTICS]
@@ -158,7 +159,7 @@ def test_new_sites_are_summed_together(table: Path, tmp_path: Path):
 
 
 def test_only_the_rest_of_a_cohort_answers_again(table: Path, tmp_path: Path):
-    words = ["federation.fraction=0.5", "rounds=6", "training.batch=4", "sites.0.count=6"]
+    words = ["federation.fraction=0.5", "rounds=6", "sites.0.count=6", "training.batch=1"]
     config, plain = configured(tmp_path, table, MASKS, *words), configured(tmp_path, table, *words, name="plain")
     client = Spoiled()
     run(config, client)

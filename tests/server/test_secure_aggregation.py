@@ -240,7 +240,9 @@ def test_what_sites_tell_of_their_images_is_not_asked_of_those_that_hide_it(tmp_
 
 
 def test_going_back_to_a_round_under_masks_is_refused(tmp_path: Path) -> None:
-    config = configured(tmp_path, MASKS[1], "federation.history=all", "federation.fraction=0.8", "rounds=4")
+    config = configured(
+        tmp_path, MASKS[1], "federation.history=all", "federation.fraction=0.8", "rounds=4", "training.batch=1"
+    )
     run(config)
     with method_of(config) as method:
         first = {site: min(one.round for one in method.ledger.history(site) if one.round) for site in others()}
