@@ -150,7 +150,7 @@ class Comparison:
         differs: list[Part] = [what_differs(self.groups, self.differing)] if self.differing else []
         sections: list[tuple[str, Sequence[Part]]] = [
             ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes)]),
-            (self.groups[0].metric.caption, [accuracy, *pictures(self.groups, folder)]),
+            (self.groups[0].metric.caption, [accuracy, *pictures(self.groups, folder, ["svg"])]),
             ("Differences and cost", others),
             ("Compared runs", [*differs, runs_table(self.groups), Details("Common configuration", self._common())]),
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedloom.sims.comparison.entries import Entry
 from fedloom.sims.comparison.groups import Group
-from fedloom.sims.report.canvas import INK, PALETTE, new_figure, save, value_axis
+from fedloom.sims.report.canvas import INK, PALETTE, name_curve, new_figure, save, value_axis
 from fedloom.sims.report.curves import End, label_ends, whole_rounds
 from fedloom.sims.report.page import Picture
 from fedloom.sims.report.spread import spread
@@ -28,7 +28,7 @@ CAPTION = "{metric} on held-out validation examples of all domains together: mea
 def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -> list[Picture]:
     """Draw the first metric over rounds, and over traffic if that differs, as PNGs in `folder`; return the pictures.
 
-    `kinds`: of files besides PNG.
+    `kinds`: of files besides PNG. With `svg` among them, a page has boxes that hide curves.
     """
     few = f" The first {MOST_CURVES} of {len(groups)} rows are drawn." if len(groups) > MOST_CURVES else ""
     drawn = [group for group in groups[:MOST_CURVES] if group.rounds]
@@ -52,9 +52,10 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
         xs, means, deviations = ([point[part] for point in points] for part in range(3))
         colour, style = PALETTE[number % len(PALETTE)], "--" if number >= len(PALETTE) else "-"
         marker = "o" if len(points) <= MARKED else None
-        axes.plot(xs, means, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=3, zorder=3)
+        (line,) = axes.plot(xs, means, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=3, zorder=3)
         low, high = ([mean + sign * s for mean, s in zip(means, deviations, strict=True)] for sign in (-1, 1))
-        axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
+        band = axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
+        name_curve(group.label, line, band)
         ends.append((means[-1], group.label, colour))
     metric = groups[0].metric
     value_axis(axes.yaxis, metric)

@@ -27,7 +27,7 @@ from fedloom.server.run_folder.scores import SCORES, headline, metric_of
 from fedloom.sims.operations.compose import check_out
 from fedloom.sims.operations.network_files import check_report
 from fedloom.sims.operations.predictions import site_of, standardisation_of
-from fedloom.sims.report.forgotten import forgotten_sites, forgotten_table
+from fedloom.sims.report.forgetting import forgotten_sites, forgotten_table
 from fedloom.sims.report.sites import data_table
 from fedloom.sims.report.tables import Table
 

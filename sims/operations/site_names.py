@@ -7,7 +7,7 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import parts_of
-from fedloom.sims.report.forgotten import forgotten_sites
+from fedloom.sims.report.forgetting import forgotten_sites
 from fedloom.sims.report.tables import titled
 
 

@@ -21,7 +21,7 @@ from fedloom.server.strategies.components.classes import SiteClasses
 from fedloom.server.strategies.components.recombination import Recombining
 from fedloom.sims.operations.compose import check_out, name_of
 from fedloom.sims.report.canvas import save
-from fedloom.sims.report.forgotten import forgotten_sites
+from fedloom.sims.report.forgetting import forgotten_sites
 from fedloom.sims.report.heads import exchanges, heads_figure, heads_table, matrix_table
 from fedloom.sims.report.tables import Cell, Table, homes, percent
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.metrics import Facts
-from fedloom.sims.report.tables import shortened
+from fedloom.sims.report.tables import clean, shortened
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
 KINDS = ("png", "svg", "pdf")  # of pictures in files
+CURVE = "curve "  # begins the id in an SVG file of what belongs to a curve; its name follows
 MISSING = re.compile(r"Glyph (\d+) .*missing from")  # matplotlib's warning
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
 Grid = list[list[float]]  # rows of a heat map: shares, NaN for an empty cell
@@ -96,7 +98,7 @@ def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = dict.fromkeys([path, *(path.with_suffix(f".{kind}") for kind in kinds)])
-    with rc_context({"pdf.fonttype": 42}):  # TrueType, as printers and journals need
+    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedloom"}):  # TrueType, as journals need; the same ids each time
         for each in paths:
             if lacking := _written(figure, each):
                 rcParams["font.sans-serif"] = [*rcParams["font.sans-serif"], *_fonts_with(lacking)]
@@ -129,6 +131,12 @@ def _fonts_with(letters: set[int]) -> list[str]:
         if not letters:
             break
     return names
+
+
+def name_curve(name: str, *parts: Artist) -> None:
+    """Name the parts of a curve, so that a page can hide it: its line, its band, its label."""
+    for part in parts:
+        part.set_gid(CURVE + clean(name))
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:

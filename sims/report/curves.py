@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.scores import SCORES, as_headline, headline, metric_of
-from fedloom.sims.report.canvas import GREY, INK, PALETTE, new_figure, score_of, short, value_axis
+from fedloom.sims.report.canvas import CURVE, GREY, INK, PALETTE, name_curve, new_figure, score_of, short, value_axis
+from fedloom.sims.report.tables import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 End = tuple[float, str, str]  # a curve's last value, label and colour
 DEFAULT = facts_of(ACCURACY)
@@ -90,7 +92,9 @@ def _curve(axes: Axes, records: Records, key: str, label: str, colour: str, **st
     points = [(round, score) for round, score in points if not math.isnan(score)]
     if not points:
         return []
-    _line(axes, points, colour, **style)
+    line = _line(axes, points, colour, **style)
+    if not style.get("faint"):
+        name_curve(label, line)
     return [(points[-1][1], label, colour)]
 
 
@@ -102,10 +106,10 @@ def _line(
     bold: bool = False,
     faint: bool = False,
     broken: bool = False,
-) -> None:
+) -> Line2D:
     rounds, scores = zip(*points, strict=True)
     marker = "o" if len(points) <= 25 else None
-    axes.plot(
+    (line,) = axes.plot(
         rounds,
         scores,
         color=colour,
@@ -116,6 +120,7 @@ def _line(
         markersize=4 if bold else 3,
         zorder=2,
     )
+    return line
 
 
 def _worth_a_label(ends: list[End], metric: Facts) -> list[End]:
@@ -142,7 +147,7 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24, metric: Facts = DEFA
     for i in reversed(range(len(heights) - 1)):
         heights[i] = min(heights[i], heights[i + 1] - gap)
     for height, (score, name, colour) in zip(heights, ends, strict=True):
-        axes.annotate(
+        text = axes.annotate(
             f"{short(name, room)} {metric.text(score)}",
             (1.02, height),
             xycoords=axes.get_yaxis_transform(),
@@ -152,6 +157,8 @@ def label_ends(axes: Axes, ends: list[End], room: int = 24, metric: Facts = DEFA
             va="center",
             annotation_clip=False,
         )
+        if any(line.get_gid() == CURVE + clean(name) for line in axes.lines):
+            name_curve(name, text)
 
 
 def whole_rounds(axes: Axes, rounds: list[int]) -> None:

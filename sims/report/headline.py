@@ -6,7 +6,7 @@ from typing import Any
 
 from fedloom.server.run_folder.scores import headline as headline_of
 from fedloom.server.run_folder.scores import metric_of
-from fedloom.sims.report.forgotten import forgotten_sentence
+from fedloom.sims.report.forgetting import forgotten_sentence
 from fedloom.sims.report.heads import exchanges
 from fedloom.sims.report.tables import (
     Holders,

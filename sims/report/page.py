@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.conf.errors import UserError
+from fedloom.sims.report import drawing
 from fedloom.sims.report.tables import Table, clean
 
 STYLE = """
@@ -57,7 +58,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothi
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file and its caption."""
+    """A PNG file and its caption. With an SVG file of the same name and named curves, pages have boxes that hide curves."""
 
     path: Path
     caption: str
@@ -102,7 +103,7 @@ def page_text(title: str, sections: Sequence[tuple[str, Sequence[Part]]], sorts:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{_escape(title)}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}"
+        f"<style>{STYLE}{drawing.STYLE if '<svg' in body else ''}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}"
         f"{f'<script>{SCRIPT}</script>' if sorts else ''}</body>\n</html>\n"
     )
 
@@ -127,7 +128,9 @@ def _picture(picture: Picture) -> str:
         data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
     except OSError as error:
         raise UserError(f"{picture.path}: the picture cannot be read ({error.strerror})") from None
-    caption = _escape(picture.caption)
+    caption, vectors = _escape(picture.caption), picture.path.with_suffix(".svg")
+    if vectors.is_file() and (boxes := drawing.figure_with_boxes(vectors, clean(picture.caption))):
+        return f"<figure>{boxes}<figcaption>{caption}</figcaption></figure>\n"
     image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
 

@@ -55,7 +55,7 @@ def draw_all(
 ) -> list[Path]:
     """Draw all plots that the results allow into `folder`/plots. Return their paths, `accuracy.png` first.
 
-    `baselines`: the metrics of each baseline, by name. `kinds`: of files besides PNG.
+    `baselines`: the metrics of each baseline, by name. `kinds`: of files besides PNG; curves have an SVG file in any case.
     """
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,8 @@ def draw_all(
         "layers.png": selection_figure(selections(summary)),
         "heads.png": heads_figure(exchanges(summary), homes(summary)),
     }
-    return [save(figure, target / name, kinds) for name, figure in figures.items() if figure is not None]
+    also = {"accuracy.png": {*kinds, "svg"}}  # pages can hide its curves
+    return [save(figure, target / name, also.get(name, kinds)) for name, figure in figures.items() if figure is not None]
 
 
 def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:

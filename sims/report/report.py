@@ -13,8 +13,7 @@ from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report import plots
 from fedloom.sims.report.curves import other_records
 from fedloom.sims.report.errors import by_class_table, confusion_table, metrics_table
-from fedloom.sims.report.forgetting import caption, forgetting_table
-from fedloom.sims.report.forgotten import Forgotten, forgotten_sites, forgotten_table
+from fedloom.sims.report.forgetting import Forgotten, caption, forgetting_table, forgotten_sites, forgotten_table
 from fedloom.sims.report.headline import all_domains, headline, never_predicted
 from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
