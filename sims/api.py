@@ -34,7 +34,7 @@ from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.curves import curve_rows, other_records
-from fedloom.sims.report.tables import accuracy_table
+from fedloom.sims.report.results import accuracy_table
 from fedloom.sims.tracking.numbers import site_numbers
 
 if TYPE_CHECKING:

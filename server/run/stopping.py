@@ -72,6 +72,20 @@ def check_stopping(experiment: Experiment) -> None:
     if stopping.patience and strategy_of(experiment).schedule(experiment).length(1) != 1:
         raise UserError("stopping.patience: sites of this method train one after the other, so stopping early would leave "
                         "sites out; set it to 0")  # fmt: skip
+    if stopping.patience and leaves_to_the_last(experiment):
+        raise UserError("stopping.patience: with this strategy.every, the last round does what earlier rounds do not, and "
+                        "stopping early would leave it out; set strategy.every=1")  # fmt: skip
+
+
+def stopped_by_caller(experiment: Experiment) -> str:
+    """Return why a run stops whose caller asked for it."""
+    left = "; what strategy.every leaves to the last round is not done" if leaves_to_the_last(experiment) else ""
+    return f"on_round returned 'stop'{left}"
+
+
+def leaves_to_the_last(experiment: Experiment) -> bool:
+    """Return whether the last round measures or fuses what earlier rounds do not."""
+    return getattr(strategy_of(experiment), "every", 1) != 1
 
 
 def _metric(config: Config) -> Facts:

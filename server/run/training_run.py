@@ -146,7 +146,9 @@ class TrainingRun:
                 else:
                     one_round(loop, last + 1, unlearning.restoration(last + 1))
             except StopRun:
-                self._stop(last + 1, "on_round returned 'stop'", listener)
+                from fedloom.server.run.stopping import stopped_by_caller  # imported only where it is used
+
+                self._stop(last + 1, stopped_by_caller(self.experiment), listener)
             if rounds_back := self.config.federation.history_rounds:
                 self.ledger.thin(last + 1 - rounds_back)
 

@@ -15,7 +15,7 @@ from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
 from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
 from fedloom.server.run_folder.scores import headline, metric_of, rounds_of
-from fedloom.sims.report.tables import accuracies, has_aggregate, shown, which
+from fedloom.sims.report.results import accuracies, has_aggregate, shown, which
 
 NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that do not describe the method
 NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every", "evaluation.metrics")

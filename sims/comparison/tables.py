@@ -9,8 +9,9 @@ from fedloom.conf.formatting import rounded
 from fedloom.conf.metrics import Facts
 from fedloom.sims.comparison.groups import UNION, Group, value_of
 from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, paired
+from fedloom.sims.report.results import MAX_DOMAINS
 from fedloom.sims.report.spread import Spread, mean_and_spread
-from fedloom.sims.report.tables import MAX_DOMAINS, Cell, Table, cut
+from fedloom.sims.report.tables import Cell, Table, cut
 from fedloom.sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # up to so many rows, every pair is compared; else each row with the first

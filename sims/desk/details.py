@@ -23,7 +23,7 @@ from fedloom.server.unlearning.signing import SUFFIX
 from fedloom.server.unlearning.verification import held
 from fedloom.sims.desk.runs import MissingError
 from fedloom.sims.operations.ledger import short
-from fedloom.sims.report.tables import homes, titled
+from fedloom.sims.report.results import homes, titled
 
 RECENT = 5  # rounds whose mean duration predicts the time left
 Curve = list[tuple[int, float]]  # (round, value)

@@ -13,7 +13,7 @@ from fedloom.sims.experiments.papers import cells, source_of
 from fedloom.sims.experiments.study import Reproduction, Study, any_override, means, slug
 from fedloom.sims.operations.domain_task import Task
 from fedloom.sims.report.page import Part
-from fedloom.sims.report.tables import domains
+from fedloom.sims.report.results import domains
 
 EXPERIMENT = "mnist_svhn"
 PAPERS_NETWORK = ("network.standardise=false", "network.affine=true")

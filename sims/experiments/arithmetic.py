@@ -18,7 +18,8 @@ from fedloom.sims.experiments import assigned, papers
 from fedloom.sims.experiments.plots import heat_maps
 from fedloom.sims.experiments.study import Reproduction, Study, any_override, means
 from fedloom.sims.report.page import Part, Picture
-from fedloom.sims.report.tables import Table, mean, show
+from fedloom.sims.report.results import mean
+from fedloom.sims.report.tables import Table, show
 
 BAR = 0.55  # of a task's own accuracy, on both tasks at once
 GRIDS = ("cnn-large", "residual")  # the runs whose grids are measured

@@ -22,8 +22,9 @@ from fedloom.sims.experiments import papers
 from fedloom.sims.experiments.pairs import Recipe, trained
 from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import EVALUATION_BATCH, Task, images
+from fedloom.sims.report.results import mean
 from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table, mean
+from fedloom.sims.report.tables import Table
 
 RANDOM, TRAINED = "random", "trained"
 TEST = "large, test"  # a column: test examples; the others are of the images of the small scale

@@ -14,8 +14,8 @@ from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.experiments.plain_fedavg import check_plain, plain_fedavg
 from fedloom.sims.experiments.study import Reproduction, Study, any_override
 from fedloom.sims.report.page import Part
+from fedloom.sims.report.results import aggregate
 from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import aggregate
 
 EXPERIMENT = "mnist_dirichlet"
 PLAIN = "plain"

@@ -13,7 +13,8 @@ from fedloom.server.run_folder.layout import CONFIG, FINISHED
 from fedloom.server.run_folder.listing import runs_in, status, waiting
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary
 from fedloom.server.run_folder.scores import headline, metric_of
-from fedloom.sims.report.tables import Cell, Table, shown, which
+from fedloom.sims.report.results import shown, which
+from fedloom.sims.report.tables import Cell, Table
 
 MOST_NAMED = 3  # waiting requests in a row
 

@@ -8,7 +8,7 @@ from fedloom.conf.schema import Config
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import parts_of
 from fedloom.sims.report.forgetting import forgotten_sites
-from fedloom.sims.report.tables import titled
+from fedloom.sims.report.results import titled
 
 
 def site_names(path: Path, config: Config, names: Sequence[str]) -> list[str]:

@@ -23,7 +23,8 @@ from fedloom.sims.operations.compose import check_out, name_of
 from fedloom.sims.report.canvas import save
 from fedloom.sims.report.forgetting import forgotten_sites
 from fedloom.sims.report.heads import exchanges, heads_figure, heads_table, matrix_table
-from fedloom.sims.report.tables import Cell, Table, homes, percent
+from fedloom.sims.report.results import homes
+from fedloom.sims.report.tables import Cell, Table, percent
 
 STATISTICS = {
     "batch": "measured with the statistics of each batch; the file has those of the site's own network",

@@ -21,7 +21,7 @@ from fedloom.server.rounds.listener import Silent
 from fedloom.server.run_folder import results_schema
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.sims.progress.output import lenient, line_of, wants_json
-from fedloom.sims.report.results import closing_lines, result_tables
+from fedloom.sims.report.headline import closing_lines, result_tables
 from fedloom.sims.report.tables import clean, shortened
 
 REFRESHES_PER_SECOND = 4

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fedloom.conf.metrics import facts_of
 from fedloom.server.run_folder.scores import SCORES
 from fedloom.sims.report.canvas import INK, PALETTE, name_ticks, new_figure, new_panels, short
+from fedloom.sims.report.results import accuracies
 from fedloom.sims.report.sites import MAX_NAME_IN_TABLE, MAX_NAME_ON_AXIS, at_home
-from fedloom.sims.report.tables import Table, accuracies, cut, shortened
+from fedloom.sims.report.tables import Table, cut, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,8 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
-from fedloom.sims.report.tables import ARROW, Cell, Holders, Link, Table, before_forgetting, cut, only_domain, titled
+from fedloom.sims.report.results import Holders, before_forgetting, only_domain, titled
+from fedloom.sims.report.tables import ARROW, Cell, Link, Table, cut
 
 FALLS = "{metric} on its own domain should {fall}, {metric} on the others should stay"
 STAYS = "other sites also hold its domain, so {metric} should stay about the same on all domains"

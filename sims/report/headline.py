@@ -1,25 +1,29 @@
-"""Summarise a run in a few sentences."""
+"""Summarise a run: in a few sentences, and for the terminal in closing lines and tables."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.conf.metrics import facts_of
+from fedloom.server.run_folder.scores import SCORES, as_headline, metric_of
 from fedloom.server.run_folder.scores import headline as headline_of
-from fedloom.server.run_folder.scores import metric_of
-from fedloom.sims.report.forgetting import forgotten_sentence
-from fedloom.sims.report.heads import exchanges
-from fedloom.sims.report.tables import (
+from fedloom.sims.report.forgetting import forgetting_table, forgotten_sentence
+from fedloom.sims.report.heads import exchanges, heads_table
+from fedloom.sims.report.results import (
     Holders,
     accuracies,
+    accuracy_table,
+    at_sites_table,
     before_forgetting,
-    clean,
+    costs_table,
     has_aggregate,
     homes,
     mean,
     only_domain,
-    percent,
     shown,
 )
+from fedloom.sims.report.selection import methods_table, selections
+from fedloom.sims.report.tables import Table, clean, percent
 
 MOST_NAMED, ENOUGH = 5, 5  # classes in a warning; test examples of a class that may be in it
 FAR, GOOD = 0.5, 0.5  # a class is named if its share of right answers is at most FAR of the others', which is at least GOOD
@@ -128,3 +132,27 @@ def _own_and_retained(holders: Holders, scores: Mapping[str, Mapping[str, float]
 def all_domains(summary: Mapping[str, Any]) -> str:
     """Return the name of the test domain, or "the union of all domains"."""
     return only_domain(summary) or "the union of all domains"
+
+
+def result_tables(summary: dict[str, Any]) -> list[Table]:
+    """Return a table for each kind of result in a run's summary."""
+    tables = [accuracy_table(summary)] if headline_of(summary) else []
+    tables += [at_sites_table(summary)] if summary.get("at_sites") else []
+    tables += [costs_table(summary)] if summary.get("costs") else []
+    tables += [heads_table(matrices)] if (matrices := exchanges(summary)) else []
+    tables += [methods_table(chosen)] if (chosen := selections(summary)) else []
+    return [*tables, forgetting_table(summary)] if summary.get("forgotten") else tables
+
+
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return lines for the end of a run: all metrics, if there are several, and a warning about classes."""
+    return [line for line in (_metrics_line(summary), never_predicted(summary)) if line]
+
+
+def _metrics_line(summary: Mapping[str, Any]) -> str:
+    """Return the configured metrics of the first network, on all domains together; empty for a single metric."""
+    if len(scores := summary.get(SCORES) or {}) < 2 or not (name := next(iter(accuracies(summary)), "")):
+        return ""
+    rows = {metric: accuracies({**summary, **as_headline(summary, table)}).get(name, {}) for metric, table in scores.items()}
+    values = ", ".join(f"{facts_of(metric).title} {facts_of(metric).text(row.get('union'))}" for metric, row in rows.items())
+    return f"{name}, test on {all_domains(summary)}: {values}"

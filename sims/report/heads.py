@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedloom.sims.report.canvas import INK, PALETTE, frame_cells, name_ticks, new_panels, percent_axis, write_numbers
-from fedloom.sims.report.tables import MAX_DOMAINS, Table, cut, mean, percent
+from fedloom.sims.report.results import MAX_DOMAINS, mean
+from fedloom.sims.report.tables import Table, cut, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,9 +31,9 @@ from fedloom.sims.report.canvas import (
 from fedloom.sims.report.curves import Records, accuracy_figure
 from fedloom.sims.report.errors import against_figure, confusion_figure
 from fedloom.sims.report.heads import exchanges, heads_figure
+from fedloom.sims.report.results import accuracies, before_forgetting, columns_of, has_aggregate, homes
 from fedloom.sims.report.selection import selection_figure, selections
 from fedloom.sims.report.sites import classes_figure, spread_figure
-from fedloom.sims.report.tables import accuracies, before_forgetting, columns_of, has_aggregate, homes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

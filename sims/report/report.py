@@ -18,20 +18,11 @@ from fedloom.sims.report.headline import all_domains, headline, never_predicted
 from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
 from fedloom.sims.report.privacy import privacy_parts
+from fedloom.sims.report.results import accuracy_table, at_sites_table, costs_table, has_aggregate, traffic_table
 from fedloom.sims.report.selection import methods_table, selections, sites_table
 from fedloom.sims.report.sites import classes_table, data_table, has_classes, spread_table
 from fedloom.sims.report.sites import sites_table as per_site_table
-from fedloom.sims.report.tables import (
-    Cell,
-    Table,
-    accuracy_table,
-    at_sites_table,
-    costs_table,
-    cut,
-    file_name,
-    has_aggregate,
-    traffic_table,
-)
+from fedloom.sims.report.tables import Cell, Table, cut, file_name
 
 SUMMARY_KEYS = {
     "experiment": str, "method": str, "seed": int, "rounds": int, "engine": str, "seconds": int | float,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedloom.sims.report.canvas import INK, new_panels, percent_axis, short
-from fedloom.sims.report.tables import Table, cut, mean, percent
+from fedloom.sims.report.results import mean
+from fedloom.sims.report.tables import Table, cut, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.run_folder.scores import metric_of, spot
 from fedloom.sims.report.canvas import INK, PALETTE, new_figure, new_panels, percent_axis, plain, short, value_axis
-from fedloom.sims.report.tables import Table, aggregate, cut, percent, shortened, titled
+from fedloom.sims.report.results import aggregate, titled
+from fedloom.sims.report.tables import Table, cut, percent, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

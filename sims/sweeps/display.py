@@ -11,7 +11,7 @@ from fedloom.conf.errors import plain
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.progress.listeners import REFRESHES_PER_SECOND, PlainListener, QuietListener, RichListener, clock_text
 from fedloom.sims.progress.memory import recent_bytes
-from fedloom.sims.report.tables import shown, which
+from fedloom.sims.report.results import shown, which
 from fedloom.sims.sweeps.outcome import BUSY, FAILED, Outcome
 
 

@@ -10,7 +10,8 @@ from fedloom.conf.errors import FailedError, UserError, of_files, plain
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.listing import busy, read_metrics, read_summary
 from fedloom.server.run_folder.scores import headline, metric_of, value_in
-from fedloom.sims.report.tables import Table, shown, which
+from fedloom.sims.report.results import shown, which
+from fedloom.sims.report.tables import Table
 from fedloom.sims.sweeps.plan import Planned, ordered, placed
 
 KEPT, FINISHED, FAILED, BUSY = "kept", "finished", "failed", "busy"

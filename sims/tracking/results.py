@@ -7,7 +7,7 @@ from typing import Any
 
 from fedloom.server.run_folder.folder import CONFIG, RunFolder
 from fedloom.server.run_folder.scores import SCORES, headline
-from fedloom.sims.report.results import result_tables
+from fedloom.sims.report.headline import result_tables
 from fedloom.sims.report.tables import Table
 from fedloom.sims.tracking.numbers import one
 

@@ -152,6 +152,10 @@ def test_a_callback_stops_a_run_which_is_finished_then(tmp_path: Path):
         (["stopping={metric: auroc, patience: 1}"], "unknown metric in stopping.metric 'auroc'"),
         (["stopping.patience=1", "objective={name: local, mode: sequential_ab}", "strategy.name=arithmetic"],
          "stopping.patience: sites of this method train one after the other"),
+        (["stopping.patience=1", "objective=layer_selection", "strategy={name: layer_selection, every: 0}"],
+         "stopping.patience: with this strategy.every, the last round does what"),
+        (["stopping.patience=1", "objective=heterogeneous", "strategy={name: cla_ot, every: 2}"],
+         "stopping.patience: with this strategy.every, the last round does what"),
     ],
 )  # fmt: skip
 def test_what_cannot_choose_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str):

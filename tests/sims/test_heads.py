@@ -21,10 +21,11 @@ from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.transfer_head import recombined
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.listeners import listener_for
+from fedloom.sims.report.headline import result_tables
 from fedloom.sims.report.heads import HeadMatrix, exchanges, heads_figure, heads_table, matrix_table
 from fedloom.sims.report.report import write_report
-from fedloom.sims.report.results import result_tables
-from fedloom.sims.report.tables import accuracies, has_aggregate, percent
+from fedloom.sims.report.results import accuracies, has_aggregate
+from fedloom.sims.report.tables import percent
 from tests.sims.commands import Command, refused
 from tests.sims.pages import checked
 

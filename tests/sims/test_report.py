@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from rich.cells import cell_len
 from rich.console import Console
 
 from fedloom.conf.errors import UserError
@@ -19,8 +20,9 @@ from fedloom.sims.report.headline import headline
 from fedloom.sims.report.page import Details, Picture, write_page
 from fedloom.sims.report.plots import draw_all, forgetting_figure, sites_figure
 from fedloom.sims.report.report import write_report
+from fedloom.sims.report.results import Holders, accuracy_table
 from fedloom.sims.report.sites import classes_figure, classes_table, spread_figure
-from fedloom.sims.report.tables import MAX_ROWS, Holders, Link, Table, accuracy_table, percent
+from fedloom.sims.report.tables import MAX_ROWS, Link, Table, percent
 from tests.sims.pages import checked
 
 HOSTILE = '<img src="http://evil.example/x.png"> $x^$ | & _a_'
@@ -363,3 +365,16 @@ def test_rich_reads_no_markup() -> None:
     assert "[bold]t[/]" in text
     assert "[red]c" in text
     assert "[/]" in text
+
+
+def test_a_narrow_terminal_folds_texts_between_words() -> None:
+    rows = [["runs/digits", "finished", "sum_aggregation/exact", "96.5%"], ["runs/数字/数字", "finished", "fedavg", "9.5%"]]
+    table, lines = Table("Runs", ["run", "status", "method", "test"], rows), {}
+    for width in (200, 44):
+        Console(file=(file := io.StringIO()), width=width).print(table.rich())
+        lines[width] = file.getvalue().splitlines()
+    assert any("finished │ sum_aggregation/exact │ 96.5%" in line for line in lines[200])
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[44] if line.startswith("│")]
+    folded = [["runs/", "finished", "sum_", "96.5%"], ["digits", "", "aggregation/", ""], ["", "", "exact", ""]]
+    assert cells == [*folded, ["runs/", "finished", "fedavg", "9.5%"], ["数字/", "", "", ""], ["数字", "", "", ""]]
+    assert {cell_len(line) for line in lines[44] if line[:1] in "┏┃┡│└"} == {44}

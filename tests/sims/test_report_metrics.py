@@ -11,11 +11,11 @@ from fedloom.server.run_folder.scores import first_metric, headline, metric_of
 from fedloom.sims.report.curves import accuracy_figure
 from fedloom.sims.report.errors import against_figure, by_class_table, confusion_figure, confusion_table
 from fedloom.sims.report.forgetting import caption, forgetting_table
+from fedloom.sims.report.headline import closing_lines
 from fedloom.sims.report.headline import headline as sentence
 from fedloom.sims.report.plots import draw_all
-from fedloom.sims.report.results import closing_lines
+from fedloom.sims.report.results import accuracy_table
 from fedloom.sims.report.sites import sites_table, spread_figure, spread_table
-from fedloom.sims.report.tables import accuracy_table
 from fedloom.sims.tracking.numbers import round_numbers
 
 SITES = {"a": 1.0, "b": 4.0}  # the deviation of each site's errors

@@ -22,7 +22,8 @@ from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.report.curves import accuracy_figure
 from fedloom.sims.report.headline import headline
 from fedloom.sims.report.report import write_report
-from fedloom.sims.report.tables import accuracies, aggregate, percent
+from fedloom.sims.report.results import accuracies, aggregate
+from fedloom.sims.report.tables import percent
 from tests.sims.commands import Command, refused
 from tests.sims.pages import checked
 

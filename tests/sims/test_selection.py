@@ -12,8 +12,8 @@ from PIL import Image
 from fedloom.conf.errors import UserError
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.report.headline import result_tables
 from fedloom.sims.report.report import write_report
-from fedloom.sims.report.results import result_tables
 from fedloom.sims.report.selection import Chosen, Selection, methods_table, selection_figure, selections, sites_table
 from fedloom.sims.report.tables import percent
 from tests.server.arithmetics import one_core

@@ -18,8 +18,9 @@ from fedloom.sims.experiments.pairs import Loss, plain_loss
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.study import Study
 from fedloom.sims.operations.domain_task import accuracy, placed
+from fedloom.sims.report.results import mean
 from fedloom.sims.report.spread import mean_and_spread
-from fedloom.sims.report.tables import Table, mean
+from fedloom.sims.report.tables import Table
 
 STUDENTS = {  # the method by its row: the paper's column, or ours
     "random B": "random B",
