@@ -298,7 +298,8 @@ def _value(text: str, key: str, item: str, many: bool = False) -> Any:
     except UnicodeEncodeError:
         raise UserError(f"override {text!a}: is not UTF-8 text") from None
     except yaml.MarkedYAMLError as error:
-        raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}") from None
+        stars = "; put texts that begin with * in quotes" if "*" in item else ""
+        raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}{stars}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override '{_short(text)}': {_first_line(error)}") from None
 

@@ -45,10 +45,10 @@ def freeze(network: Network, patterns: Sequence[str]) -> Network:
 
     Raises UserError for a pattern that matches nothing, and if nothing remains to train.
     """
-    names = list(network.state_dict())
+    names = list(states := network.state_dict())
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"{FREEZE}: '{plain(pattern)}' matches no tensor of the network; it has {_listed(names)}")
+            raise UserError(f"{FREEZE}: '{plain(pattern)}' matches no tensor of the network; it has {_listed(states)}")
     still = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in still)
@@ -125,6 +125,7 @@ def _read_once(path: Path, *_: int) -> State:
     return read_tensors(path)
 
 
-def _listed(names: Any) -> str:
-    first = [plain(str(name)) for name in list(names)[:3]]
-    return ", ".join(first) + (", ..." if len(names) > len(first) else "")
+def _listed(state: Mapping[str, Tensor]) -> str:
+    """Return the names and shapes of the first tensors."""
+    first = [f"{plain(name)} {list(tensor.shape)}" for name, tensor in list(state.items())[:3]]
+    return ", ".join(first) + (", ..." if len(state) > len(first) else "")

@@ -1,5 +1,6 @@
 """List the keys of a configuration, with their values, defaults and meanings, and the options of named components."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -50,10 +51,20 @@ def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> 
 
 
 def table(section: str = "") -> Table:
-    """Return the keys of a section (`training`, `strategy.cla_ot`, `sites.partition`) as a table.
+    """Return the keys of a section (`training`, `strategy.cla_ot`, `sites.partition`), or one key (`rounds`), as a table.
 
-    `section`: empty for the sections of the whole configuration. Raises UserError for an unknown section.
+    `section`: empty for the sections of the whole configuration. Raises UserError for an unknown section or key.
     """
+    above, _, key = section.rpartition(".")
+    if section and section not in NAMED:
+        with contextlib.suppress(UserError):
+            found = list(_rows(WeightOptions)) if above == "network" else _section_table(above).rows
+            if rows := [row for row in found if row[0] == key and len(row) == len(COLUMNS) and row[1] != "a section"]:
+                return Table(section, COLUMNS, rows)
+    return _section_table(section)
+
+
+def _section_table(section: str) -> Table:
     if above := next((name for name in NAMED if f"{section}.".startswith(f"{name}.")), ""):
         return _named(section, NAMED[above], section.removeprefix(above).removeprefix("."))
     schema: Any = Config

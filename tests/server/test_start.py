@@ -195,7 +195,10 @@ def _pickled(path: Path) -> str:
         (["start: SPARSE"], "sparse.pt has no state_dict of dense tensors; save one"),
         (["start: META"], "meta.pt has no state_dict of dense tensors; save one"),
         (["start: FOLDER"], "folder.pt cannot be read .Is a directory"),
-        (["start: OTHER"], "no tensor in .*other.pt fits the network by name and shape; the file has weight, the network"),
+        (
+            ["start: OTHER"],
+            r"no tensor in .*other.pt fits the network by name and shape; the file has weight \[3\], the network",
+        ),
         (["start: NAN"], "tensor 'fc.bias' has NaN or infinite values"),
         (["start: 3"], "network.start: got 3"),
         (["freeze: ['layer.*']"], r"network.freeze: 'layer.\*' matches no tensor of the network; it has extractor"),

@@ -158,6 +158,10 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
         ("tracking", "| csv | Tables of comma-separated values"),
         ("tracking.csv", "| sites | a whole number"),
         ("strategy.arithmetic.search", "| by | one of: none, grid, powell |"),
+        ("rounds", "| rounds | a whole number"),
+        ("training.rate", "| rate | a number of at least 0.0 | 0.03 |"),
+        ("network.freeze", "| freeze |"),
+        ("network.mlp.bias", "| bias | true or false | true |"),
     ],
 )
 def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str):
@@ -172,7 +176,8 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
         ("augmentation", "did you mean 'training.augment'?"),
         ("optimizer", "did you mean 'training.optimizer'? 'fedloom options training.optimizer' lists it"),
         ("dirichlet", "did you mean 'sites.0.partition.alpha'? 'fedloom options sites.partition' lists it"),
-        ("training.rate", "training.rate: is not a section; 'fedloom options training' lists the keys"),
+        ("training.rate.x", "training.rate: is not a section; 'fedloom options training' lists the keys"),
+        ("rounds.x", "rounds: is a key, not a section; 'fedloom options' lists it"),
         ("tracking.cvs", "unknown tracker 'cvs'; did you mean 'csv'?"),
         ("network.mpl", "unknown network 'mpl'; did you mean 'mlp'?"),
         ("strategy.arithmetic.serch", "unknown section 'strategy.arithmetic.serch' (known: search)"),
