@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.listener import LogListener
@@ -150,6 +152,7 @@ def inline(root: Path, *words: str) -> dict[str, Any]:
 def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: Path):
     """And sites measure what the server would, which reads no image."""
     words = ["rounds=2", "evaluation.every=2", "evaluation.sites=0"]  # what is measured is a message to each site
+    words += ["network.freeze=[extractor.0.*]", "training.epochs=0.5", "evaluation.keep=best", "stopping.patience=1"]
     expected = inline(tmp_path, *words)
     log = flower.run(*words, "run.name=flower", "evaluation.where=sites")
     summary = flower.summary("flower", log)
@@ -157,6 +160,9 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: 
     assert summary["digest"] == expected["digest"]
     assert summary["accuracy"] == expected["accuracy"]
     assert [site["samples"] for site in summary["sites"]] == ["at the site"] * 2
+    folders = (flower.root / "flower", tmp_path / "inline")
+    here, there = (read_state(folder / "states" / "best.safetensors") for folder in folders)
+    assert summary["best"] == expected["best"] and all(torch.equal(here[name], there[name]) for name in here)
     holders = flower.holders("flower")
     assert holders["site-0000"] == [0] and holders["site-0001"] in ([1], [2])  # a name is one node's, the store its own
     with Ledger.open(flower.root / "flower", server=False) as ledger:
