@@ -44,6 +44,7 @@ def serve(
     key: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
     webhook: Annotated[str, typer.Option(help="URL that receives each change of a request's state.")] = "",
     webhook_secret_file: Annotated[Path | None, typer.Option(help="File with the secret that signs these messages.")] = None,
+    timestamp: Annotated[str, typer.Option(help="URL of an authority (RFC 3161) that stamps each downloaded proof.")] = "",
 ) -> None:
     """Serve the operator's desk: pages and an HTTP interface to follow runs and to request that sites are forgotten."""
     context.obj = runs
@@ -56,7 +57,7 @@ def serve(
     def say(line: str) -> None:
         typer.echo(line_of(line) if wants_json() else line, err=True)
 
-    start(runs, Address(host, port, cert, key), say, webhook, webhook_secret_file)
+    start(runs, Address(host, port, cert, key), say, webhook, webhook_secret_file, timestamp)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.server.ledger import LedgerError
 from fedloom.sims.desk import api, forms, measures, pages, rendering
 from fedloom.sims.desk.audit import Audit
-from fedloom.sims.desk.desk import ConflictError, Desk
+from fedloom.sims.desk.desk import AuthorityError, ConflictError, Desk
 from fedloom.sims.desk.limits import Shield
 from fedloom.sims.desk.runs import MissingError, Runs
 from fedloom.sims.desk.sessions import DeniedError, Gate
@@ -31,12 +31,23 @@ HINTS = {  # what to do in the browser
     409: "Reload the run's page: its requests and certificates show what has changed.",
     422: "Go back, and correct what you wrote.",
     429: "Wait a minute, and try again.",
+    502: "Try again later.",
 }
-STATUS = ((MissingError, 404), (ConflictError, 409), (LedgerError, 409), (UserError, 422))  # the first that fits
+STATUS = (  # the first that fits
+    (MissingError, 404),
+    (ConflictError, 409),
+    (LedgerError, 409),
+    (AuthorityError, 502),
+    (UserError, 422),
+)
 
 
 def make_app(
-    root: Path, hosts: frozenset[str] = LOOPBACK, tls: bool = False, stopping: Callable[[], bool] = lambda: False
+    root: Path,
+    hosts: frozenset[str] = LOOPBACK,
+    tls: bool = False,
+    stopping: Callable[[], bool] = lambda: False,
+    authority: str = "",
 ) -> FastAPI:
     """Return the desk of a folder of runs.
 
@@ -45,12 +56,13 @@ def make_app(
         hosts: The names under which the desk may be called.
         tls: Whether the connection is encrypted.
         stopping: Whether the server is about to stop, so that pages no longer follow runs.
+        authority: The URL of a time-stamping authority that stamps proofs; empty without one.
     """
     app = FastAPI(
         title="Fedloom desk", version=metadata.version("fedloom"), docs_url=None, redoc_url=None,
         openapi_url=f"{api.ROOT}/openapi.json", description=api.__doc__ or "",
     )  # fmt: skip
-    app.state.desk = Desk(Runs(root), Gate(Tokens(root), Audit(root), tls))
+    app.state.desk = Desk(Runs(root), Gate(Tokens(root), Audit(root), tls), authority)
     app.state.stopping = stopping
     app.include_router(api.router)
     app.include_router(forms.router)

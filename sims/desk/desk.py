@@ -1,5 +1,6 @@
 """What the desk does: read runs, queue requests and withdraw them. Pages and the HTTP interface call these functions."""
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from fedloom.sims.desk.tokens import OPERATOR, Token
 from fedloom.sims.operations.requests import RequestStatus, requests_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, queue
 from fedloom.sims.report.proofs import proof_of
+from fedloom.sims.report.time_stamps import TimeStampError
 
 TRAINED = ("They were trained together with the sites. Subtraction does not change them, so they may still hold "
            "information from the sites.")  # fmt: skip
@@ -35,12 +37,20 @@ class ConflictError(UserError):
     """A request's id that another request has."""
 
 
+class AuthorityError(UserError):
+    """The time-stamping authority gives no time stamp."""
+
+
 @dataclass(frozen=True)
 class Desk:
-    """The runs of a folder, and who may do what with them."""
+    """The runs of a folder, and who may do what with them.
+
+    `authority`: the URL of a time-stamping authority that stamps proofs; empty without one.
+    """
 
     runs: Runs
     gate: Gate
+    authority: str = ""
 
     def requests(self, run: str) -> list[RequestStatus]:
         """Return the requests of a run, oldest first."""
@@ -93,13 +103,20 @@ class Desk:
         return file
 
     def proof(self, request: Request, token: Token, run: str, id: str) -> bytes:
-        """Return the proof of a request for a download, and note the download. Raises MissingError without it."""
+        """Return the proof of a request for a download, and note the download.
+
+        Raises MissingError without it, AuthorityError without its time stamp.
+        """
         path = self.runs.path(run)
         file = details.certificate_file(path, self.request(run, id).id)
         if not all(part.is_file() and not part.is_symlink() for part in (file, file.with_suffix(SUFFIX))):
             raise MissingError("This request has no signed certificate.")
         self.gate.count_act(token)
-        content = proof_of(path, id)
+        try:
+            content = proof_of(path, id, self.authority)
+        except TimeStampError as error:
+            logging.getLogger("uvicorn.error").error("the proof of request %s in %s: %s", id, run, error)
+            raise AuthorityError("The time-stamping authority gives no time stamp. The desk's log says why.") from None
         self.gate.audit.note("downloaded", token.name, run=run, file=f"proof-{id}.zip")
         return content
 

@@ -21,6 +21,7 @@ from fedloom.sims.desk.runs import checked
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import Webhook, secret_in
 from fedloom.sims.progress.output import json_logging, wants_json
+from fedloom.sims.report.time_stamps import check_authority
 
 NICE = 15  # on a busy machine, the desk takes under 4 % of a core from a run's server
 STOP_SECONDS = 2  # for open connections
@@ -49,12 +50,22 @@ class Address:
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
-def serve(root: Path, address: Address, say: Callable[[str], None], webhook: str = "", secret: Path | None = None) -> None:
+def serve(
+    root: Path,
+    address: Address,
+    say: Callable[[str], None],
+    webhook: str = "",
+    secret: Path | None = None,
+    authority: str = "",
+) -> None:
     """Serve the desk of a folder of runs until SIGINT or SIGTERM. Raises UserError if it cannot start.
 
     `say`: shows the user a line. `webhook`, `secret`: a URL, and the file with the secret that signs messages to it.
+    `authority`: the URL of a time-stamping authority that stamps proofs.
     """
-    app = make_app(checked(root), _checked(address), address.tls, lambda: server.should_exit)
+    if authority:
+        check_authority(authority)
+    app = make_app(checked(root), _checked(address), address.tls, lambda: server.should_exit, authority)
     tokens = Tokens(root).all()  # fails now if the file is damaged
     hook = _hook(webhook, secret, app.state.desk)
     config = uvicorn.Config(

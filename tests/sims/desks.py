@@ -46,9 +46,11 @@ def folder_with(run: Path, root: Path) -> Folder:
     return Folder(root, {role: tokens.make(role, role, sites) for role, sites in ROLES.items()})
 
 
-def browser(folder: Folder, role: str = "", **options: Any) -> TestClient:
+def browser(folder: Folder, role: str = "", authority: str = "", **options: Any) -> TestClient:
     """A client with cookies, logged in with the role's token."""
-    client = TestClient(make_app(folder.root), base_url="http://localhost", raise_server_exceptions=False, **options)
+    client = TestClient(
+        make_app(folder.root, authority=authority), base_url="http://localhost", raise_server_exceptions=False, **options
+    )
     if role:
         said = log_in(client, folder.secrets[role])
         assert said.status_code == 200 and said.url.path == "/", said.text

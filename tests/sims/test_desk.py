@@ -18,6 +18,7 @@ from fedloom.server.unlearning.certificate import read
 from fedloom.sims.desk import limits
 from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.rendering import for_people
+from tests.server.authorities import answering, authority_in, needs_openssl, openssl
 from tests.sims.commands import ONE, TWO, Command, refused
 from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, served, until
 
@@ -315,3 +316,22 @@ def test_times_have_seconds_and_the_box_of_facts_only_what_is_known(fedloom: Com
     assert "Validation accuracy</dt>" not in page and "Test accuracy</dt>" in page
     received = read(folder.run / "certificates" / "r1.json")["times"]["received"]
     assert f"{received[:10]} {received[11:19]} UTC" in client.get("/runs/digits/requests/r1").text
+
+
+@needs_openssl
+def test_an_authority_stamps_the_proofs_that_are_downloaded(
+    fedloom: Command, folder: Folder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    assert fedloom("unlearn", folder.run, ONE, "--request-id", "letter-1").code == 0
+    place = "/runs/digits/certificates/letter-1/proof"
+    with answering(authority_in(tmp_path)) as url, browser(folder, "viewer", authority=url) as client:
+        proof = client.get(place)
+    with zipfile.ZipFile(io.BytesIO(proof.content)) as archive:
+        archive.extractall(tmp_path / "proof")
+    words = ["ts", "-verify", "-in", "SHA256SUMS.tsr", "-data", "SHA256SUMS", "-CAfile", str(tmp_path / "tsa.pem")]
+    assert "Verification: OK" in openssl(tmp_path / "proof", *words).stdout
+    with browser(folder, "viewer", authority=url) as client:  # nothing answers there any more
+        said = client.get(place)
+    assert said.status_code == 502 and "authority gives no time stamp" in said.text and url not in said.text
+    assert f"{url}: no answer" in caplog.text
+    assert [line.kind for line in Audit(folder.root).newest(9)].count("downloaded") == 1
