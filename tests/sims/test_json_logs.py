@@ -1,7 +1,6 @@
 """Logs as JSON lines: of the programs of a federation, of the desk, and of runs."""
 
 import json
-import logging.config
 import os
 import signal
 import subprocess
@@ -11,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from uvicorn.config import LOGGING_CONFIG
 
-from fedloom.sims.desk import details
-from fedloom.sims.progress.output import json_logging, line_of, wrapped
+from fedloom.sims.progress.output import line_of, wrapped
 from tests.sims.commands import FEDLOOM, SMALL
-from tests.sims.desks import browser, folder_with, free_port, served
+from tests.sims.desks import folder_with, free_port, served
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 JSON = {**os.environ, "FEDLOOM_LOG": "json"}
@@ -24,6 +21,20 @@ PROGRAM = (
     "import sys; print('\\x1b[92mINFO \\x1b[0m:     Starting run 1234567', flush=True); print(); "
     'print(\'{"time": "t", "message": "as it is"}\'); print(\'x\' * 40000); 1 / 0'
 )
+
+HOME = Path(__file__).parents[2]
+FAILING = """
+import logging.config, sys
+from pathlib import Path
+from fedloom.sims.desk import details
+from fedloom.sims.progress.output import json_logging
+from tests.sims.desks import Folder, browser
+
+details.training_of = lambda path: 1 // 0
+client = browser(Folder(Path(sys.argv[1]), {"viewer": sys.argv[2]}), "viewer")
+logging.config.dictConfig(json_logging())
+print(client.get("/runs/digits").status_code)
+"""
 
 
 def objects(text: str) -> list[dict[str, Any]]:
@@ -77,17 +88,20 @@ def test_the_desk_logs_objects(finished_run: Path, tmp_path: Path, monkeypatch: 
     assert objects(said.decode())[0]["message"].startswith("desk of ")
 
 
-def test_an_error_of_the_desk_is_one_object_with_its_run(
-    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    client = browser(folder_with(finished_run, tmp_path / "runs"), "viewer")
-    monkeypatch.setattr(details, "training_of", lambda path: 1 // 0)
-    logging.config.dictConfig(json_logging())
-    try:
-        assert client.get("/runs/digits").status_code == 500
-    finally:
-        logging.config.dictConfig(LOGGING_CONFIG)
-    (error,) = objects(capsys.readouterr().err)
+def test_an_error_of_the_desk_is_one_object_with_its_run(finished_run: Path, tmp_path: Path):
+    folder = folder_with(finished_run, tmp_path / "runs")
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        FAILING,
+        folder.root,
+        folder.secrets["viewer"],
+    ]  # new loggers are for a whole process
+    done = subprocess.run(words, cwd=HOME, capture_output=True, text=True)
+    assert done.stdout == "500\n", done.stderr
+    (error,) = objects(done.stderr)
     assert (error["level"], error["run"]) == ("error", "digits")
     assert error["message"].startswith("GET /runs/digits failed\nTraceback") and "ZeroDivisionError" in error["message"]
 
