@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from fedloom.fusion import FusionSettings, align, fuse
     from fedloom.fusion.state import State
     from fedloom.server.strategies import Models, PerClientSlot, RecordSpec, RoundContext, Strategy, Sum, View
-    from fedloom.sims.api import Result, resume, run
+    from fedloom.sims.api import resume, run
     from fedloom.sims.comparison import Comparison, compare
+    from fedloom.sims.result import Result
     from fedloom.sims.sweeps.api import Results, sweep
 
 _PUBLIC = {
     # experiments
-    "fedloom.sims.api": ("Result", "resume", "run"),
+    "fedloom.sims.api": ("resume", "run"),
+    "fedloom.sims.result": ("Result",),
     "fedloom.sims.sweeps.api": ("Results", "sweep"),
     "fedloom.sims.comparison": ("Comparison", "compare"),
     "fedloom.conf": ("load",),

@@ -29,7 +29,12 @@ def documented(name: str) -> Iterator[str]:
 
 
 def main() -> None:
-    names = ["fedloom", "fedloom.sims.api", *(name for page in PAGES for name in documented(f"fedloom.{page}"))]
+    names = [
+        "fedloom",
+        "fedloom.sims.api",
+        "fedloom.sims.result",
+        *(name for page in PAGES for name in documented(f"fedloom.{page}")),
+    ]
     for module in map(importlib.import_module, names):
         for name in getattr(module, "__all__", ()):
             setattr(module, name, getattr(module, name))  # some are imported at first use; pdoc reads those that exist

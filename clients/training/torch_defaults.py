@@ -21,3 +21,14 @@ def ordinary() -> Iterator[None]:
         torch.set_default_dtype(kind)
         if elsewhere:
             torch.set_default_device(device)
+
+
+@contextmanager
+def as_usual() -> Iterator[None]:
+    """As `ordinary`; afterwards, the number of threads is that before, too."""
+    before = torch.get_num_threads()
+    try:
+        with ordinary():
+            yield
+    finally:
+        torch.set_num_threads(before)

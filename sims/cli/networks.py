@@ -131,7 +131,7 @@ def export(
 ) -> None:
     """Write a run's network to files that load without fedloom, and a model card (.md) next to them."""
     with waiting(LIBRARIES):
-        from fedloom.sims.api import Result
+        from fedloom.sims.result import Result
 
     with waiting("exporting"):
         written = Result(run).export(

@@ -51,7 +51,7 @@ def standardisation_of(config: Config, folder: Path, site: str) -> Standardisati
 def predicted(
     config: Config, network: nn.Module, inputs: Tensor, site: str, scores: bool, probabilities: bool, folder: Path
 ) -> Tensor:
-    """Return predictions, raw outputs or probabilities; arguments and result as in sims.api.Result.predict."""
+    """Return predictions, raw outputs or probabilities; arguments and result as in sims.result.Result.predict."""
     raw = _raw(config, network, inputs, site, folder)
     kind = metrics_of(config).kind
     if probabilities:
@@ -64,7 +64,7 @@ def predicted(
 
 
 def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site: str, folder: Path) -> dict[str, float]:
-    """Return metrics on data; arguments and result as in sims.api.Result.evaluate."""
+    """Return metrics on data; arguments and result as in sims.result.Result.evaluate."""
     if metrics:
         entries = [metrics] if isinstance(metrics, str) else list(metrics)
         config = replace(config, evaluation=replace(config.evaluation, metrics=entries, where="server"))
@@ -78,7 +78,7 @@ def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site:
 
 
 def examples_of(config: Config, site: str, split: str) -> Examples:
-    """Return a site's examples; arguments and result as in sims.api.Result.examples."""
+    """Return a site's examples; arguments and result as in sims.result.Result.examples."""
     if split not in SPLITS:
         raise UserError(f"split: got '{split}', takes {', '.join(SPLITS)}")
     named = site_of(config, site)

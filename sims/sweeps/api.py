@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+from fedloom.clients.training.torch_defaults import as_usual
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.plain_values import plain_value
 from fedloom.server.run_folder.scores import metric_of
-from fedloom.sims.api import Result, as_usual, config_of
+from fedloom.sims.api import config_of
 from fedloom.sims.comparison import Comparison, compare
+from fedloom.sims.result import Result
 from fedloom.sims.sweeps.best import Best, best_of
 from fedloom.sims.sweeps.outcome import Outcome
 from fedloom.sims.sweeps.plan import SEED, plan

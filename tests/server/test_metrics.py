@@ -20,10 +20,11 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.load import load
 from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, TOKENS, named_metrics
 from fedloom.server.rounds.site_evaluation import SiteEvaluation
-from fedloom.sims.api import Result, run
+from fedloom.sims.api import run
 from fedloom.sims.comparison import compare
 from fedloom.sims.operations.run_list import rows_of, table
 from fedloom.sims.report.headline import headline, worst_class
+from fedloom.sims.result import Result
 from tests.server.arithmetics import one_core
 
 HERE = "tests.server.test_metrics"

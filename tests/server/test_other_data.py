@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf import UserError
-from fedloom.sims.api import Result, run
+from fedloom.sims.api import run
 from fedloom.sims.operations.verify import verify_certificate
+from fedloom.sims.result import Result
 from tests.sims import other_data
 
 TRANSFORMER = "{name: transformer, width: 8, heads: 2, layers: 1}"

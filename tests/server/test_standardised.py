@@ -40,11 +40,11 @@ from fedloom.server.run.experiment import check as check_config
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES
-from fedloom.sims.api import Result
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.operations.verify import verify_certificate
+from fedloom.sims.result import Result
 from tests.server.kills import TRAPS, begun, last_round
 from tests.server.parts import Recorder, WatchedApp, folder, one_thread, small
 from tests.server.resumes import Stopped, Stopper, results, resumed, run
