@@ -27,7 +27,6 @@ from fedloom.clients.data.found import (
     wrong,
 )
 from fedloom.clients.data.sources import OFFICIAL, WHOLE, Labels, Pixels, Positions
-from fedloom.clients.data.tiff import read_channels
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.plugins import call, outside, parameters
 
@@ -143,6 +142,8 @@ def check_files(domain: str) -> None:
 @lru_cache(maxsize=16)
 def _check_files(domain: str, state: str) -> None:
     from PIL import Image
+
+    from fedloom.clients.data.tiff import read_channels
 
     for file in contents(domain).files:
         with legible(domain, str(file)):

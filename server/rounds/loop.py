@@ -242,3 +242,19 @@ class RoundLoop:
         warnings = self.channel.enrolment.warnings
         while warnings:
             self.listener.message(warnings.pop(0))
+
+
+def recalibration_round(loop: RoundLoop, number: int) -> dict[str, Any]:
+    """Run a round in which sites do not train but send statistics of the aggregates (server.rounds.recalibration).
+
+    Raises FailedError if no aggregate can be recalibrated.
+    """
+    from fedloom.server.rounds.recalibration import recalibrate  # imported only when it is needed
+
+    with loop.round(number, recalibration=True) as context:
+        state = loop.state
+        result = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
+        context.replies, context.recalibrated = result.replies, True
+    for name, why in result.left.items():
+        loop.listener.message(f"round {number}: {name} stays unchanged: {why}")
+    return context.record

@@ -27,7 +27,7 @@ from fedloom.server.ledger.declared import declared_sums
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.listener import Listener, StopRun
-from fedloom.server.rounds.loop import RoundLoop
+from fedloom.server.rounds.loop import RoundLoop, recalibration_round
 from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
@@ -37,11 +37,10 @@ from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.run_folder.results_schema import LOSS, VALIDATION
 from fedloom.server.strategies import slots_of
 from fedloom.server.unlearning.client_erasure import Erasure
-from fedloom.server.unlearning.requests import Unlearning
+from fedloom.server.unlearning.fulfilment import Unlearning
 
 if TYPE_CHECKING:
     from fedloom.server.run.stopping import Course
-
 ATTEMPTS = 3  # further attempts at a round in which nodes of the cluster are lost
 
 
@@ -366,22 +365,6 @@ def all_rounds(loop: RoundLoop) -> Iterator[dict[str, Any]]:
     """Run all rounds, one after the other, and yield each round's record (a line of metrics.jsonl)."""
     for number in range(1, loop.last + 1):
         yield one_round(loop, number)
-
-
-def recalibration_round(loop: RoundLoop, number: int) -> dict[str, Any]:
-    """Run a round in which sites do not train but send statistics of the aggregates (server.rounds.recalibration).
-
-    Raises FailedError if no aggregate can be recalibrated.
-    """
-    from fedloom.server.rounds.recalibration import recalibrate  # imported only when it is needed
-
-    with loop.round(number, recalibration=True) as context:
-        state = loop.state
-        result = recalibrate(context, state.models(context), state.strategy.heads_share_basis(context))
-        context.replies, context.recalibrated = result.replies, True
-    for name, why in result.left.items():
-        loop.listener.message(f"round {number}: {name} stays unchanged: {why}")
-    return context.record
 
 
 def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:

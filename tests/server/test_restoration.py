@@ -18,7 +18,8 @@ from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES
-from fedloom.server.unlearning.requests import SHARE_BACK, RefusedError, receive
+from fedloom.server.unlearning.fulfilment import RefusedError
+from fedloom.server.unlearning.requests import SHARE_BACK, receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.report.certificates import write_html

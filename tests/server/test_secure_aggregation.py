@@ -26,7 +26,8 @@ from fedloom.server.rounds.privacy import check_hidden
 from fedloom.server.run.experiment import check as check_start
 from fedloom.server.strategies import slots_of, strategy_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
-from fedloom.server.unlearning.requests import Unlearning, receive
+from fedloom.server.unlearning.fulfilment import Unlearning
+from fedloom.server.unlearning.requests import receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from fedloom.sims.operations.compose import CompositionOrder, compose

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fedloom.server.unlearning.certificate
-import fedloom.server.unlearning.requests
+import fedloom.server.unlearning.fulfilment
 from fedloom.conf import Config, UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
@@ -68,13 +68,13 @@ PLACES = {
     "before the rollback": (ServerState, "roll_back", crash),
     "before the subtraction": (ServerState, "forget", crash),
     "before the blobs go": (Blobs, "remove", crash),
-    "before the deletion": (fedloom.server.unlearning.requests, "left_of", crash),
+    "before the deletion": (fedloom.server.unlearning.fulfilment, "left_of", crash),
     "within the deletion": (
-        fedloom.server.unlearning.requests,
+        fedloom.server.unlearning.fulfilment,
         "shutil",
         SimpleNamespace(rmtree=crash_after(shutil.rmtree)),
     ),
-    "before the certificate": (fedloom.server.unlearning.requests, "certificate", crash),
+    "before the certificate": (fedloom.server.unlearning.fulfilment, "certificate", crash),
     "before it is written": (fedloom.server.unlearning.certificate, "write_bytes", crash),
     "after it is written": (
         fedloom.server.unlearning.certificate,

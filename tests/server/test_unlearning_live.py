@@ -12,7 +12,8 @@ from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import check
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES, read, sums_of
-from fedloom.server.unlearning.requests import APPLYING, KIND
+from fedloom.server.unlearning.fulfilment import APPLYING
+from fedloom.server.unlearning.requests import KIND
 from tests.server.parts import Recorder, WatchedApp, folder
 from tests.server.runs import copied, findings, method_of, to_resume, verdicts
 from tests.server.unlearnings import ONE, SITES, TWO, asked, configured, run

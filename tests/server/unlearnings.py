@@ -16,7 +16,8 @@ from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import TrainingRun
-from fedloom.server.unlearning.requests import Unlearning, receive
+from fedloom.server.unlearning.fulfilment import Unlearning
+from fedloom.server.unlearning.requests import receive
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.parts import Recorder, WatchedApp, folder, small

@@ -250,7 +250,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
 
 
 def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
-    from fedloom.server.unlearning.requests import Unlearning
+    from fedloom.server.unlearning.fulfilment import Unlearning
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt

@@ -23,8 +23,9 @@ from fedloom.conf import Config
 from fedloom.conf.load import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import Silent
+from fedloom.server.rounds.loop import recalibration_round
 from fedloom.server.rounds.schedules import Restoration
-from fedloom.server.run.training_run import TrainingRun, one_round, recalibration_round
+from fedloom.server.run.training_run import TrainingRun, one_round
 from fedloom.server.unlearning.attacks import Floats
 from fedloom.server.unlearning.likelihood import Mask, confidence
 from fedloom.server.unlearning.requests import SHARE_BACK
