@@ -44,7 +44,9 @@ def serve(
     key: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
     webhook: Annotated[str, typer.Option(help="URL that receives each change of a request's state.")] = "",
     webhook_secret_file: Annotated[Path | None, typer.Option(help="File with the secret that signs these messages.")] = None,
-    timestamp: Annotated[str, typer.Option(help="URL of an authority (RFC 3161) that stamps each downloaded proof.")] = "",
+    timestamp: Annotated[
+        str, typer.Option(envvar="FEDLOOM_TIMESTAMP", help="URL of an authority (RFC 3161) that stamps downloaded proofs.")
+    ] = "",
 ) -> None:
     """Serve the operator's desk: pages and an HTTP interface to follow runs and to request that sites are forgotten."""
     context.obj = runs
