@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fedloom.conf.yaml_text import read_yaml, write_yaml
 FOLDER = Path(__file__).parent
 MOST_RUN_NAME_BYTES = 200
 MANY = 100  # sites
+STAR = re.compile(r"(^|[\[,:])\s*\*")  # a text that begins with a star
 MOST_CHARACTERS = 100  # characters of an override in an error
 
 VERSION = 7  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
@@ -298,8 +300,9 @@ def _value(text: str, key: str, item: str, many: bool = False) -> Any:
     except UnicodeEncodeError:
         raise UserError(f"override {text!a}: is not UTF-8 text") from None
     except yaml.MarkedYAMLError as error:
-        stars = "; put texts that begin with * in quotes" if "*" in item else ""
-        raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}{stars}") from None
+        if STAR.search(item):
+            raise UserError(f"override '{_short(text)}': write texts that begin with * in quotes") from None
+        raise UserError(f"override '{_short(text)}': {_first_line(error.problem)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override '{_short(text)}': {_first_line(error)}") from None
 

@@ -99,7 +99,7 @@ def _fitting(state: Mapping[str, Tensor], path: str, network: Network) -> tuple[
             odd.append((name, str(list(file.shape)), str(list(tensor.shape))))
         elif file.dtype.is_floating_point != tensor.dtype.is_floating_point:
             odd.append((name, str(file.dtype), str(tensor.dtype)))
-        elif not torch.isfinite(file).all():
+        elif not torch.isfinite(file.to(tensor.dtype)).all():
             raise UserError(f"{START}: {path}: tensor '{plain(names[name])}' has NaN or infinite values; use another file")
         else:
             fits[name] = file.to(tensor.dtype, copy=True)

@@ -259,8 +259,9 @@ class TrainingRun:
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
-        """Write a line in metrics.jsonl for each committed round, without losses and accuracies of forgotten sites.
+        """Write a line in metrics.jsonl for each committed round.
 
+        Rounds with a forgotten site have no values of single sites: its own would follow from the others' and the mean.
         `measured` adds accuracies to a missing last line.
         """
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
@@ -271,8 +272,10 @@ class TrainingRun:
             records[last] = {**measured(records[last]), **losses}
             self._keep_best(records[last])
         gone = {name for name, forgotten in self.ledger.sites().items() if forgotten}
-        for key, record in ((key, record) for record in records.values() for key in (LOSS, VALIDATION) if key in record):
-            record[key] = {site: item for site, item in record[key].items() if site not in gone}
+        for record in records.values():
+            for key in (LOSS, VALIDATION):
+                if gone & record.get(key, {}).keys():
+                    del record[key]
         self.folder.write_metrics(records.values())
 
     def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:

@@ -89,7 +89,7 @@ class RunFolder:
 
     def note_losses(self, number: int, losses: Mapping[str, float]) -> None:
         """Store the sites' losses of a round before its commit, since the ledger does not have them."""
-        write_bytes(self.path / LOSSES, json.dumps({"round": number, LOSS: losses}).encode(), durable=False, private=True)
+        write_bytes(self.path / LOSSES, json.dumps({"round": number, LOSS: losses}).encode(), durable=False)
 
     def noted_losses(self, number: int) -> dict[str, float]:
         """Return the stored losses of a round, for a missing line in metrics.jsonl; empty if they are not stored."""

@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
         try:
             record = json.loads(line)
             records[int(record["round"])] = record
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             continue
     return records
 

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperArgument
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.report.tables import Table
+from fedloom.sims.report.tables import Table, clean
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -46,7 +46,7 @@ def show_tables(*tables: Table, notes: Sequence[str] = (), err: bool = False) ->
     else:
         typer.echo("\n".join(table.plain() for table in tables), err=err)
     for note in notes:
-        typer.echo(f"note: {note}", err=err)
+        typer.echo(f"note: {clean(note)}", err=err)
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:

@@ -31,9 +31,7 @@ def runs(
     elif not rows:
         typer.echo(f"{folder}: no runs yet")
     else:
-        show_tables(run_list.table(rows, folder))
-        for line in (line for row in rows for line in row.get("odd", [])):
-            typer.echo(f"note: {line}")
+        show_tables(run_list.table(rows, folder), notes=[line for row in rows for line in row.get("odd", [])])
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """What the desk does: read runs, queue requests and withdraw them. Pages and the HTTP interface call these functions."""
 
 import logging
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,11 @@ from fedloom.sims.report.time_stamps import TimeStampError
 TRAINED = ("They were trained together with the sites. Subtraction does not change them, so they may still hold "
            "information from the sites.")  # fmt: skip
 MOST_REASON, MOST_ROUNDS = 2000, 1000  # characters of a reason, further rounds
+MOST_STAMPS = 3  # proofs that wait for the authority at the same time
 ROUNDS = ("restore", "repair")  # options that are numbers of rounds
+
+
+_stamping = threading.BoundedSemaphore(MOST_STAMPS)
 
 
 class ConflictError(UserError):
@@ -112,13 +117,21 @@ class Desk:
         if not all(part.is_file() and not part.is_symlink() for part in (file, file.with_suffix(SUFFIX))):
             raise MissingError("This request has no signed certificate.")
         self.gate.count_act(token)
+        content = self._stamped(run, path, id) if self.authority else proof_of(path, id)
+        self.gate.audit.note("downloaded", token.name, run=run, file=f"proof-{id}.zip")
+        return content
+
+    def _stamped(self, run: str, path: Path, id: str) -> bytes:
+        """Return the proof with an authority's time stamp. Raises AuthorityError without it, or if too many wait for it."""
+        if not _stamping.acquire(blocking=False):
+            raise AuthorityError("Other proofs wait for the time-stamping authority. Try again in a minute.")
         try:
-            content = proof_of(path, id, self.authority)
+            return proof_of(path, id, self.authority)
         except TimeStampError as error:
             logging.getLogger("uvicorn.error").error("the proof of request %s in %s: %s", id, run, error)
             raise AuthorityError("The time-stamping authority gives no time stamp. The desk's log says why.") from None
-        self.gate.audit.note("downloaded", token.name, run=run, file=f"proof-{id}.zip")
-        return content
+        finally:
+            _stamping.release()
 
 
 def _one(requests: Sequence[RequestStatus], id: str) -> RequestStatus:

@@ -1,6 +1,5 @@
 """List the keys of a configuration, with their values, defaults and meanings, and the options of named components."""
 
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -14,7 +13,7 @@ from fedloom.clients.objectives import OBJECTIVES, Objective
 from fedloom.clients.training.loss import LOSSES
 from fedloom.clients.training.optimizers import OPTIMIZERS
 from fedloom.clients.training.schedules import SCHEDULES
-from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.errors import UserError, nearest, unknown
 from fedloom.conf.load import to_yaml
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
@@ -55,13 +54,39 @@ def table(section: str = "") -> Table:
 
     `section`: empty for the sections of the whole configuration. Raises UserError for an unknown section or key.
     """
+    section = ".".join(part for part in section.split(".") if not part.isdigit())  # sites.0.samples
     above, _, key = section.rpartition(".")
-    if section and section not in NAMED:
-        with contextlib.suppress(UserError):
-            found = list(_rows(WeightOptions)) if above == "network" else _section_table(above).rows
-            if rows := [row for row in found if row[0] == key and len(row) == len(COLUMNS) and row[1] != "a section"]:
-                return Table(section, COLUMNS, rows)
-    return _section_table(section)
+    if not section or section in NAMED:
+        return _section_table(section)
+    if above in NAMED and key not in NAMED[above].names() and ":" not in key:
+        return _of_components(section, NAMED[above], key)
+    try:
+        rows = [row for row in _section_table(above).rows if len(row) == len(COLUMNS) and row[1] != "a section"]
+    except UserError:
+        rows = []
+    if key in (keys := [str(row[0]) for row in rows]):
+        return Table(section, COLUMNS, [row for row in rows if row[0] == key])
+    try:
+        return _section_table(section)
+    except UserError:
+        if nearest(key, keys):
+            raise unknown("key", section, [f"{above}.{each}" for each in keys]) from None
+        raise
+
+
+def _of_components(section: str, registry: Registry[Any], key: str) -> Table:
+    """Return an option, with a row for each component that has it. Raises UserError if none has it."""
+    schemas = {name: registry.get(name) for name in registry.names() if registry.shipped(name)}
+    rows = {f"{name}.{row[0]}": row for name, schema in schemas.items() for row in _rows(schema)}
+    if registry is NETWORKS:
+        rows |= {row[0]: row for row in _rows(WeightOptions)}
+    found = [[name, *row[1:]] for name, row in rows.items() if row[0] == key]
+    if not found:
+        names = registry.names()
+        if not nearest(key, names, 0.6) and nearest(key, options := [row[0] for row in rows.values()]):
+            raise unknown("option", section, [f"{section.rpartition('.')[0]}.{each}" for each in {*options}])
+        raise unknown(registry.kind, key, names)
+    return Table(section, COLUMNS, found)
 
 
 def _section_table(section: str) -> Table:

@@ -20,6 +20,7 @@ from fedloom.conf.progress import under_way
 from fedloom.conf.schema import MOST_ROUNDS, Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
+from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import carry_out, check, finished
 from fedloom.server.run_folder.folder import RunFolder, holds, read_config, refuse_existing
@@ -68,8 +69,10 @@ def simulate(
         write_pages(folder)
         report = folder / REPORT if done and (folder / REPORT).is_file() else write_report(folder)
         if done:
-            rounds = count(rounds_of(done) or 0, "round")
-            listening.note(f"{folder}: the run is finished after {rounds}; nothing remains to do")
+            more = "nothing remains to do"
+            if early := done.get(STOPPED):
+                more = f"it stopped early ({early['reason']}); add rounds={config.rounds + 1} or more to continue"
+            listening.note(f"{folder}: the run is finished after {count(rounds_of(done) or 0, 'round')}; {more}")
         listening.note(f"report: {report}")
     return summary
 

@@ -12,7 +12,7 @@ MOST = 32  # curves with a box in a drawing
 HIDING = "\n".join(f'figure:has([value="{n}"]:not(:checked)) .curve-{n} {{ display: none }}' for n in range(MOST))
 STYLE = f"""
 svg {{ max-width: 100%; height: auto }} .curves {{ border: 0; padding: 0; margin: 0 0 .4rem }}
-.curves label {{ margin-right: 1rem; white-space: nowrap }}
+.curves label {{ display: inline-block; max-width: 100%; margin-right: 1rem; overflow-wrap: anywhere }}
 @media print {{ .curves {{ display: none }} }}
 {HIDING}
 """  # of a page with such drawings

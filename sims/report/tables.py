@@ -3,7 +3,6 @@
 import html
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,21 +130,8 @@ class Table:
         return f"<table>{title}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n{note}"
 
     def rich(self) -> "Fitted":
-        """Return a table for a rich console, which reads no cell as markup and folds columns of text if it is narrow."""
+        """Return a table for a rich console, which reads no cell as markup."""
         return Fitted(self)
-
-    def boxes(self, widths: Sequence[int | None]) -> RichTable:
-        """Return the table with columns of these widths; None: as rich has it."""
-        caption = Text(clean(self.note)) if self.note else None
-        table = RichTable(title=Text(clean(self.title)), caption=caption, title_justify="left", caption_justify="left")
-        for place, (name, left) in enumerate(zip(self.columns, self.left(), strict=True)):
-            width = max((len(show(row[place])) for row in self.rows), default=0)
-            head = clean(name) if left else "\n".join(textwrap.wrap(clean(name), max(width, 1), break_long_words=False))
-            side = "left" if left else "right"
-            table.add_column(Text(head), justify=side, overflow="fold", no_wrap=not left, width=widths[place])
-        for row in self.rows:
-            table.add_row(*(_folded(show(cell), width) for cell, width in zip(row, widths, strict=True)))
-        return table
 
     def left(self) -> list[bool]:
         """Return for each column whether it holds text. Columns of numbers are aligned to the right."""
@@ -155,32 +141,62 @@ class Table:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A table that folds its columns of text in a narrow terminal: the widest first, and words only if it has to."""
+    """A table that fits a narrow terminal: texts are folded, or columns follow below, each time after the first column."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
-        yield self.table.boxes(self._widths(options.max_width))
+        least = self._widths(_pieces)
+        parts, used = [[0]], least[0]
+        for at in range(1, len(least)):
+            if len(parts[-1]) > 1 and used + least[at] + 3 * len(parts[-1]) + 4 > options.max_width:
+                parts.append([0])
+                used = least[0]
+            parts[-1].append(at)
+            used += least[at]
+        for number, part in enumerate(parts):
+            title = self.table.title if number == 0 else ""
+            yield self._boxes(part, self._within(part, options.max_width), title, number == len(parts) - 1)
 
-    def _widths(self, room: int) -> list[int | None]:
-        texts = [[clean(name), *(show(row[at]) for row in self.table.rows)] for at, name in enumerate(self.table.columns)]
-        widths = [max(map(cell_len, column)) for column in texts]
-        least = [max(cell_len(piece) for text in column for piece in ("", *_pieces(text))) for column in texts]
-        least = [few if left else width for few, width, left in zip(least, widths, self.table.left(), strict=True)]
-        excess = sum(widths) + 3 * len(widths) + 1 - room
-        if sum(widths) - sum(least) < excess:
-            return [None] * len(widths)  # words have to be broken
-        for _ in range(excess):
-            widest = max(range(len(widths)), key=lambda at: (widths[at] > least[at], widths[at]))
-            widths[widest] -= 1
-        return [*widths] if excess > 0 else [None] * len(widths)
+    def _widths(self, split: Callable[[str], list[str]]) -> list[int]:
+        """Return how wide columns have to be for the longest piece into which `split` splits their texts."""
+        widths = []
+        for name, left, *cells in zip(self.table.columns, self.table.left(), *self.table.rows, strict=True):
+            texts = [*(split(clean(name)) if left else clean(name).split())]
+            texts += [piece for cell in cells for piece in (split(show(cell)) if left else [show(cell)])]
+            widths.append(max((cell_len(text.rstrip()) for text in texts), default=0))
+        return widths
+
+    def _within(self, part: Sequence[int], room: int) -> list[int]:
+        """Return the widths of these columns, the widest of which are made narrower until all fit."""
+        whole, least = self._widths(lambda text: [text]), self._widths(_pieces)
+        widths = [whole[at] for at in part]
+        while sum(widths) + 3 * len(widths) + 1 > room:
+            at = max(range(len(widths)), key=lambda at: (widths[at] > least[part[at]], widths[at]))
+            if widths[at] <= max(least[part[at]], 1):  # words are folded, too
+                at = max(range(len(widths)), key=lambda at: widths[at])
+            if widths[at] <= 1:
+                break
+            widths[at] -= 1
+        return widths
+
+    def _boxes(self, part: Sequence[int], widths: Sequence[int], title: str, last: bool) -> RichTable:
+        caption = Text(clean(self.table.note)) if self.table.note and last else None
+        boxes = RichTable(title=Text(clean(title)) if title else None, caption=caption, title_justify="left",
+                          caption_justify="left")  # fmt: skip
+        for at, width in zip(part, widths, strict=True):
+            name, left = clean(self.table.columns[at]), self.table.left()[at]
+            boxes.add_column(_folded(name, width), justify="left" if left else "right", overflow="fold", width=width)
+        for row in self.table.rows:
+            boxes.add_row(*(_folded(show(row[at]), width) for at, width in zip(part, widths, strict=True)))
+        return boxes
 
 
-def _folded(text: str, width: int | None) -> Text:
+def _folded(text: str, width: int) -> Text:
     """Return the text in lines of this width, folded at spaces and after `/` and `_`."""
     lines = [""]
     for piece in _pieces(text):
-        if lines[-1] and width and cell_len(lines[-1] + piece.rstrip()) > width:
+        if lines[-1] and cell_len(lines[-1] + piece.rstrip()) > width:
             lines.append("")
         lines[-1] += piece
     return Text("\n".join(line.rstrip() for line in lines))

@@ -5,8 +5,10 @@ import http.client
 import shutil
 import subprocess
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from fedloom.conf.errors import UserError, plain
@@ -20,12 +22,24 @@ class TimeStampError(UserError):
     """The authority gives no time stamp."""
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        """Follow no redirection: it would lead to a host that the operator did not choose."""
+
+
 def check_authority(url: str) -> None:
-    """Raise UserError if this is not the URL of an authority, or openssl is missing."""
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise UserError(f"--timestamp: got '{url}', takes the URL of a time-stamping authority")
+    """Raise UserError if this is not the URL of an authority, TimeStampError if openssl is missing."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts.netloc.encode("idna")
+        url.encode("ascii")
+    except ValueError:
+        sound = False
+    if not sound or " " in url:
+        raise UserError(f"--timestamp: got '{plain(url)}', takes the URL of a time-stamping authority")
     if shutil.which("openssl") is None:
-        raise UserError("--timestamp: needs the command openssl, which is not installed")
+        raise TimeStampError("--timestamp: needs the command openssl, which is not installed")
 
 
 def time_stamp(content: bytes, url: str) -> bytes:
@@ -35,16 +49,20 @@ def time_stamp(content: bytes, url: str) -> bytes:
 
     Raises:
         UserError: `check_authority` does.
-        TimeStampError: The answer is not valid.
+        TimeStampError: The answer is not valid, or takes longer than PATIENCE.
     """
     check_authority(url)
     with tempfile.TemporaryDirectory() as folder:
         data, query, reply = (Path(folder) / name for name in ("data", "query.tsq", "reply.tsr"))
         data.write_bytes(content)
-        _openssl("-query", "-data", data, "-sha256", "-cert", "-out", query)
-        answer = _answer(url, query.read_bytes())
-        reply.write_bytes(answer)
-        said = _openssl("-reply", "-in", reply, "-text")
+        try:
+            _openssl("-query", "-data", data, "-sha256", "-cert", "-out", query)
+            answer = _answer(url, query.read_bytes())
+            reply.write_bytes(answer)
+            said = _openssl("-reply", "-in", reply, "-text")
+        except (OSError, http.client.HTTPException, ValueError, subprocess.SubprocessError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise TimeStampError(f"--timestamp {url}: no answer ({plain(str(reason))}). {WITHOUT}") from None
     if "Status: Granted" not in said or hashlib.sha256(content).digest() not in answer:
         raise TimeStampError(f"--timestamp {url}: the answer is not a time stamp of this proof. {WITHOUT}")
     return answer
@@ -52,14 +70,17 @@ def time_stamp(content: bytes, url: str) -> bytes:
 
 def _openssl(*words: str | Path) -> str:
     """Return the output of an `openssl ts` command, empty if it fails."""
-    return subprocess.run(["openssl", "ts", *words], capture_output=True, text=True, errors="replace").stdout
+    command = ["openssl", "ts", *words]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE).stdout
 
 
 def _answer(url: str, query: bytes) -> bytes:
+    """Return the authority's answer. Raises OSError, HTTPException or ValueError; redirections are not followed."""
     asked = urllib.request.Request(url, query, {"Content-Type": "application/timestamp-query"}, method="POST")
-    try:
-        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
-            return answer.read(MOST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise TimeStampError(f"--timestamp {url}: no answer ({plain(str(reason))}). {WITHOUT}") from None
+    end, content = time.monotonic() + PATIENCE, b""
+    with urllib.request.build_opener(_NoRedirect).open(asked, timeout=PATIENCE) as answer:
+        while len(content) < MOST_BYTES and (piece := answer.read1(MOST_BYTES)):
+            content += piece
+            if time.monotonic() > end:
+                raise TimeoutError("it takes too long")
+    return content

@@ -217,7 +217,7 @@ def test_files_with_what_single_sites_gave_are_their_users_alone(tmp_path: Path,
     run_experiment(InlineGrid(3, store_folder(config), app), config, Recorder())
     files = [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".json", ".sqlite") and path.is_file()]
     readable = {path.name for path in files if path.stat().st_mode & 0o077}
-    assert readable == {"aggregate.safetensors", "summary.json", "ledger.sqlite"} and len(files) > 8
+    assert readable == {"aggregate.safetensors", "summary.json", "ledger.sqlite", "losses.json"} and len(files) > 8
 
 
 def test_one_message_is_answered_after_the_other(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def openssl(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of a server with this handler."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@contextlib.contextmanager
 def answering(answer: Callable[[bytes], bytes]) -> Iterator[str]:
     """The URL of a server that answers each query so."""
 
@@ -48,11 +58,8 @@ def answering(answer: Callable[[bytes], bytes]) -> Iterator[str]:
 
         def log_message(self, format: str, *_: object) -> None: ...
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(Handler) as url:
+        yield url
 
 
 def authority_in(home: Path) -> Callable[[bytes], bytes]:

@@ -1,5 +1,8 @@
 """The time stamp of a proof, from an authority that openssl plays behind a local HTTP server."""
 
+import contextlib
+import http.server
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf import Config, UserError
+from fedloom.sims.report import time_stamps
 from fedloom.sims.report.proofs import write_proof
-from tests.server.authorities import answering, authority_in, needs_openssl, openssl
+from tests.server.authorities import answering, authority_in, needs_openssl, openssl, serving
 from tests.server.parts import folder
 from tests.server.proofs import failed, verified
 
@@ -55,3 +59,35 @@ def test_without_a_valid_answer_no_proof_is_written(
         write_proof(folder(forgotten), "r1", tmp_path / "p.zip", "file:///etc/passwd")
     monkeypatch.setenv("PATH", "")
     refused(url, "needs the command openssl, which is not installed")
+
+
+@needs_openssl
+def test_an_authority_that_drips_or_leads_elsewhere_ends_in_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(time_stamps, "PATIENCE", 1.0)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(302 if self.path == "/redirect" else 200)
+            self.send_header("Location", "http://a..b/")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(40 if self.path == "/drip" else 0):
+                    self.wfile.write(b"x")
+                    time.sleep(0.2)
+
+        def log_message(self, format: str, *_: object) -> None: ...
+
+    with serving(Handler) as url:
+        begin = time.monotonic()
+        for path, reason in {"/drip": "it takes too long", "/redirect": "Found"}.items():
+            with pytest.raises(time_stamps.TimeStampError, match=rf"no answer \({reason}"):
+                time_stamps.time_stamp(b"content", url + path)
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a..b/", f"http://{'a' * 70}.b/", "http://x/ü", "http://exa mple/",
+                                 "http://host:99999/", "http:///x", "ftp://x/", "\x1b[2J"])  # fmt: skip
+def test_urls_that_cannot_be_asked_are_refused_in_one_line(url: str):
+    with pytest.raises(UserError, match=r"--timestamp: got .*, takes the URL of a time-stamping authority") as error:
+        time_stamps.check_authority(url)
+    assert "\x1b" not in str(error.value)

@@ -161,6 +161,8 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
         ("rounds", "| rounds | a whole number"),
         ("training.rate", "| rate | a number of at least 0.0 | 0.03 |"),
         ("network.freeze", "| freeze |"),
+        ("sites.0.samples", "| samples | a whole number of at least 0 |"),
+        ("objective.mu", "| fedprox.mu | a number"),
         ("network.mlp.bias", "| bias | true or false | true |"),
     ],
 )
@@ -178,6 +180,9 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
         ("dirichlet", "did you mean 'sites.0.partition.alpha'? 'fedloom options sites.partition' lists it"),
         ("training.rate.x", "training.rate: is not a section; 'fedloom options training' lists the keys"),
         ("rounds.x", "rounds: is a key, not a section; 'fedloom options' lists it"),
+        ("training.rat", "unknown key 'training.rat'; did you mean 'training.rate'?"),
+        ("strategy.cla_ot.evry", "unknown key 'strategy.cla_ot.evry'; did you mean 'strategy.cla_ot.every'?"),
+        ("network.freze", "unknown option 'network.freze'; did you mean 'network.freeze'?"),
         ("tracking.cvs", "unknown tracker 'cvs'; did you mean 'csv'?"),
         ("network.mpl", "unknown network 'mpl'; did you mean 'mlp'?"),
         ("strategy.arithmetic.serch", "unknown section 'strategy.arithmetic.serch' (known: search)"),

@@ -378,3 +378,15 @@ def test_a_narrow_terminal_folds_texts_between_words() -> None:
     folded = [["runs/", "finished", "sum_", "96.5%"], ["digits", "", "aggregation/", ""], ["", "", "exact", ""]]
     assert cells == [*folded, ["runs/", "finished", "fedavg", "9.5%"], ["数字/", "", "", ""], ["数字", "", "", ""]]
     assert {cell_len(line) for line in lines[44] if line[:1] in "┏┃┡│└"} == {44}
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_a_table_of_many_columns_continues_below_without_a_cut_number(width: int) -> None:
+    names = [f"domain {n}" for n in range(10)]
+    rows = [[f"net{n}", *(f"{10 * n + m}.5%" for m in range(10)), "* 99.5%"] for n in range(3)]
+    Console(file=(file := io.StringIO()), width=width).print(Table("t", ["network", *names, "union"], rows).rich())
+    lines = file.getvalue().splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    shown = {row[0]: [cell for each in cells if each[0] == row[0] for cell in each[1:]] for row in rows}
+    assert all(shown[row[0]] == row[1:] for row in rows) and max(map(cell_len, lines)) <= width
+    assert sum("network " in line for line in lines if line.startswith("┃")) > 1, "the first column is in each part"
