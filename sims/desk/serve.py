@@ -5,7 +5,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -80,7 +80,9 @@ def serve(
         if not tokens:
             say(f"no tokens yet: `fedloom serve {root} token --role operator --name NAME` makes one")
         os.nice(NICE)
-        server.run(sockets=[listener])
+        with suppress(KeyboardInterrupt):  # uvicorn stops in order, and raises the signal again
+            server.run(sockets=[listener])
+    say("the desk has stopped; runs and requests are not affected")
 
 
 def _hook(url: str, secret: Path | None, desk: Desk) -> Webhook | None:
