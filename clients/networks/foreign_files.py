@@ -20,6 +20,8 @@ COUNTER = "num_batches_tracked"  # BatchNorm's, which networks may lack
 
 def is_of_torch(path: Path) -> bool:
     """Return whether torch.save wrote the file, as an archive or in its older form. Raises UserError without a file."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is a device or a pipe; name a file")
     try:
         with path.open("rb") as file:
             return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02"))

@@ -128,4 +128,4 @@ def _read_once(path: Path, *_: int) -> State:
 def _listed(state: Mapping[str, Tensor]) -> str:
     """Return the names and shapes of the first tensors."""
     first = [f"{plain(name)} {list(tensor.shape)}" for name, tensor in list(state.items())[:3]]
-    return ", ".join(first) + (", ..." if len(state) > len(first) else "")
+    return ", ".join(first) + (", ..." if len(state) > len(first) else "") or "nothing"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ class Loud:
         return print, ("executed",)
 
 
-ODD_FILES = ("ODD", "OTHER", "NAN", "SPARSE", "META", "FOLDER")
+ODD_FILES = ("ODD", "OTHER", "NAN", "SPARSE", "META", "FOLDER", "PIPE")
 
 
 def _pickled(path: Path) -> str:
@@ -194,6 +195,7 @@ def _pickled(path: Path) -> str:
         (["start: ODD"], "odd.pt has no state_dict of dense tensors; save one"),
         (["start: SPARSE"], "sparse.pt has no state_dict of dense tensors; save one"),
         (["start: META"], "meta.pt has no state_dict of dense tensors; save one"),
+        (["start: PIPE"], "pipe.pt is a device or a pipe; name a file"),
         (["start: FOLDER"], "folder.pt cannot be read .Is a directory"),
         (
             ["start: OTHER"],
@@ -211,6 +213,7 @@ def test_what_cannot_start_or_freeze_is_refused_in_one_line(tmp_path: Path, caps
     torch.save({"fc.bias": torch.ones(10).to_sparse()}, tmp_path / "sparse.pt")
     torch.save({"fc.bias": torch.ones(10, device="meta")}, tmp_path / "meta.pt")
     (tmp_path / "folder.pt").mkdir()
+    os.mkfifo(tmp_path / "pipe.pt")
     torch.save({"weight": torch.ones(3)}, tmp_path / "other.pt")
     torch.save({"fc.bias": torch.full((10,), torch.nan)}, tmp_path / "nan.pt")
     files = {"LOUD": _pickled(tmp_path), **{name: str(tmp_path / f"{name.lower()}.pt") for name in ODD_FILES}}
