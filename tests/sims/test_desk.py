@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import subprocess
 import sys
 import zipfile
@@ -320,7 +321,7 @@ def test_times_have_seconds_and_the_box_of_facts_only_what_is_known(fedloom: Com
 
 @needs_openssl
 def test_an_authority_stamps_the_proofs_that_are_downloaded(
-    fedloom: Command, folder: Folder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fedloom: Command, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     assert fedloom("unlearn", folder.run, ONE, "--request-id", "letter-1").code == 0
     place = "/runs/digits/certificates/letter-1/proof"
@@ -330,6 +331,8 @@ def test_an_authority_stamps_the_proofs_that_are_downloaded(
         archive.extractall(tmp_path / "proof")
     words = ["ts", "-verify", "-in", "SHA256SUMS.tsr", "-data", "SHA256SUMS", "-CAfile", str(tmp_path / "tsa.pem")]
     assert "Verification: OK" in openssl(tmp_path / "proof", *words).stdout
+    monkeypatch.setattr(logger := logging.getLogger("uvicorn.error"), "disabled", False)  # as other tests may leave it
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
     with browser(folder, "viewer", authority=url) as client:  # nothing answers there any more
         said = client.get(place)
     assert said.status_code == 502 and "authority gives no time stamp" in said.text and url not in said.text
