@@ -69,11 +69,11 @@ def results(path: Path) -> dict[str, Any]:
     return {**found, "lines": len(lines), "rounds": rounds, "latest": latest, "states": files(path / "states")}
 
 
-def _timeless(told: Any) -> Any:
+def _timeless(content: Any) -> Any:
     """The same without what a process took: seconds, memory."""
-    if not isinstance(told, dict):
-        return told
-    return {key: _timeless(item) for key, item in told.items() if key not in ("seconds", "resources")}
+    if not isinstance(content, dict):
+        return content
+    return {key: _timeless(item) for key, item in content.items() if key not in ("seconds", "resources")}
 
 
 def last_round(config: Config) -> int | None:

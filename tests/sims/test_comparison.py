@@ -196,11 +196,11 @@ def test_runs_that_share_no_measured_round_have_no_curve(fedloom: Command, swept
         records[left - 1] = json.loads(lines[left - 1])
         (place / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     said = fedloom("compare", run, other, "--by", "strategy.name", "--html", page)
-    told = "strategy=sum_aggregation: has no curve, because no round was measured in all its runs"
-    assert said.code == 0 and f"note: {told}" in said.out
-    assert told in page.read_text() and "<svg" not in page.read_text()
-    assert told in (found := compare([run, other], by="strategy.name")).table().attrs["notes"]
-    assert told in found._repr_html_()
+    note = "strategy=sum_aggregation: has no curve, because no round was measured in all its runs"
+    assert said.code == 0 and f"note: {note}" in said.out
+    assert note in page.read_text() and "<svg" not in page.read_text()
+    assert note in (found := compare([run, other], by="strategy.name")).table().attrs["notes"]
+    assert note in found._repr_html_()
     refused(fedloom("compare", run, "--html", "/"), "/: is a folder")
     refused(fedloom("compare", run, "--html", tmp_path), "is a folder")
 

@@ -5,8 +5,10 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -338,3 +340,23 @@ def test_an_authority_stamps_the_proofs_that_are_downloaded(
     assert said.status_code == 502 and "authority gives no time stamp" in said.text and url not in said.text
     assert f"{url}: no answer" in caplog.text
     assert [line.kind for line in Audit(folder.root).newest(9)].count("downloaded") == 1
+
+
+@needs_openssl
+def test_an_authority_that_hangs_does_not_hold_the_desk(fedloom: Command, folder: Folder):
+    assert fedloom("unlearn", folder.run, ONE, "--request-id", "letter-1").code == 0
+    goes_on, place = threading.Event(), "/runs/digits/certificates/letter-1/proof"
+    asked = threading.Semaphore(0)
+
+    def hang(query: bytes) -> bytes:
+        asked.release()
+        goes_on.wait(10)
+        return b""
+
+    with answering(hang) as url, browser(folder, "viewer", authority=url) as client, ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(client.get, place) for _ in range(3)]
+        assert all(asked.acquire(timeout=10) for _ in range(3))
+        said = client.get(place)
+        assert said.status_code == 502 and "Other proofs wait" in said.text and client.get("/runs/digits").status_code == 200
+        goes_on.set()
+        assert {each.result().status_code for each in waiting} == {502}
