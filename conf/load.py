@@ -242,7 +242,10 @@ def to_yaml(config: Config) -> str:
 
 
 def _tree(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+    if not isinstance(sites := config.sites, list) or len(sites) < MANY:
+        return dataclasses.asdict(config)
+    plain = [entry if isinstance(entry, Mapping) else dataclasses.asdict(entry) for entry in sites]  # not copied: many
+    return {**dataclasses.asdict(dataclasses.replace(config, sites=[])), "sites": plain}
 
 
 def _find(experiment: str) -> Path:

@@ -44,16 +44,19 @@ def _one(field: dataclasses.Field[Any], inner: type | None, item: Any) -> Any:
     return expand_shorthand(inner, item) if inner and isinstance(item, Mapping) else item
 
 
+@functools.cache
 def is_named(field: dataclasses.Field[Any]) -> bool:
     """Return whether a name may replace the field's section, or a section in its list. A site has no such short form."""
     section = None if _many(field) else inner_of(field)
     return field.metadata.get("named", False) or hasattr(section, "name")
 
 
+@functools.cache
 def _many(field: dataclasses.Field[Any]) -> bool:
     return get_origin(field.type) is list or "entries" in field.metadata
 
 
+@functools.cache
 def inner_of(field: dataclasses.Field[Any]) -> type | None:
     """Return the dataclass that is the type of the field, or of its list's entries; None for other types."""
     kind = field.metadata.get("entries") or next(iter(get_args(field.type)), field.type)

@@ -121,9 +121,10 @@ def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
         if len(_BUILT) >= MOST_BUILT:
             _BUILT.clear()
         _BUILT[schema, rest] = build(schema, {key: item for key, item in given.items() if key not in plain}, where)
-    result = dataclasses.replace(_BUILT[schema, rest], **plain)
-    _check_values(result, where)
-    return result
+    fields = fields_of(schema)
+    for key, item in plain.items():  # the rest was checked when it was built
+        _check_value(fields[key], item, join(where, key))
+    return dataclasses.replace(_BUILT[schema, rest], **plain)
 
 
 MOST_BUILT = 1000
@@ -256,22 +257,25 @@ def _in_one_line(error: Exception, where: str) -> str:
 
 def _check_values(instance: Any, where: str) -> None:
     for field in dataclasses.fields(instance):
-        key, value = join(where, field.name), getattr(instance, field.name)
-        if dataclasses.is_dataclass(value):
-            _check_values(value, key)
-            continue
-        low, high = field.metadata.get("low"), field.metadata.get("high")
-        choices = field.metadata.get("choices")
-        for choice in value if choices and isinstance(value, list) else [value] if choices else []:
-            if choice not in choices:
-                raise UserError(f"{key}: got '{choice}', takes {takes(field)}")
-        if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
-            _check_entries(key, value)
-        if isinstance(value, str):
-            _check_text(key, value)
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                _check_range(key, number, low, high)
+        _check_value(field, getattr(instance, field.name), join(where, field.name))
+
+
+def _check_value(field: dataclasses.Field[Any], value: Any, key: str) -> None:
+    if dataclasses.is_dataclass(value):
+        _check_values(value, key)
+        return
+    low, high = field.metadata.get("low"), field.metadata.get("high")
+    choices = field.metadata.get("choices")
+    for choice in value if choices and isinstance(value, list) else [value] if choices else []:
+        if choice not in choices:
+            raise UserError(f"{key}: got '{choice}', takes {takes(field)}")
+    if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
+        _check_entries(key, value)
+    if isinstance(value, str):
+        _check_text(key, value)
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            _check_range(key, number, low, high)
 
 
 def _check_entries(key: str, entries: list[Any]) -> None:

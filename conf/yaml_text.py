@@ -4,8 +4,9 @@ A text may be wrong or hostile, so its nodes are checked before they become valu
 """
 
 import contextlib
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -65,7 +66,10 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Writer(_Dumper):
-    """Quotes texts that `read_yaml` or another reader would read as something else."""
+    """Quotes texts that `read_yaml` or another reader would read as something else. Writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 _Writer.add_implicit_resolver(f"{TAG}float", NUMBERS[f"{TAG}float"], list("-+0123456789."))
@@ -77,14 +81,27 @@ def read_yaml(text: str, kept: Kept | None = None) -> Any:
     `kept`: a function that changes the root node before it becomes a value, such as conf.text_keys.keep_texts.
     """
     if len(text) > LONG:
-        with contextlib.suppress(yaml.YAMLError):  # on an error, the slower reader reports its position
+        with contextlib.suppress(yaml.YAMLError), _uncollected():  # on an error, the slower reader reports its position
             return _read(text, _Fast, kept)
     return _read(text, _Reader, kept)
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Switch the garbage collector off: all nodes of a text live until its end, and to search them takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def write_yaml(tree: Any) -> str:
     """Return plain values as YAML, with keys in their order."""
-    return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
+    with _uncollected():
+        return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
 
 
 def _read(text: str, kind: Any, kept: Kept | None) -> Any:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedloom.clients.training.torch_defaults import as_usual
 from fedloom.conf import load
@@ -17,9 +17,6 @@ from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.result import Result
-
-if TYPE_CHECKING:
-    pass
 
 OnFinished = Callable[["Result"], object]
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,9 +11,6 @@ from fedloom.conf.errors import unknown
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.folder import AGGREGATE
 from fedloom.sims.operations.compose import name_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class Networks(Mapping[str, nn.Module]):

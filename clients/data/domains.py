@@ -201,8 +201,12 @@ def locate(name: str, data: DataConfig) -> Place:
 
     Raises UserError for an unknown or missing domain, a missing data.root, or a failed download.
     """
+    return once(("place", name, data.root, data.download), lambda: _located(name, data))
+
+
+def _located(name: str, data: DataConfig) -> Place:
     folder = data_folder(data)
-    return once(("place", name, folder), lambda: _present(name, folder) or _fetched(name, folder, data.download))
+    return _present(name, folder) or _fetched(name, folder, data.download)
 
 
 def where(name: str, data: DataConfig) -> str:

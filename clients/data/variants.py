@@ -11,7 +11,7 @@ from fedloom.clients.data.own import state_of
 from fedloom.clients.data.remembered import while_same
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import UNION, SiteConfig
+from fedloom.conf.sites import UNION, Site, SiteConfig
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,34 @@ def label(spec: SiteConfig) -> str:
     return spec.label or variant(spec).name
 
 
-def domain_specs(config: Config) -> dict[str, SiteConfig]:
+@while_same(lambda config: None)
+def domain_specs(config: Config) -> Mapping[str, SiteConfig]:
     """Return, by label of a variant, the configuration of the first site that has it, in the order of the roster.
 
     Raises UserError if a label would stand for two variants.
     """
     specs: dict[str, SiteConfig] = {}
+    known: set[tuple[str, Variant]] = set()
     for site in config.roster:
-        if label(site.spec) == UNION:
-            raise UserError(
-                f"{site.name}: its domain's label '{UNION}' is reserved for all domains together. Choose another label."
-            )
-        first = specs.setdefault(label(site.spec), site.spec)
-        if variant(first) != variant(site.spec):
-            same = variant(first).name == variant(site.spec).name
-            both = " and ".join(spec.domain if same else variant(spec).name for spec in (first, site.spec))
-            raise UserError(f"{site.name}: the label '{label(first)}' stands for {both}. Set a different label for each.")
+        key = site.spec.label, variant(site.spec)
+        if key not in known:
+            known.add(key)
+            _add(specs, site)
     return specs
+
+
+def _add(specs: dict[str, SiteConfig], site: Site) -> None:
+    """Add the site's variant to `specs`, by its label."""
+    name = label(site.spec)
+    if name == UNION:
+        raise UserError(
+            f"{site.name}: its domain's label '{UNION}' is reserved for all domains together. Choose another label."
+        )
+    first = specs.setdefault(name, site.spec)
+    if variant(first) != variant(site.spec):
+        same = variant(first).name == variant(site.spec).name
+        both = " and ".join(spec.domain if same else variant(spec).name for spec in (first, site.spec))
+        raise UserError(f"{site.name}: the label '{name}' stands for {both}. Set a different label for each.")
 
 
 def class_count(spec: SiteConfig) -> int:

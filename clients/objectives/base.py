@@ -4,15 +4,15 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.clients.data import Examples, label, outputs, task_of
+from fedloom.clients.data import Examples, label, outputs, task_of, variant
 from fedloom.clients.data.schema import TASKS
 from fedloom.clients.data.standardise import way_of
-from fedloom.clients.networks import Architecture, Network, architecture_of, start_of
+from fedloom.clients.networks import Architecture, Network, architecture_of, network_text, start_of
 from fedloom.clients.protocol.messages import MODEL
 from fedloom.clients.training.loss import Loss, loss_of
 from fedloom.clients.training.recipe import Recipe, recipe_of
@@ -229,15 +229,18 @@ class Experiment:
         return loss_of(self.config.training, self.task)
 
     @functools.cached_property
-    def _architectures(self) -> dict[int, Architecture]:
-        return {}
+    def _architectures(self) -> dict[Any, Architecture]:
+        return {}  # by a site's index; and by its variant and section `network`, which many sites share
 
     def architecture(self, site: Site | None = None) -> Architecture:
         """Return the architecture of a site, or (None) of the configuration's `network`."""
-        key = -1 if site is None else site.index
-        if key not in self._architectures:
-            self._architectures[key] = architecture_of(self.config, site)
-        return self._architectures[key]
+        known, index = self._architectures, -1 if site is None else site.index
+        if index not in known:
+            key = site and (variant(site.spec), network_text(self.config, site))
+            if key not in known:
+                known[key] = architecture_of(self.config, site)
+            known[index] = known[key]
+        return known[index]
 
     @property
     def architectures(self) -> set[Architecture]:

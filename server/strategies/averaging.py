@@ -18,6 +18,7 @@ from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.averaging import OWN, Averaged, norms
 from fedloom.clients.objectives.steps import momentum_of
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE, SAMPLES
 from fedloom.conf.errors import UserError
 from fedloom.conf.renamed import OF_AVERAGING, refuse_renamed
 from fedloom.conf.sites import Site
@@ -30,6 +31,7 @@ from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
 
 NETWORKS = "networks"  # the slot
+REPLIED = "mean"  # the saved mean of the networks of the last round, if there is no slot
 NETWORK = "network"  # the saved network with which the last round began
 ROUND = "round"  # the number of that round
 UNEVEN = 1.0  # below this alpha of a Dirichlet distribution, most sites lack some classes
@@ -53,14 +55,18 @@ class Averaging(Strategy):
         refuse_renamed(cls, OF_AVERAGING)
 
     unrestorable: ClassVar[str] = ""  # why `context.restoration` cannot work
+    reads_contributions: ClassVar[bool] = False  # whether a step needs the contributions of single sites
     memory: ClassVar[tuple[str, ...]] = ()  # names of further saved states, with the parameters' shapes
 
     weighting: str = option(
         "samples", "weights of the sites in the mean: by their images, or equal", choices=("samples", "equal")
     )
+    forgettable: bool = option(
+        True, "store the sites' contributions, so that sites can be forgotten; false: rounds are faster, the bits the same"
+    )
 
     def slots(self, experiment: Experiment) -> Mapping[str, Slot]:
-        return {NETWORKS: Sum(weighted=self.weighting == "samples")}
+        return {NETWORKS: Sum(weighted=self.weighting == "samples")} if self.forgettable else {}
 
     def check(self, experiment: Experiment) -> None:
         check_objective(experiment, self.default_objective)
@@ -69,8 +75,17 @@ class Averaging(Strategy):
             name = experiment.config.objective["name"]
             raise UserError(f"objective.name: objective {name} needs data that only strategy.name={needed} sends; use both")
         experiment.common_architecture()
+        if not self.forgettable:
+            self._check_stored(experiment)
         if experiment.federation.secure_aggregation and self.weighting == "samples":
             raise UserError("federation.secure_aggregation: masked sums have no sample counts; set strategy.weighting=equal")
+
+    def _check_stored(self, experiment: Experiment) -> None:
+        if self.reads_contributions:
+            name = experiment.config.strategy["name"]
+            raise UserError(f"strategy.forgettable: strategy {name} needs the sites' contributions; leave it true")
+        if experiment.federation.history == "all":
+            raise UserError("federation.history: 'all' stores contributions, but strategy.forgettable=false stores none")
 
     def warnings(self, experiment: Experiment) -> list[str]:
         """Warn if the mean of BatchNorm statistics may fit no site, or if the aggregate lacks them."""
@@ -106,7 +121,12 @@ class Averaging(Strategy):
         own = states[NETWORK].keys() - shared(context.experiment, states[NETWORK]).keys()
         like = {name: tensor for name, tensor in sent.items() if name not in own}
         sent_records = {MEAN: sent, **self.extra_records(context)}
-        context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
+        if self.forgettable:
+            context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, slot=NETWORKS)}, self.trainees(context))
+        else:
+            counted = SAMPLES if self.weighting == "samples" else ONCE
+            means = context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, mean=counted)}, self.trainees(context))
+            context.save_server_state(REPLIED, means[SITE])
 
     def no_restoration(self, experiment: Experiment) -> str:
         return self.unrestorable
@@ -133,8 +153,15 @@ class Averaging(Strategy):
     def next_state(self, view: View) -> dict[str, State]:
         """Return the state with which the next round begins: the network and each memory, by name."""
         last = {name: view.server_state(name) for name in (NETWORK, *self.memory)}
+        mean = self._mean(view)
+        return self.step(last, mean, parameters_of(view.experiment)) if mean is not None else last
+
+    def _mean(self, view: View) -> State | None:
+        """Return the mean of the networks of the last round; None before the first round."""
+        if not self.forgettable:
+            return view.server_state(REPLIED) if REPLIED in view.slots.keeps() else None
         total = counted(view).total(NETWORKS)
-        return self.step(last, total.mean(), parameters_of(view.experiment)) if total.addends else last
+        return total.mean() if total.addends else None
 
     def step(self, last: Mapping[str, State], mean: State, parameters: frozenset[str]) -> dict[str, State]:
         """Return the network and each memory after a round, by name. By default the mean becomes the network.

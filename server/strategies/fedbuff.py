@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
@@ -35,6 +36,8 @@ from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence
 @dataclass(frozen=True)
 class FedBuff(Averaging):
     """Buffered asynchronous averaging, with seeded speeds of sites: w <- w + rate mean of D_k / sqrt(1 + s_k) (Alg. 1)."""
+
+    reads_contributions: ClassVar[bool] = True
 
     weighting: str = option(
         "equal", "weights of the sites in the mean: equal, or by their images", choices=("samples", "equal")

@@ -34,6 +34,7 @@ class FedNova(Averaging):
     """
 
     default_objective: ClassVar[str] = "fednova"
+    reads_contributions: ClassVar[bool] = True
     unrestorable: ClassVar[str] = "the work of a round follows the run's own schedule"
 
     def check(self, experiment: Experiment) -> None:

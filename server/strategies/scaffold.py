@@ -28,6 +28,7 @@ class Scaffold(Averaging):
     """
 
     default_objective: ClassVar[str] = "scaffold"
+    reads_contributions: ClassVar[bool] = True
     unrestorable: ClassVar[str] = "the sites' control variates do not fit the network that has moved back"
 
     weighting: str = option("equal", "how sites count in both means", choices=("samples", "equal"))

@@ -24,6 +24,8 @@ HERE = "fedloom.sims.benchmarks.peer_jobs"
 SITES, ASKED, IMAGES, BATCH, RATE = 100, 20, 60, 32, 0.05
 WORKERS = 2
 LIMIT = 300  # seconds of a peer's process
+SUMS = ("engine.name=ray", f"engine.workers={WORKERS}", "federation.partial_sums=true")
+UNSTORED = "strategy.forgettable=false"
 
 
 def network() -> nn.Module:
@@ -141,7 +143,17 @@ def ray(rounds: int) -> list[float]:
 
 def ray_sums(rounds: int) -> list[float]:
     """Fedloom with two Ray workers that add up their sites."""
-    return fedloom(rounds, "engine.name=ray", f"engine.workers={WORKERS}", "federation.partial_sums=true")
+    return fedloom(rounds, *SUMS)
+
+
+def inline_unstored(rounds: int) -> list[float]:
+    """Fedloom in one process, without contributions on disk."""
+    return fedloom(rounds, "engine.name=inline", UNSTORED)
+
+
+def ray_unstored(rounds: int) -> list[float]:
+    """Fedloom with two Ray workers that add up their sites, without contributions on disk."""
+    return fedloom(rounds, *SUMS, UNSTORED)
 
 
 # Others
@@ -244,6 +256,7 @@ def pfl(rounds: int) -> list[float]:
 PEERS = {
     "plain loop, one process": one_process, "plain loop, two processes": two_processes,
     "Fedloom, inline": inline, "Fedloom, Ray": ray, "Fedloom, Ray, partial sums": ray_sums,
+    "Fedloom, inline, not forgettable": inline_unstored, "Fedloom, Ray, partial sums, not forgettable": ray_unstored,
     "Flower": flower, "pfl-research, one process": pfl, "pfl-research, two processes": pfl,
 }  # fmt: skip
 TORCHRUN = "pfl-research, two processes"

@@ -1,5 +1,6 @@
 """Configuration: what is merged, what is refused, and with which line."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import yaml
 
 from fedloom.clients.protocol import messages
 from fedloom.conf import UserError, experiment_names, from_json, load, to_json, to_yaml
-from fedloom.conf.load import FOLDER, VERSION, experiment_lines, load_text
+from fedloom.conf.load import FOLDER, MANY, VERSION, experiment_lines, load_text
 from fedloom.conf.schema import MOST_ROUNDS
-from fedloom.conf.yaml_text import LONG, read_yaml
+from fedloom.conf.sites import SiteConfig
+from fedloom.conf.yaml_text import LONG, read_yaml, write_yaml
 
 
 def test_every_shipped_experiment_loads_and_survives_the_journey():
@@ -185,6 +187,22 @@ def test_long_files_are_read_as_short_ones_are():
     text = "sites:\n" + "".join(f"- {{domain: digits, samples: {n}, when: 2024-01-01}}\n" for n in range(3000))
     assert len(text) > LONG and read_yaml(text)["sites"] == [read_yaml(line[2:]) for line in text.splitlines()[1:]]
     assert read_yaml("a: &a {b: 1}\nc: {<<: *a, when: 2024-01-01}")["c"] == {"b": 1, "when": "2024-01-01"}
+
+
+def test_many_sites_are_written_and_checked_as_few_are():
+    few = [{"domain": "digits", "samples": 10, "partition": {"name": "iid"}, "name": f"site-{n}"} for n in range(2)]
+    many = [{**few[0], "name": f"site-{n}"} for n in range(2 * MANY)]
+    mixed = [*many, SiteConfig("digits", name="last")]
+    for sites in (few, many, mixed):
+        config = dataclasses.replace(load("digits"), sites=sites)
+        text = to_yaml(config)
+        assert text == write_yaml({"version": VERSION, **dataclasses.asdict(config)}) and "&" not in text
+        assert len(from_json(to_json(config)).roster) == len(sites)
+    for change, told in [({"samples": -1}, "samples: got -1"), ({"name": "a\nb"}, "name: got"), ({"kind": 1}, "unknown key")]:
+        wrong = [*many, {"domain": "digits", **change}]
+        with pytest.raises(UserError, match=told) as caught:
+            load_text(yaml.safe_dump({"sites": wrong}), "many")
+        assert f"sites[{2 * MANY}]" in str(caught.value)
 
 
 def test_rounds_are_as_many_as_messages_can_number():
