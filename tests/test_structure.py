@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,26 @@ def test_every_readme_lists_the_files_beside_it(readme: Path) -> None:
     beside = {path.name for path in readme.parent.glob("*.py")} - {"__init__.py", "__main__.py"}
     rooms = {f"{path.parent.name}/" for path in readme.parent.glob("*/__init__.py")}
     assert sorted(name for name in beside | rooms if f"`{name}`" not in text and f"[{name}]" not in text) == []
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PAGES = sorted([*HOME.glob("*.md"), *(page for room in (*FLOORS, "tests", "deploy") for page in (HOME / room).rglob("*.md"))])
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names under which a page's headings can be linked to."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(HOME)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        where, _, anchor = link.partition("#")
+        target = (page.parent / where).resolve() if where else page
+        there = target / "README.md" if target.is_dir() else target
+        if "://" not in link and (not target.exists() or (anchor and anchor not in _anchors(there))):
+            broken.append(link)
+    assert broken == []

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import get_origin
 
 import torch
@@ -119,7 +119,7 @@ class TaskInstructions:
 
     def record(self) -> ConfigRecord:
         """Return the order as a Flower record."""
-        return ConfigRecord({"json": json.dumps(asdict(self), separators=(",", ":"))})
+        return ConfigRecord({"json": json.dumps(vars(self), separators=(",", ":"))})
 
 
 _KINDS = {name: get_origin(kind) or kind for name, kind in TaskInstructions.__annotations__.items()}
