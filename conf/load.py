@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.machine import uncollected
 from fedloom.conf.schema import Config
 from fedloom.conf.shorthand import expand_shorthand, opened_at
 from fedloom.conf.suggestions import with_suggestion
@@ -76,6 +77,7 @@ def read_override(text: str) -> Any:
     return next(iter(_parse([text]).values()))
 
 
+@uncollected()
 def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
     """Return the configuration of the YAML text of experiment `name`, as `load` does. `where`: its file, for errors."""
     tree = expand_shorthand(Config, _tree_of(text, where))
@@ -183,6 +185,7 @@ def _forget_options(merged: Any, key: str, item: Any) -> None:
                 _forget_options(merged, f"{section}.{inner}", option)
 
 
+@uncollected()
 def from_mapping(tree: Mapping[str, Any]) -> Config:
     """Return the validated Config of a plain mapping (YAML or JSON). `run.name` defaults to the experiment's name.
 

@@ -1,9 +1,11 @@
-"""Query this machine's cores and memory on Linux, macOS and Windows."""
+"""Query this machine's cores and memory, and set how this process uses memory, on Linux, macOS and Windows."""
 
 import contextlib
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,6 +40,18 @@ def reuse_freed_memory() -> None:
         with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
             for parameter, size in _MALLOPT.items():
                 ctypes.CDLL(None).mallopt(parameter, size)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage in a block that makes many objects which live on: to search them again and again takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def forget_peak() -> None:

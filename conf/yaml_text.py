@@ -4,9 +4,8 @@ A text may be wrong or hostile, so its nodes are checked before they become valu
 """
 
 import contextlib
-import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -14,6 +13,8 @@ from yaml.composer import Composer
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 from yaml.resolver import Resolver
+
+from fedloom.conf.machine import uncollected
 
 Kept = Callable[[Node], Node]
 
@@ -81,26 +82,14 @@ def read_yaml(text: str, kept: Kept | None = None) -> Any:
     `kept`: a function that changes the root node before it becomes a value, such as conf.text_keys.keep_texts.
     """
     if len(text) > LONG:
-        with contextlib.suppress(yaml.YAMLError), _uncollected():  # on an error, the slower reader reports its position
+        with contextlib.suppress(yaml.YAMLError), uncollected():  # on an error, the slower reader reports its position
             return _read(text, _Fast, kept)
     return _read(text, _Reader, kept)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Switch the garbage collector off: all nodes of a text live until its end, and to search them takes long."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def write_yaml(tree: Any) -> str:
     """Return plain values as YAML, with keys in their order."""
-    with _uncollected():
+    with uncollected():
         return yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True)
 
 

@@ -81,7 +81,9 @@ def test_every_readme_lists_the_files_beside_it(readme: Path) -> None:
 
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PAGES = sorted([*HOME.glob("*.md"), *(page for room in (*FLOORS, "tests", "deploy") for page in (HOME / room).rglob("*.md"))])
+PAGES = sorted(
+    [*HOME.glob("*.md"), *(page for room in (*FLOORS, "tests", "deploy") for page in (HOME / room).rglob("*.md"))]
+)
 
 
 def _anchors(page: Path) -> set[str]:

@@ -22,6 +22,7 @@ from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.checks import check_sizes, check_training, check_weights, start_notes
 from fedloom.clients.training.torch_defaults import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
+from fedloom.conf.machine import uncollected
 from fedloom.conf.metrics import TARGETS
 from fedloom.conf.schema import Config, StoppingConfig
 from fedloom.conf.sites import BEST
@@ -49,6 +50,7 @@ from fedloom.server.unlearning.client_erasure import outstanding
 
 
 @held()
+@uncollected()
 def check(config: Config) -> None:
     """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
     _check_method(config)

@@ -198,7 +198,11 @@ def test_many_sites_are_written_and_checked_as_few_are():
         text = to_yaml(config)
         assert text == write_yaml({"version": VERSION, **dataclasses.asdict(config)}) and "&" not in text
         assert len(from_json(to_json(config)).roster) == len(sites)
-    for change, told in [({"samples": -1}, "samples: got -1"), ({"name": "a\nb"}, "name: got"), ({"kind": 1}, "unknown key")]:
+    for change, told in [
+        ({"samples": -1}, "samples: got -1"),
+        ({"name": "a\nb"}, "name: got"),
+        ({"kind": 1}, "unknown key"),
+    ]:
         wrong = [*many, {"domain": "digits", **change}]
         with pytest.raises(UserError, match=told) as caught:
             load_text(yaml.safe_dump({"sites": wrong}), "many")
