@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
+from fedloom.fusion.agreement import Agreement, agreement
 from fedloom.fusion.checks import (
     check_ends,
     check_layers,
@@ -140,9 +141,11 @@ class _Fusion:
             made = self._selected(complete, weights)
         else:
             made = self._averaged(bodies, views, weights)
-        result, notes = with_state(self.networks[self.depth], made.state, like=complete[self.into].network).eval(), []
+        result = with_state(self.networks[self.depth], made.state, like=complete[self.into].network).eval()
+        notes: list[str] = []
+        agreed: Agreement | None = None
         if self.settings.refit != "none":
-            notes = self._refitted(result, complete, made.mixture, weights)
+            notes, agreed = self._refitted(result, complete, made.mixture, weights)
         elif self.settings.repair:
             notes = self._repaired(result, made.statistics, made.shares)
         notes = [f"network {index}: {note}" for index in indices for note in bodies[index].notes] + notes
@@ -158,6 +161,7 @@ class _Fusion:
             costs=made.costs,
             seconds=self.seconds,
             notes=tuple(notes),
+            agreement=agreed,
         )
 
     def _averaged(self, bodies: list[Balanced], views: list[View], weights: list[float]) -> Made:
@@ -193,13 +197,17 @@ class _Fusion:
                  for index in range(len(bodies))]  # fmt: skip
         return Made(state, Selected(choices, order, weights), tuple(plans))
 
-    def _refitted(self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]) -> list[str]:
-        """Refit the result in place and return notes."""
+    def _refitted(
+        self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]
+    ) -> tuple[list[str], Agreement | None]:
+        """Refit the result in place. Return notes, and how often the result gives the joint answer of all networks."""
         wiring = wire(result, self.probe[:1])
         targets = Targets(bodies, mixture, weights, wiring)
         done = refit(result, wiring, targets, self.probe, self.settings.positions, self.classes)
+        agreed = agreement(done.answers[:-1], done.answers[-1], weights) if done.answers else None
         self._lap("refit")
-        return [*mixture.notes(self.into), *done.notes()] if done.layers else []
+        notes = [*mixture.notes(self.into), *done.notes()] if done.layers else []
+        return notes + (agreed.notes() if agreed else []), agreed
 
     def _lap(self, part: str) -> None:
         now = time.perf_counter()

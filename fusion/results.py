@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fedloom.fusion.agreement import Agreement
 from fedloom.fusion.cla_ot.repair import Statistics
 from fedloom.fusion.refit.targets import Mixture
 from fedloom.fusion.state import State
@@ -27,6 +28,8 @@ class Fused:
         costs: Transport costs by layer.
         seconds: Duration of each step.
         notes: What a user should know.
+        agreement: How often the networks and the result give the joint answer on the probe set; None if their outputs
+            are not classes of a linear layer, or nothing was refitted.
         classes: Names of the outputs, if `fuse` received names.
     """
 
@@ -39,6 +42,7 @@ class Fused:
     costs: tuple[Mapping[str, float], ...]
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    agreement: Agreement | None = None
     classes: tuple[str, ...] = ()
 
     @property

@@ -37,11 +37,13 @@ class Refitted:
         layers: The names of the changed layers.
         biased: The names of layers that got a bias.
         short: Name, inputs and rows of each layer with more inputs than the probe set has rows.
+        answers: The logits of each network and, last, of the refitted one, [k, classes]; empty without a last linear layer.
     """
 
     layers: tuple[str, ...]
     biased: tuple[str, ...]
     short: tuple[tuple[str, int, int], ...]
+    answers: tuple[Tensor, ...] = ()
 
     def notes(self) -> list[str]:
         """Return messages for users: layers that got a bias, and layers for which the probe set is small."""
@@ -74,7 +76,7 @@ def refit(
     with torch.no_grad(), evaluating(wiring.graph):
         work.run_on(probe.clone())
         work.complete()
-    return Refitted(tuple(work.changed), tuple(work.biased), tuple(work.short))
+    return Refitted(tuple(work.changed), tuple(work.biased), tuple(work.short), tuple(work.answers))
 
 
 class _Refit(Runner):
@@ -91,6 +93,7 @@ class _Refit(Runner):
         self.changed: list[str] = []
         self.biased: list[str] = []
         self.short: list[tuple[str, int, int]] = []
+        self.head, self.answers = "", list[Tensor]()
 
     def run_on(self, probe: Tensor) -> None:
         self.args_iter, self.samples = iter([probe]), len(probe)
@@ -114,6 +117,8 @@ class _Refit(Runner):
         if fit is not None:
             self._fit(fit, self.env[node.all_input_nodes[0]])
         self.env[node] = self.run_node(node)
+        if node.name == self.head:
+            self.answers.append(self.env[node])
         self.done.add(node)
         for source in node.all_input_nodes:
             self.waiting[source] -= 1
@@ -156,7 +161,8 @@ class _Refit(Runner):
 
     def _fit_head(self, fit: Fit, module: Any, inputs: Tensor) -> bool:
         bias = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
-        goal = mixed(self.targets.answers(fit.end), self.targets.weights)
+        self.head, self.answers = fit.end, self.targets.answers(fit.end)
+        goal = mixed(self.answers, self.targets.weights)
         solution = fitted_head(inputs, module.weight, bias, goal)
         if solution is None:
             return False
