@@ -179,6 +179,9 @@ class Averaging(Strategy):
 
     def residue(self, view: View, names: tuple[str, ...] = ()) -> list[ResidualInfluence]:  # pyright: ignore
         """Return no traces after the first round, in which sites start from an untrained network."""
+        if not self.forgettable:
+            reason = "no contributions are stored, so none can be subtracted"
+            return [ResidualInfluence("the server's network, and the other sites' networks", reason)]
         if view.rounds_with(names) < 2:
             return []
         reason = "they were trained from networks that include the forgotten sites; subtraction does not change them"

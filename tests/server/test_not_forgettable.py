@@ -24,7 +24,8 @@ def finished(root: Path, name: str, *words: str) -> str:
     """Run FedAvg without contributions in the folder `name`; return the digest of the aggregate."""
     config = configured(root, "strategy.name=fedavg", OFF, f"run.name={name}", *words)
     with open_engine(config) as grid:
-        assert run_experiment(grid, config, LogListener())["status"] == "finished"
+        summary = run_experiment(grid, config, LogListener())
+    assert summary["status"] == "finished" and "none can be subtracted" in str(summary["traces"])
     return digest(read_state(root / name / "states" / "aggregate.safetensors"))
 
 
