@@ -152,7 +152,7 @@ def read_job(message: Message, context: Context) -> Job:
     policy = Policy() if simulated else Policy.of(node_config)
     policy.check_message_size(message.content)
     policy.check_secure_aggregation(order)
-    text = configuration(order.config, message.content, None if simulated else root)
+    text = configuration(order, message.content, None if simulated else root)
     if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
         raise UserError("order.secure: only the site has its earlier contribution under masks; send no record of it")
     if order.secure and any(name.startswith(SUBSET) for name in message.content.array_records):

@@ -111,7 +111,7 @@ def erased(message: Message, context: Context) -> RecordDict | None:
     if context.node_config.get(SIMULATED):
         raise UserError("order.kind: simulated sites have no store to erase")
     root = store_of(context)
-    name = asked_site(order, parsed(configuration(order.config, message.content, root))).name
+    name = asked_site(order, parsed(configuration(order, message.content, root), order.run)).name
     numbers = SiteStore(root, order.run, name).erase()
     reply = RecordDict({METRICS: MetricRecord(dict(zip(ERASED, numbers, strict=True)))})
     if word := Policy.of(context.node_config).identity.sign(*erased_words(order.run, name, *numbers, order.request)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from flwr.app import RecordDict
 
 from fedloom.clients.protocol.failures import UnknownConfigurationError
-from fedloom.clients.protocol.messages import config_digest, read_config_record
+from fedloom.clients.protocol.messages import TaskInstructions, config_digest, read_config_record
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf import Config, from_json
 from fedloom.conf.errors import UserError
@@ -25,11 +25,12 @@ def parsed(text: str, run: str = "") -> Config:
     return from_json(text)
 
 
-def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
-    """Return the JSON of the configuration with this digest: from memory, the message, or a site's folder `store` if any.
+def configuration(order: TaskInstructions, content: RecordDict, store: Path | None) -> str:
+    """Return the JSON of an order's configuration: from memory, the message `content`, or a site's folder `store` if any.
 
-    Raises UnknownConfigurationError if neither has it, and UserError for one that is invalid or has another digest.
+    Raises UnknownConfigurationError if none has it, and UserError for one that is invalid or has another digest.
     """
+    digest = order.config
     if digest in _TEXTS:
         _TEXTS.move_to_end(digest)
         return _TEXTS[digest]
@@ -37,7 +38,7 @@ def configuration(digest: str, content: RecordDict, store: Path | None) -> str:
     if (text := read_config_record(content, digest)) is not None:
         if store and len(text) > MOST_BYTES:
             raise UserError(f"order.config: has {len(text) / 1e6:.0f} MB, a site takes at most {MOST_BYTES / 1e6:.0f} MB")
-        parsed(text)  # UserError for an invalid one, before it is stored
+        parsed(text, order.run)  # UserError for an invalid one, before it is stored
         if path is not None:
             write_bytes(path, text.encode(), private=True)
             _prune(path.parent)

@@ -133,7 +133,7 @@ class _Sums:
 
     def __init__(self, order: TaskInstructions, content: RecordDict, part: Keeping | None) -> None:
         self.order, self.part = order, part
-        self.config: Config = parsed(configuration(order.config, content, None), order.run)
+        self.config: Config = parsed(configuration(order, content, None), order.run)
         self.bits = self.config.federation.scale_bits
         shapes = json.loads(text_of(content.array_records[EXPECTED]))
         self.likes = {record: {name: torch.empty(shape, device="meta") for name, shape in like.items()} for record, like in

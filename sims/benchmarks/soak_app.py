@@ -29,7 +29,7 @@ app.query()(untrained.identify)
 def train(message: Message, context: Context) -> Message:
     """Return the shifted initial network, or fail, or change the reply, as the plan says."""
     order = read_order(message.content)
-    config = parsed(configuration(order.config, message.content, None))
+    config = parsed(configuration(order, message.content, None), order.run)
     plan = plan_of(len(config.roster), config.rounds)
     if event := plan.event(order.site, order.round):
         EVENTS[event]()

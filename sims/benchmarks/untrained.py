@@ -33,7 +33,7 @@ def train(message: Message, context: Context) -> Message:
 def contribution(order: TaskInstructions, content: RecordDict) -> RecordDict:
     """Return a reply's content: the initial network, shifted by 1e-6 * (site + 1000 * round)."""
     shift = 1e-6 * (order.site + 1000 * order.round)
-    moved = {name: tensor + shift for name, tensor in _initial(configuration(order.config, content, None)).items()}
+    moved = {name: tensor + shift for name, tensor in _initial(configuration(order, content, None), order.run).items()}
     reply = RecordDict({METRICS: MetricRecord({"loss": 1.0, "samples": 1})})
     for record, prefix in ((SITE, EXTRACTOR), (ROUND, HEAD)):
         reply[record] = to_arrays({name: tensor for name, tensor in moved.items() if name.startswith(prefix)})
@@ -41,5 +41,5 @@ def contribution(order: TaskInstructions, content: RecordDict) -> RecordDict:
 
 
 @functools.lru_cache(maxsize=1)
-def _initial(config: str) -> State:
-    return initial_state(parsed(config))
+def _initial(config: str, run: str) -> State:
+    return initial_state(parsed(config, run))

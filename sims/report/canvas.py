@@ -97,6 +97,7 @@ def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
     from matplotlib import rc_context, rcParams
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    _lay_out(figure)
     paths = dict.fromkeys([path, *(path.with_suffix(f".{kind}") for kind in kinds)])
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedloom"}):  # TrueType, as journals need; the same ids each time
         for each in paths:
@@ -104,6 +105,13 @@ def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
                 rcParams["font.sans-serif"] = [*rcParams["font.sans-serif"], *_fonts_with(lacking)]
                 _written(figure, each)
     return path
+
+
+def _lay_out(figure: Figure) -> None:
+    """Place the figure's parts once. Otherwise every file is drawn twice, and its parts are placed each time."""
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
+        figure.set_layout_engine(None)
 
 
 def _written(figure: Figure, path: Path) -> set[int]:
