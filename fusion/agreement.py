@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedloom.fusion.refit.head import mixed
+
+FEW = 8  # different samples
+MOST_COMPARED = 100  # samples that are compared with each other
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,12 @@ def agreement(answers: Sequence[Tensor], fused: Tensor, weights: Sequence[float]
     joint = mixed(answers, weights).argmax(dim=1)
     shares = [float((logits.argmax(dim=1) == joint).double().mean()) for logits in (*answers, fused)]
     return Agreement(tuple(shares[:-1]), shares[-1])
+
+
+def few_samples(probe: Tensor) -> list[str]:
+    """Return a note if the probe set [k, ...] has fewer than FEW different samples."""
+    different = len(torch.unique(probe[:MOST_COMPARED].flatten(1), dim=0))
+    if different >= FEW:
+        return []
+    return [f"the probe set has only {different} different samples: the fused network is fitted to these, so its answers on "
+            "them say little; use 200 or more"]  # fmt: skip

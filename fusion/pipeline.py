@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.agreement import Agreement, agreement
+from fedloom.fusion.agreement import Agreement, agreement, few_samples
 from fedloom.fusion.checks import (
     check_ends,
     check_layers,
@@ -31,6 +31,7 @@ from fedloom.fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, 
 from fedloom.fusion.classes import in_classes, united
 from fedloom.fusion.graph.channels import Unit, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
+from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.inputs import plain_networks
 from fedloom.fusion.probe import Observation, features_of, observe
 from fedloom.fusion.refit.fits import fits
@@ -148,6 +149,9 @@ class _Fusion:
             notes, agreed = self._refitted(result, complete, made.mixture, weights)
         elif self.settings.repair:
             notes = self._repaired(result, made.statistics, made.shares)
+        if self.classes:
+            agreed = agreed or self._agreed(result, weights)
+            notes += [*few_samples(self.probe), *(agreed.notes() if agreed else [])]
         notes = [f"network {index}: {note}" for index in indices for note in bodies[index].notes] + notes
         return Fused(
             network=result,
@@ -206,8 +210,19 @@ class _Fusion:
         done = refit(result, wiring, targets, self.probe, self.settings.positions, self.classes)
         agreed = agreement(done.answers[:-1], done.answers[-1], weights) if done.answers else None
         self._lap("refit")
-        notes = [*mixture.notes(self.into), *done.notes()] if done.layers else []
-        return notes + (agreed.notes() if agreed else []), agreed
+        return [*mixture.notes(self.into), *done.notes()] if done.layers else [], agreed
+
+    def _agreed(self, result: nn.Module, weights: list[float]) -> Agreement | None:
+        """Return how often the result gives the joint answer; None if the outputs are not logits [k, classes]."""
+        answers = []
+        with torch.no_grad():
+            for wiring in self.wirings:
+                with evaluating(wiring.graph):
+                    answers.append(wiring.graph(self.probe))
+            fused = result(self.probe)
+        if not all(isinstance(each, Tensor) and each.ndim == 2 and each.shape == fused.shape for each in answers):
+            return None
+        return agreement(answers, fused, weights)
 
     def _lap(self, part: str) -> None:
         now = time.perf_counter()

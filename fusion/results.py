@@ -29,7 +29,7 @@ class Fused:
         seconds: Duration of each step.
         notes: What a user should know.
         agreement: How often the networks and the result give the joint answer on the probe set; None if their outputs
-            are not classes of a linear layer, or nothing was refitted.
+            are not logits of classes.
         classes: Names of the outputs, if `fuse` received names.
     """
 

@@ -58,7 +58,8 @@ class Membership:
         check_members(slots.members, names)
         masked = any(map(slots.masked, slots.declared))
         if not slots.declared:
-            raise UserError("the method stores no contributions, so no site can be subtracted; train again without it")
+            raise UserError("the method stores no contributions, or strategy.forgettable is false, so no site can be "
+                            "subtracted; train again without it")  # fmt: skip
         if remaining <= 0:
             raise UserError("no site would be left: delete the run's folder instead")
         if masked and remaining == 1:

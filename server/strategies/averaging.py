@@ -84,6 +84,9 @@ class Averaging(Strategy):
         if self.reads_contributions:
             name = experiment.config.strategy["name"]
             raise UserError(f"strategy.forgettable: strategy {name} needs the sites' contributions; leave it true")
+        if experiment.standardise == "sites":
+            raise UserError("data.standardise: 'sites' (the default for tables) stores sums of each site, so it needs "
+                            "strategy.forgettable=true; or set data.standardise=none")  # fmt: skip
         if experiment.federation.history == "all":
             raise UserError("federation.history: 'all' stores contributions, but strategy.forgettable=false stores none")
 

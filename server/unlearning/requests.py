@@ -68,7 +68,8 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
     slots = next(ledger.events("created")).body.get("slots")  # missing in ledgers of earlier versions
     if not (ledger.last_round() is None or ledger.all_latest() if slots is None else slots):
         raise UserError(
-            f"{ledger.folder}: the method stores no contributions, so no site can be subtracted; train again without it"
+            f"{ledger.folder}: the method stores no contributions, or strategy.forgettable is false, so no site can be "
+            "subtracted; train again without it"
         )
 
 

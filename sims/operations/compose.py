@@ -102,7 +102,10 @@ def _composed(aggregation: ServerState, order: CompositionOrder) -> tuple[Model,
     if order.coefficients or order.how or order.start:
         raise UserError("--coefficients, --how and --start are for runs of the strategy arithmetic; leave them out")
     if not aggregation.slots.sums or not aggregation.display_name:
-        raise UserError("this run's method stores no contributions of sites; nothing can be composed from it")
+        raise UserError(
+            "this run's method stores no contributions of sites, or strategy.forgettable is false; "
+            "nothing can be composed from it"
+        )
     if aggregation.config.federation.secure_aggregation and {site.name for site in aggregation.members()} - {*order.sites}:
         raise UserError("--sites: secure aggregation hides the contributions of single sites; name all sites of the run")
     return aggregation.aggregate(view), [[name, "1"] for name in order.sites]

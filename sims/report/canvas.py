@@ -6,7 +6,8 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,28 +98,23 @@ def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
     from matplotlib import rc_context, rcParams
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    _lay_out(figure)
+    engine = figure.get_layout_engine()
+    figure.set_layout_engine(None)  # else every file is drawn twice, and its parts are placed each time
     paths = dict.fromkeys([path, *(path.with_suffix(f".{kind}") for kind in kinds)])
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedloom"}):  # TrueType, as journals need; the same ids each time
-        for each in paths:
-            if lacking := _written(figure, each):
+        steps = [partial(engine.execute, figure)] if engine else []
+        for step in [*steps, *(partial(figure.savefig, each) for each in paths)]:
+            if lacking := _done(step):
                 rcParams["font.sans-serif"] = [*rcParams["font.sans-serif"], *_fonts_with(lacking)]
-                _written(figure, each)
+                _done(step)
     return path
 
 
-def _lay_out(figure: Figure) -> None:
-    """Place the figure's parts once. Otherwise every file is drawn twice, and its parts are placed each time."""
-    if engine := figure.get_layout_engine():
-        engine.execute(figure)
-        figure.set_layout_engine(None)
-
-
-def _written(figure: Figure, path: Path) -> set[int]:
-    """Write a figure. Return the code points that the current fonts lack."""
+def _done(step: Callable[[], object]) -> set[int]:
+    """Place the parts of a figure, or write it. Return the code points that the current fonts lack."""
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        figure.savefig(path)
+        step()
     lacking = {int(match[1]) for each in messages if (match := MISSING.match(str(each.message)))}
     for each in messages:
         if not MISSING.match(str(each.message)):

@@ -12,6 +12,7 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
+from fedloom.server.unlearning.readings import SHOWN
 from fedloom.sims.report.results import Holders, before_forgetting, only_domain, titled
 from fedloom.sims.report.tables import ARROW, Cell, Link, Table, cut
 
@@ -60,9 +61,10 @@ def _change(metric: Facts, before: float | None, after: float | None) -> str:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """A forgotten site. `request`, `time`, `page` and `part` are empty where unknown.
+    """A forgotten site. All fields but `site` are empty where unknown.
 
     `page` is relative to the run's folder. `part`: "COLUMN=VALUE" of a site that has the rows of a table with this value.
+    `shown`: whether measurements show that the network has forgotten the site: yes, no, or not measurable.
     """
 
     site: str
@@ -70,6 +72,7 @@ class Forgotten:
     time: str = ""
     page: str = ""
     part: str = ""
+    shown: str = ""
 
     @property
     def title(self) -> str:
@@ -79,7 +82,8 @@ class Forgotten:
     def row(self) -> list[Cell]:
         """Return the site's row in `forgotten_table`."""
         certificate = Link(self.page, self.page) if self.page else UNCERTIFIED if self.request else None
-        return [self.title, self.request or None, self.time[:19].replace("T", " ") or None, certificate]
+        when = self.time[:19].replace("T", " ")
+        return [self.title, self.request or None, when or None, self.shown or None, certificate]
 
 
 def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]:
@@ -93,15 +97,21 @@ def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]
 def forgotten_table(found: list[Forgotten]) -> Table:
     """Return a table of forgotten sites with request, time and certificate."""
     rows, note = cut([site.row() for site in found], "forgotten sites")
-    return Table("Forgotten on request", ["site", "request", "forgotten at (UTC)", "certificate"], rows, note)
+    return Table(
+        "Forgotten on request", ["site", "request", "forgotten at (UTC)", "shown by measurements", "certificate"], rows, note
+    )
 
 
-def forgotten_sentence(names: list[str]) -> str:
-    """Return a sentence that names the forgotten sites, for a report's first lines; empty without any."""
+def forgotten_sentence(names: list[str], traces: Mapping[str, str]) -> str:
+    """Return sentences that name the forgotten sites, for a report's first lines; empty without any.
+
+    `traces`: where they may have left traces, each with the reason.
+    """
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    were, them = ("was", "it") if len(names) == 1 else ("were", "them")
-    sentence = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {them}"
-    return f"{sentence}. Results of earlier rounds still include {them}." if names else ""
+    were, them, their = ("was", "it", "its") if len(names) == 1 else ("were", "them", "their")
+    sentence = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {their} contributions"
+    left = "".join(f" Traces may remain in {place}: {reason}." for place, reason in traces.items())
+    return f"{sentence}.{left} Results of earlier rounds still include {them}." if names else ""
 
 
 def _of_ledger(folder: Path) -> list[Forgotten]:
@@ -112,14 +122,16 @@ def _of_ledger(folder: Path) -> list[Forgotten]:
     for site in gone:
         request = last[site].body.get("request") or ""
         page = Path(CERTIFICATES) / f"{request}.html"
-        part = _parts(folder / page.with_suffix(".json")).get(site, "")
-        forgotten.append(Forgotten(site, request, last[site].time, str(page) if (folder / page).is_file() else "", part))
+        done = _certificate(folder / page.with_suffix(".json"))
+        part, seen = done.get("parts", {}).get(site, ""), (done.get("readings") or {}).get(SHOWN, "")
+        here = str(page) if (folder / page).is_file() else ""
+        forgotten.append(Forgotten(site, request, last[site].time, here, part, seen))
     return forgotten
 
 
-def _parts(certificate: Path) -> dict[str, str]:
+def _certificate(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
-        return read(certificate).get("parts", {})
+        return read(path)
     return {}
 
 

@@ -35,7 +35,7 @@ def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
     run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
     ended = f"{summary['status']} after round {done} of {summary['rounds']}"
     metric = metric_of(summary, metrics)
-    before, gone = shown(summary), forgotten_sentence(summary.get("unlearned") or [])
+    before, gone = shown(summary), forgotten_sentence(summary.get("unlearned") or [], summary.get("traces") or {})
     if before:
         best = summary.get("best")
         union, worst = metric.text(before.get("union")), "" if best else worst_class(summary)

@@ -33,10 +33,27 @@ def test_fuse_says_if_a_parent_gives_the_joint_answer_more_often(seed: int, widt
     assert any("compare both before you use it" in note for note in fused.notes) == worse
 
 
-def test_what_answers_no_classes_or_is_not_refitted_is_not_compared():
+def test_what_answers_no_classes_is_not_compared():
     networks, probe = [network(0, 4), network(1, 4)], torch.randn(20, 1, 8, 8)
-    for settings in (FusionSettings(answers="values"), FusionSettings(refit="none")):
-        assert fuse(networks, into=0, probe=probe, settings=settings).agreement is None
+    assert fuse(networks, into=0, probe=probe, settings=FusionSettings(answers="values")).agreement is None
+
+
+def test_a_network_that_is_not_refitted_is_compared_too():
+    networks, probe = [network(0, 8), network(1, 8)], torch.randn(200, 1, 8, 8)
+    fused = fuse([net.train() for net in networks], into=0, probe=probe, settings=FusionSettings(refit="none"))
+    with torch.no_grad():
+        answers = [net.eval()(probe) for net in (*networks, fused.network)]
+    assert fused.agreement == agreement(answers[:2], answers[2], [0.5, 0.5])
+    assert fused.agreement.fused < max(fused.agreement.parents)
+    assert any("compare both before you use it" in note for note in fused.notes)
+
+
+@pytest.mark.parametrize(("copies", "few"), [(2, True), (7, True), (8, False)])
+def test_few_different_samples_are_named(copies: int, few: bool):
+    torch.manual_seed(0)
+    probe = torch.randn(copies, 1, 8, 8).repeat(3, 1, 1, 1)
+    notes = fuse([network(0, 4), network(1, 4)], into=0, probe=probe).notes
+    assert any(f"only {copies} different samples" in note for note in notes) == few
 
 
 def test_a_parent_that_is_better_is_named_with_both_shares():

@@ -71,15 +71,14 @@ def test_what_is_not_there_is_told() -> None:
 
 
 def test_the_page_of_the_papers_names_tables_that_there_are():
-    """A section for each paper, by its authors; commands and files as they are."""
-    page = (Path(aggregation.__file__).parent / "PAPERS.md").read_text(encoding="utf-8")
-    sections = page.split("\n## ")[1:]
-    known = {"sum aggregation": aggregation.TABLES, "LASEM": lasem.TABLES, "compatible components": components.TABLES}
-    assert len(sections) == len(papers.PAPERS)
-    for section in sections:
-        tables = next((tables for name, tables in known.items() if section.startswith(name)), {})
-        named = {name for words in re.findall(r"--table ([a-z0-9,]+)", section) for name in words.split(",")}
-        assert named <= set(tables), section[:40]
-    root = Path(aggregation.__file__).parents[2]
-    for path in re.findall(r"`((?:fusion|clients|sims|server)/[a-z_/]+\.py)`", page):
-        assert (root / path).is_file(), path
+    """A page for each paper; commands and files as they are."""
+    here = Path(aggregation.__file__).parent
+    known = {"sum_aggregation": aggregation.TABLES, "lasem": lasem.TABLES, "components": components.TABLES}
+    index = (here / "PAPERS.md").read_text(encoding="utf-8")
+    for paper in papers.PAPERS:
+        assert f"(papers/{paper}.md)" in index
+        page = (here / "papers" / f"{paper}.md").read_text(encoding="utf-8")
+        named = {name for words in re.findall(r"--table ([a-z0-9,]+)", page) for name in words.split(",")}
+        assert named <= set(known.get(paper, {})), paper
+        for path in re.findall(r"`((?:fusion|clients|sims|server)/[a-z_/]+\.py)`", page):
+            assert (here.parents[1] / path).is_file(), path
