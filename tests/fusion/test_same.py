@@ -28,7 +28,7 @@ def is_returned(built: nn.Module, probe: torch.Tensor, settings: FusionSettings 
     for name, tensor in wanted.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-5 * float(tensor.abs().max()), msg=name)
     assert apart(fused.network, built, images(6, seed=1).to(probe)) < 1e-5
-    assert fused.notes == ()
+    assert [note for note in fused.notes if "different samples" not in note] == []
 
 
 kinds = st.sampled_from([torch.float32, torch.float64])
