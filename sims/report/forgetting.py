@@ -12,7 +12,6 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
-from fedloom.server.unlearning.readings import SHOWN
 from fedloom.sims.report.results import Holders, before_forgetting, only_domain, titled
 from fedloom.sims.report.tables import ARROW, Cell, Link, Table, cut
 
@@ -115,6 +114,8 @@ def forgotten_sentence(names: list[str], traces: Mapping[str, str]) -> str:
 
 
 def _of_ledger(folder: Path) -> list[Forgotten]:
+    from fedloom.server.unlearning.readings import SHOWN  # imported only where it is used
+
     with Ledger.open(folder, server=False) as ledger:
         last = {site: event for event in ledger.events("forgotten") for site in event.body["sites"]}
         gone = [site for site, is_forgotten in ledger.sites().items() if is_forgotten]

@@ -44,7 +44,7 @@ def test_a_network_that_is_not_refitted_is_compared_too():
     with torch.no_grad():
         answers = [net.eval()(probe) for net in (*networks, fused.network)]
     assert fused.agreement == agreement(answers[:2], answers[2], [0.5, 0.5])
-    assert fused.agreement.fused < max(fused.agreement.parents)
+    assert fused.agreement is not None and fused.agreement.fused < max(fused.agreement.parents)
     assert any("compare both before you use it" in note for note in fused.notes)
 
 
