@@ -114,8 +114,6 @@ def forgotten_sentence(names: list[str], traces: Mapping[str, str]) -> str:
 
 
 def _of_ledger(folder: Path) -> list[Forgotten]:
-    from fedloom.server.unlearning.readings import SHOWN  # imported only where it is used
-
     with Ledger.open(folder, server=False) as ledger:
         last = {site: event for event in ledger.events("forgotten") for site in event.body["sites"]}
         gone = [site for site, is_forgotten in ledger.sites().items() if is_forgotten]
@@ -124,10 +122,16 @@ def _of_ledger(folder: Path) -> list[Forgotten]:
         request = last[site].body.get("request") or ""
         page = Path(CERTIFICATES) / f"{request}.html"
         done = _certificate(folder / page.with_suffix(".json"))
-        part, seen = done.get("parts", {}).get(site, ""), (done.get("readings") or {}).get(SHOWN, "")
+        part, seen = done.get("parts", {}).get(site, ""), _shown(done)
         here = str(page) if (folder / page).is_file() else ""
         forgotten.append(Forgotten(site, request, last[site].time, here, part, seen))
     return forgotten
+
+
+def _shown(certificate: Mapping[str, Any]) -> str:
+    from fedloom.server.unlearning.readings import SHOWN  # imported only here: most reports do not need it
+
+    return (certificate.get("readings") or {}).get(SHOWN, "")
 
 
 def _certificate(path: Path) -> dict[str, Any]:
