@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedloom.clients.data.standardise import KEY as STANDARDISE
+from fedloom.clients.data.standardise import SITES
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.objectives.averaging import OWN, Averaged, norms
@@ -31,7 +33,7 @@ from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
 
 NETWORKS = "networks"  # the slot
-REPLIED = "mean"  # the saved mean of the networks of the last round, if there is no slot
+ROUND_MEAN = "mean"  # without the slot, the server saves the mean of the last round's networks
 NETWORK = "network"  # the saved network with which the last round began
 ROUND = "round"  # the number of that round
 UNEVEN = 1.0  # below this alpha of a Dirichlet distribution, most sites lack some classes
@@ -84,9 +86,9 @@ class Averaging(Strategy):
         if self.reads_contributions:
             name = experiment.config.strategy["name"]
             raise UserError(f"strategy.forgettable: strategy {name} needs the sites' contributions; leave it true")
-        if experiment.standardise == "sites":
-            raise UserError("data.standardise: 'sites' (the default for tables) stores sums of each site, so it needs "
-                            "strategy.forgettable=true; or set data.standardise=none")  # fmt: skip
+        if experiment.standardise == SITES:
+            raise UserError(f"{STANDARDISE}: '{SITES}' (the default for tables) stores sums of each site, so it needs "
+                            f"strategy.forgettable=true; or set {STANDARDISE}=none")  # fmt: skip
         if experiment.federation.history == "all":
             raise UserError("federation.history: 'all' stores contributions, but strategy.forgettable=false stores none")
 
@@ -129,7 +131,7 @@ class Averaging(Strategy):
         else:
             counted = SAMPLES if self.weighting == "samples" else ONCE
             means = context.gather(TRAIN, sent_records, {SITE: RecordSpec(like, mean=counted)}, self.trainees(context))
-            context.save_server_state(REPLIED, means[SITE])
+            context.save_server_state(ROUND_MEAN, means[SITE])
 
     def no_restoration(self, experiment: Experiment) -> str:
         return self.unrestorable
@@ -162,7 +164,7 @@ class Averaging(Strategy):
     def _mean(self, view: View) -> State | None:
         """Return the mean of the networks of the last round; None before the first round."""
         if not self.forgettable:
-            return view.server_state(REPLIED) if REPLIED in view.slots.keeps() else None
+            return view.server_state(ROUND_MEAN) if ROUND_MEAN in view.slots.keeps() else None
         total = counted(view).total(NETWORKS)
         return total.mean() if total.addends else None
 

@@ -54,8 +54,9 @@ def outcome(content: Mapping[str, Any], names: str) -> str:
         return f"the contributions of {names} are removed; no measurement shows whether the network has forgotten"
     if found.get(SHOWN) != "no":
         return f"{names} forgotten"
+    advice = "--rollback" if content.get("options", {}).get("restore") else "--restore N or --rollback"
     return (f"the contributions of {names} are removed, but the network has not forgotten: {'; '.join(found[STILL])}. In a "
-            "copy of the run from before the request, `unlearn` with --restore N or --rollback can remove more")  # fmt: skip
+            f"copy of the run from before the request, `unlearn` with {advice} can remove more")  # fmt: skip
 
 
 @dataclass(frozen=True)

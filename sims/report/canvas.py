@@ -104,14 +104,14 @@ def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedloom"}):  # TrueType, as journals need; the same ids each time
         steps = [partial(engine.execute, figure)] if engine else []
         for step in [*steps, *(partial(figure.savefig, each) for each in paths)]:
-            if lacking := _done(step):
+            if lacking := _missing_after(step):
                 rcParams["font.sans-serif"] = [*rcParams["font.sans-serif"], *_fonts_with(lacking)]
-                _done(step)
+                _missing_after(step)
     return path
 
 
-def _done(step: Callable[[], object]) -> set[int]:
-    """Place the parts of a figure, or write it. Return the code points that the current fonts lack."""
+def _missing_after(step: Callable[[], object]) -> set[int]:
+    """Run a step that places the parts of a figure, or writes it. Return the code points that the current fonts lack."""
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         step()

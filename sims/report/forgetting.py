@@ -94,7 +94,7 @@ def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]
 
 
 def forgotten_table(found: list[Forgotten]) -> Table:
-    """Return a table of forgotten sites with request, time and certificate."""
+    """Return a table of forgotten sites: request, time, whether measurements show that they are forgotten, certificate."""
     rows, note = cut([site.row() for site in found], "forgotten sites")
     return Table(
         "Forgotten on request", ["site", "request", "forgotten at (UTC)", "shown by measurements", "certificate"], rows, note

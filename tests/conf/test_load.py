@@ -189,24 +189,26 @@ def test_long_files_are_read_as_short_ones_are():
     assert read_yaml("a: &a {b: 1}\nc: {<<: *a, when: 2024-01-01}")["c"] == {"b": 1, "when": "2024-01-01"}
 
 
-def test_many_sites_are_written_and_checked_as_few_are():
-    few = [{"domain": "digits", "samples": 10, "partition": {"name": "iid"}, "name": f"site-{n}"} for n in range(2)]
-    many = [{**few[0], "name": f"site-{n}"} for n in range(2 * MANY)]
-    mixed = [*many, SiteConfig("digits", name="last")]
-    for sites in (few, many, mixed):
-        config = dataclasses.replace(load("digits"), sites=sites)
-        text = to_yaml(config)
-        assert text == write_yaml({"version": VERSION, **dataclasses.asdict(config)}) and "&" not in text
-        assert len(from_json(to_json(config)).roster) == len(sites)
-    for change, told in [
-        ({"samples": -1}, "samples: got -1"),
-        ({"name": "a\nb"}, "name: got"),
-        ({"kind": 1}, "unknown key"),
-    ]:
-        wrong = [*many, {"domain": "digits", **change}]
-        with pytest.raises(UserError, match=told) as caught:
-            load_text(yaml.safe_dump({"sites": wrong}), "many")
-        assert f"sites[{2 * MANY}]" in str(caught.value)
+FEW = [{"domain": "digits", "samples": 10, "partition": {"name": "iid"}, "name": f"site-{n}"} for n in range(2)]
+LISTED = [{**FEW[0], "name": f"site-{n}"} for n in range(2 * MANY)]
+
+
+@pytest.mark.parametrize("sites", [FEW, LISTED, [*LISTED, SiteConfig("digits", name="last")]], ids=["few", "many", "mixed"])
+def test_many_sites_are_written_as_few_are(sites: list[Any]):
+    config = dataclasses.replace(load("digits"), sites=sites)
+    text = to_yaml(config)
+    assert text == write_yaml({"version": VERSION, **dataclasses.asdict(config)}) and "&" not in text
+    assert len(from_json(to_json(config)).roster) == len(sites)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [({"samples": -1}, r"\.samples: got -1"), ({"name": "a\nb"}, r"\.name: got"), ({"kind": 1}, r"unknown key 'sites")],
+)
+def test_a_wrong_entry_of_many_sites_is_named(change: dict[str, Any], fault: str):
+    with pytest.raises(UserError, match=fault) as caught:
+        load_text(yaml.safe_dump({"sites": [*LISTED, {"domain": "digits", **change}]}), "many")
+    assert f"sites[{2 * MANY}]" in str(caught.value)
 
 
 def test_rounds_are_as_many_as_messages_can_number():

@@ -173,6 +173,7 @@ def test_layers_without_bias_get_one(text):
     biases = {name.removesuffix(".bias") for name in fused.network.state_dict() if name.endswith(".bias")}
     assert biases == {*layers, "head"}
     assert fused.notes[0] == f"{len(layers)} layers without bias got one by repair, {layers[0]} the first"
+    assert all("compare both before you use it" in note for note in fused.notes[1:]) and len(fused.notes) <= 2
     assert not any(name.startswith("extractor") for name in parents[0].state_dict() if name.endswith("bias"))
     assert dict(fused.network.named_parameters()).keys() > dict(parents[0].named_parameters()).keys()
 

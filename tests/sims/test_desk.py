@@ -2,13 +2,10 @@
 
 import io
 import json
-import logging
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,7 +18,6 @@ from fedloom.server.unlearning.certificate import read
 from fedloom.sims.desk import limits
 from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.rendering import for_people
-from tests.server.authorities import answering, authority_in, needs_openssl, openssl
 from tests.sims.commands import ONE, TWO, Command, refused
 from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, served, until
 
@@ -319,44 +315,3 @@ def test_times_have_seconds_and_the_box_of_facts_only_what_is_known(fedloom: Com
     assert "Validation accuracy</dt>" not in page and "Test accuracy</dt>" in page
     received = read(folder.run / "certificates" / "r1.json")["times"]["received"]
     assert f"{received[:10]} {received[11:19]} UTC" in client.get("/runs/digits/requests/r1").text
-
-
-@needs_openssl
-def test_an_authority_stamps_the_proofs_that_are_downloaded(
-    fedloom: Command, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    assert fedloom("unlearn", folder.run, ONE, "--request-id", "letter-1").code == 0
-    place = "/runs/digits/certificates/letter-1/proof"
-    with answering(authority_in(tmp_path)) as url, browser(folder, "viewer", authority=url) as client:
-        proof = client.get(place)
-    with zipfile.ZipFile(io.BytesIO(proof.content)) as archive:
-        archive.extractall(tmp_path / "proof")
-    words = ["ts", "-verify", "-in", "SHA256SUMS.tsr", "-data", "SHA256SUMS", "-CAfile", str(tmp_path / "tsa.pem")]
-    assert "Verification: OK" in openssl(tmp_path / "proof", *words).stdout
-    monkeypatch.setattr(logger := logging.getLogger("uvicorn.error"), "disabled", False)  # as other tests may leave it
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    with browser(folder, "viewer", authority=url) as client:  # nothing answers there any more
-        said = client.get(place)
-    assert said.status_code == 502 and "authority gives no time stamp" in said.text and url not in said.text
-    assert f"{url}: no answer" in caplog.text
-    assert [line.kind for line in Audit(folder.root).newest(9)].count("downloaded") == 1
-
-
-@needs_openssl
-def test_an_authority_that_hangs_does_not_hold_the_desk(fedloom: Command, folder: Folder):
-    assert fedloom("unlearn", folder.run, ONE, "--request-id", "letter-1").code == 0
-    goes_on, place = threading.Event(), "/runs/digits/certificates/letter-1/proof"
-    asked = threading.Semaphore(0)
-
-    def hang(query: bytes) -> bytes:
-        asked.release()
-        goes_on.wait(10)
-        return b""
-
-    with answering(hang) as url, browser(folder, "viewer", authority=url) as client, ThreadPoolExecutor(3) as threads:
-        waiting = [threads.submit(client.get, place) for _ in range(3)]
-        assert all(asked.acquire(timeout=10) for _ in range(3))
-        said = client.get(place)
-        assert said.status_code == 502 and "Other proofs wait" in said.text and client.get("/runs/digits").status_code == 200
-        goes_on.set()
-        assert {each.result().status_code for each in waiting} == {502}
