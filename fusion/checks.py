@@ -15,7 +15,10 @@ TYPES = (torch.float32, torch.float64)
 
 def mixing_weights(weights: Sequence[float] | None, number: int) -> list[float]:
     """Return the weights divided by their sum; None: equal ones. Raise UserError if they do not fit `number` networks."""
-    numbers = [1.0] * number if weights is None else [float(weight) for weight in weights]
+    try:
+        numbers = [1.0] * number if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise UserError(f"fuse: weights {weights!r}; use one number for each network") from None
     if len(numbers) != number or any(not weight >= 0.0 for weight in numbers) or not 0.0 < sum(numbers) < float("inf"):
         raise UserError(f"fuse: weights {numbers} for {number} networks; use one for each, not negative, not all 0")
     return [weight / sum(numbers) for weight in numbers]

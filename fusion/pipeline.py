@@ -79,6 +79,8 @@ def fuse(
         UserError: The networks differ in family, input channels or number of classes, are not finite or traceable, or
             the probe set is not usable. The message says which network and layer.
     """
+    if not isinstance(settings, FusionSettings | None):
+        raise UserError(f"fuse: settings {settings!r}; use FusionSettings(...)")
     networks, depth = plain_networks(networks), into if depth is None else depth
     check_places(len(networks), into, depth)
     shares = mixing_weights(weights, len(networks))

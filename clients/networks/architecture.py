@@ -2,13 +2,14 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedloom.clients.data import class_count, domain_specs, input_form, num_classes
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks.base import NETWORKS, WEIGHT_OPTIONS, Network
+from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
@@ -99,6 +100,24 @@ def network_text(config: Config, site: Site | None = None) -> str:
 
 def _section(config: Config, site: Site | None) -> dict[str, Any]:
     return (_own(site) if site is not None else {}) or config.network
+
+
+def check_own_networks(sites: Iterable[Site]) -> None:
+    """Raise UserError, with the site's name, for a site's own network that is unknown or has a wrong option."""
+    first: dict[str, Site] = {}
+    for site in sites:
+        if section := _own(site):
+            first.setdefault(json.dumps(section, sort_keys=True), site)
+    for text, site in first.items():
+        section = json.loads(text)
+        try:
+            _spec(json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}))
+            if any(key in section for key in WEIGHT_OPTIONS):
+                from fedloom.clients.networks.start import weight_options  # imported only where it is used
+
+                weight_options(section)
+        except UserError as error:
+            raise UserError(f"{site.name} ({site.spec.domain}): {error}") from None
 
 
 def _own(site: Site) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _described(weights: Sequence[float]) -> str:
     used = [index for index, weight in enumerate(weights) if weight > 0.0]
     if len(used) == 1:
         return f"network {used[0]} alone"
-    return "a mixture of all, " + ", ".join(f"{weights[index]:.2f} of {index}" for index in used)
+    return "a mixture of all, " + ", ".join(f"{weights[index]:.2f} of network {index}" for index in used)
 
 
 def _mean(weights: Sequence[float], parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -15,6 +15,7 @@ from fedloom.clients.data.listing import held
 from fedloom.clients.data.own import digests, encoding_of
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
+from fedloom.clients.networks.architecture import check_own_networks
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import Experiment, objective_of, resolve
@@ -54,6 +55,7 @@ from fedloom.server.unlearning.client_erasure import outstanding
 def check(config: Config) -> None:
     """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
     _check_method(config)
+    check_own_networks(config.roster)
     check_hidden(config)
     if has_data(config):
         site_sizes(config)
@@ -184,7 +186,8 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 summary |= method.measure()
                 if has_data(config):
                     summary["classes"] = counted(config, method.state.members())
-                listener.note(f"networks measured and sums checked in {time.monotonic() - began:.1f} s")
+                done = "networks measured and sums checked" if summary["checks"] else "networks measured"
+                listener.note(f"{done} in {time.monotonic() - began:.1f} s")
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
                     rows, entries = _run_baseline(with_mode(config, mode), method, channel, listener)

@@ -17,6 +17,7 @@ from fedloom.server.strategies.averaging import NETWORK, Averaging
 from fedloom.server.strategies.base import STRATEGIES
 
 MOMENTUM, SQUARES = "momentum", "squares"
+MOST_DECAY = 0.999999  # of beta_1; with 1, the network never moves
 
 
 @STRATEGIES.register("fedavgm")
@@ -53,7 +54,7 @@ class FedOpt(Averaging):
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM, SQUARES)
 
     rate: float = option(0.1, "learning rate of the server (eta)", low=0.0)
-    beta_1: float = option(0.9, "decay of the momentum", low=0.0, high=1.0)
+    beta_1: float = option(0.9, "decay of the momentum", low=0.0, high=MOST_DECAY)
     tau: float = option(1e-3, "lower bound of the divisor of a step: a larger value is less adaptive", low=1e-12)
 
     def initial_memory(self, name: str, like: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class FedOpt(Averaging):
 class FedAdagrad(FedOpt):
     """Adagrad at the server: v_t = v_{t-1} + D_t**2, with beta_1 = 0 as in the paper."""
 
-    beta_1: float = option(0.0, "decay of the momentum", low=0.0, high=1.0)
+    beta_1: float = option(0.0, "decay of the momentum", low=0.0, high=MOST_DECAY)
 
     def squares(self, before: Tensor, square: Tensor) -> Tensor:
         return before + square

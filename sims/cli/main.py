@@ -215,9 +215,11 @@ def _guarded() -> int:
             raise KeyboardInterrupt
         _say_waiting(named)
         return code
-    except click.ClickException as error:  # a wrong option; click prints the error
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.ClickException as error:  # a wrong option
+        return _say(_of_option(error), error.exit_code)
     except UserError as error:
         return _say(str(error), 2)
     except FailedError as error:
@@ -240,6 +242,14 @@ def _say_waiting(runs: Sequence[Path]) -> None:
         if many := len(requests(run)):
             wait = "request waits" if many == 1 else "requests wait"
             typer.echo(f"note: {many} {wait} in {run}; `fedloom requests {run}` shows more", err=True)
+
+
+def _of_option(error: click.ClickException) -> str:
+    """Return the line about a wrong command or option: what is wrong, and which help lists the right ones."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "fedloom"
+    fault = " ".join(error.format_message().split()).rstrip(".")
+    return f"{fault} See '{command} --help'" if fault.endswith("?") else f"{fault}; see '{command} --help'"
 
 
 def _say(text: str, code: int) -> int:

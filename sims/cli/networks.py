@@ -62,7 +62,8 @@ def align(
         from fedloom.sims.operations.align_files import align as compare
         from fedloom.sims.operations.network_files import NetworkFiles
 
-    files = NetworkFiles([a, b], [network_a, network_b], probe, samples, size, grey, root)
+    options = ("--network-a", "--network-b")
+    files = NetworkFiles([a, b], [network_a, network_b], probe, samples, size, grey, root, options=options)
     with steps_shown():
         table = compare(files, comparison, not free_first, not free_last, out)
     show_tables(table)

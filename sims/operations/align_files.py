@@ -22,7 +22,7 @@ def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool,
     """
     check_out(out, PICTURES)
     (a, b), _, probe = files.load()
-    with under_way("comparing layers"):
+    with under_way("comparing layers"), files.named_in_errors():
         first, second = wire(a, probe[:1]), wire(b, probe[:1])
         kind = {"neurons": {"representation": "neurons"}}.get(comparison, {"dissimilarity": comparison})
         cost = layer_costs(a, b, probe, **kind)

@@ -1,7 +1,6 @@
 """Fuse networks from files into one network, and save it to a file."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -61,7 +60,8 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     names[into] = _widened(names[into], settings.width)
     fused_by = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
     measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
-    weights, fused = _fused(fused_by, measured, order, len(networks))
+    with files.named_in_errors():
+        weights, fused = _fused(fused_by, measured, order, len(networks))
     form = names[depth].form
     named = replace(names[depth], form=replace(form, outputs=len(fused.classes) or form.outputs))
     save_network(order.out, fused.network, _name(fused.network, named, names[into]))
@@ -142,8 +142,7 @@ def _made(fused: Fused, settings: FusionSettings, files: NetworkFiles) -> Table:
         ["seconds", f"{sum(fused.seconds.values()):.1f}"],
         *([["classes", ", ".join(fused.classes)]] if fused.classes else []),
     ]
-    notes = [re.sub(r"\bnetwork (\d+)", lambda match: files.paths[int(match[1])].name, note) for note in fused.notes]
-    return Table("The fused network", ["", ""], rows, ". ".join(notes))
+    return Table("The fused network", ["", ""], rows, files.by_name(". ".join(fused.notes)))
 
 
 def _costs(fused: Fused, files: NetworkFiles) -> Table:

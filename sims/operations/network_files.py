@@ -1,7 +1,9 @@
 """Load networks from files with images for them, and check where results may be written."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -32,6 +34,7 @@ class NetworkFiles:
         grey: Whether the images are grey.
         root: The data folder; "": $FEDLOOM_DATA, or ./data.
         classes: For each network, the names of its outputs, separated by commas; empty: the domain's classes.
+        options: The option that names each network, for errors; empty: --network for all.
     """
 
     paths: Sequence[Path]
@@ -42,6 +45,19 @@ class NetworkFiles:
     grey: bool
     root: str = ""
     classes: Sequence[str] = ()
+    options: Sequence[str] = ()
+
+    def by_name(self, text: str) -> str:
+        """Return a text with the files' names in place of `network 0`, `network 1`, ..."""
+        return re.sub(r"\bnetwork (\d+)", lambda match: self.paths[int(match[1])].name, text)
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Put the files' names into the messages of UserErrors that are raised in the context."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(self.by_name(str(error))) from error
 
     @property
     def named(self) -> list[list[str]] | None:
@@ -59,7 +75,7 @@ class NetworkFiles:
         stated = [parse_name(name, Form.images(channels, self.size, outputs)) if name else None
                   for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
         with under_way("reading the networks"):
-            loaded = [load_network(path, name) for path, name in zip_longest(self.paths, stated)]
+            loaded = [self._loaded(index, name) for index, (_, name) in enumerate(zip_longest(self.paths, stated))]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
         for path, name in zip(self.paths, names, strict=True):
             name.form.takes(IMAGE, what=str(path))
@@ -69,6 +85,13 @@ class NetworkFiles:
                 raise UserError(f"{path}: is for {name.form}; takes a network for square images of 1 or 3 channels")
         with under_way(f"reading images of {self.domain}"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
+
+    def _loaded(self, index: int, name: NetworkName | None) -> tuple[nn.Module, NetworkName]:
+        try:
+            return load_network(self.paths[index], name)
+        except UserError as error:
+            option = self.options[index] if self.options else "--network"
+            raise UserError(str(error).replace("--network ", f"{option} ")) from error
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
         """Return the task with a domain's images in the size and channels that the network takes."""
