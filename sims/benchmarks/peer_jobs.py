@@ -1,7 +1,8 @@
 """The job of `fedloom bench peers` in each peer, as a user of that peer would write it.
 
-100 sites of 60 images, 20 sites in each round, one epoch of SGD in batches of 32. The images are random: they do not change
-the time. Each function runs the rounds in this process (and its workers), and returns the seconds of each.
+100 sites of 60 images, 20 sites in each round, one epoch of SGD in batches of 32, a network of SIZES. The images are
+random: they do not change the time. Each function runs the rounds in this process (and its workers), and returns the seconds
+of each.
 """
 # pyright: reportMissingImports=false
 
@@ -13,6 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 HERE = "fedloom.sims.benchmarks.peer_jobs"
 SITES, ASKED, IMAGES, BATCH, RATE = 100, 20, 60, 32, 0.05
 WORKERS = 2
-LIMIT = 300  # seconds of a peer's process
+LIMIT = 1200  # seconds of a peer's process
 SUMS = ("engine.name=ray", f"engine.workers={WORKERS}", "federation.partial_sums=true")
 UNSTORED = "strategy.forgettable=false"
 
@@ -36,18 +40,62 @@ def network() -> nn.Module:
     )
 
 
+class Block(nn.Module):
+    """A residual block of two 3x3 convolutions with GroupNorm."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            *(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU()),
+            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.GroupNorm(4, outputs)),
+        )
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.skip(x))
+
+
+def large_network() -> nn.Module:
+    """Return a ResNet-18 of a quarter of its width (2.8 MB) for images [n, 3, 32, 32] of ten classes."""
+    widths = [16, 16, 16, 32, 32, 64, 64, 128, 128]
+    blocks = [Block(a, b, 2 if a != b else 1) for a, b in pairwise(widths)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU(), *blocks,
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))  # fmt: skip
+
+
 def images() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return random training and test images, uint8 [n, 28, 28], with their classes. A domain of the Fedloom runs."""
+    return _random(28, 28)
+
+
+def large_images() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the same with images [n, 32, 32, 3]."""
+    return _random(32, 32, 3)
+
+
+def _random(*shape: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     draw = np.random.default_rng(0)
     sizes = {"train": SITES * IMAGES, "test": 100}
-    return {part: (draw.integers(0, 256, (n, 28, 28), np.uint8), np.arange(n) % 10) for part, n in sizes.items()}
+    return {part: (draw.integers(0, 256, (n, *shape), np.uint8), np.arange(n) % 10) for part, n in sizes.items()}
 
 
-def site_tensors() -> list[tuple[Tensor, Tensor]]:
-    """Return the images of each site, float32 [60, 1, 28, 28], and their classes."""
-    x, y = images()["train"]
-    inputs, targets = torch.from_numpy(x).float().div(127.5).sub(1).unsqueeze(1), torch.from_numpy(y)
-    return list(zip(inputs.split(IMAGES), targets.split(IMAGES), strict=True))
+@dataclass(frozen=True)
+class Size:
+    """The network of a job, and its images."""
+
+    network: Callable[[], nn.Module]
+    images: Callable[[], dict[str, tuple[np.ndarray, np.ndarray]]]
+    side: int
+    grey: bool
+
+    def site_tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the images of each site, float32 [60, channels, side, side], and their classes."""
+        x, y = self.images()["train"]
+        inputs = torch.from_numpy(x).float().div(127.5).sub(1).view(len(x), self.side, self.side, -1).movedim(3, 1)
+        return list(zip(inputs.contiguous().split(IMAGES), torch.from_numpy(y).split(IMAGES), strict=True))
+
+
+SIZES = {"small": Size(network, images, 28, True), "large": Size(large_network, large_images, 32, False)}
 
 
 # Plain loops
@@ -72,10 +120,10 @@ def sum_over(net: nn.Module, start: Tensor, sites: list[int], data: list[tuple[T
     return total
 
 
-def one_process(rounds: int) -> list[float]:
+def one_process(size: str, rounds: int) -> list[float]:
     """A plain loop in one process."""
     torch.set_num_threads(1)
-    net, data, draw, seconds = network(), site_tensors(), np.random.default_rng(0), []
+    net, data, draw, seconds = SIZES[size].network(), SIZES[size].site_tensors(), np.random.default_rng(0), []
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -84,21 +132,21 @@ def one_process(rounds: int) -> list[float]:
     return seconds
 
 
-def _worker(pipe: Any) -> None:
+def _worker(pipe: Any, size: str) -> None:
     torch.set_num_threads(1)
-    net, data = network(), site_tensors()
+    net, data = SIZES[size].network(), SIZES[size].site_tensors()
     while (order := pipe.recv()) is not None:
         pipe.send(sum_over(net, torch.from_numpy(order[0]), order[1], data).numpy())
 
 
-def two_processes(rounds: int) -> list[float]:
+def two_processes(size: str, rounds: int) -> list[float]:
     """A plain loop that shares the sites of a round between two processes."""
     start, draw, seconds = multiprocessing.get_context("spawn"), np.random.default_rng(0), []
     pipes = [start.Pipe() for _ in range(WORKERS)]
-    workers = [start.Process(target=_worker, args=(theirs,), daemon=True) for _, theirs in pipes]
+    workers = [start.Process(target=_worker, args=(theirs, size), daemon=True) for _, theirs in pipes]
     for worker in workers:
         worker.start()
-    weights = nn.utils.parameters_to_vector(network().parameters()).detach().numpy()
+    weights = nn.utils.parameters_to_vector(SIZES[size].network().parameters()).detach().numpy()
     for _ in range(rounds):
         begin, chosen = time.perf_counter(), draw.choice(SITES, ASKED, replace=False).tolist()
         for number, (pipe, _) in enumerate(pipes):
@@ -113,17 +161,19 @@ def two_processes(rounds: int) -> list[float]:
 # Fedloom
 
 
-def fedloom(rounds: int, *overrides: str) -> list[float]:
+def fedloom(size: str, rounds: int, *overrides: str) -> list[float]:
     """FedAvg of Fedloom, with sums and contributions on disk, so that each site can be forgotten exactly."""
     import tempfile
 
     from fedloom.sims.api import run
 
     times: list[float] = []
+    job = SIZES[size]
     with tempfile.TemporaryDirectory() as folder:
         config = {
-            "sites": [{"domain": f"{HERE}:images", "count": SITES}], "network": {"name": f"{HERE}:network"},
-            "strategy": "fedavg", "objective": "fedavg", "data": {"size": 28}, "federation": {"fraction": ASKED / SITES},
+            "sites": [{"domain": f"{HERE}:{job.images.__name__}", "count": SITES}],
+            "network": {"name": f"{HERE}:{job.network.__name__}"}, "data": {"size": job.side, "grey": job.grey},
+            "strategy": "fedavg", "objective": "fedavg", "federation": {"fraction": ASKED / SITES},
             "training": {"batch": BATCH, "epochs": 1, "rate": RATE, "momentum": 0.0, "schedule": "constant"},
             "evaluation": {"every": 10**6, "sites": 0}, "rounds": rounds, "run": {"root": folder},
         }  # fmt: skip
@@ -131,35 +181,35 @@ def fedloom(rounds: int, *overrides: str) -> list[float]:
     return np.diff(times).tolist()
 
 
-def inline(rounds: int) -> list[float]:
+def inline(size: str, rounds: int) -> list[float]:
     """Fedloom in one process."""
-    return fedloom(rounds, "engine.name=inline")
+    return fedloom(size, rounds, "engine.name=inline")
 
 
-def ray(rounds: int) -> list[float]:
+def ray(size: str, rounds: int) -> list[float]:
     """Fedloom with two Ray workers."""
-    return fedloom(rounds, "engine.name=ray", f"engine.workers={WORKERS}")
+    return fedloom(size, rounds, "engine.name=ray", f"engine.workers={WORKERS}")
 
 
-def ray_sums(rounds: int) -> list[float]:
+def ray_sums(size: str, rounds: int) -> list[float]:
     """Fedloom with two Ray workers that add up their sites."""
-    return fedloom(rounds, *SUMS)
+    return fedloom(size, rounds, *SUMS)
 
 
-def inline_unstored(rounds: int) -> list[float]:
+def inline_unstored(size: str, rounds: int) -> list[float]:
     """Fedloom in one process, without contributions on disk."""
-    return fedloom(rounds, "engine.name=inline", UNSTORED)
+    return fedloom(size, rounds, "engine.name=inline", UNSTORED)
 
 
-def ray_unstored(rounds: int) -> list[float]:
+def ray_unstored(size: str, rounds: int) -> list[float]:
     """Fedloom with two Ray workers that add up their sites, without contributions on disk."""
-    return fedloom(rounds, *SUMS, UNSTORED)
+    return fedloom(size, rounds, *SUMS, UNSTORED)
 
 
 # Others
 
 
-def flower(rounds: int) -> list[float]:
+def flower(size: str, rounds: int) -> list[float]:
     """Flower's simulation with its own FedAvg; a Ray actor on each of two CPUs."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
@@ -174,16 +224,16 @@ def flower(rounds: int) -> list[float]:
     @client.train()
     def _(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
-        net = network()
+        net = SIZES[size].network()
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
-        train(net, *_tensors()[int(context.node_config["partition-id"])])
+        train(net, *_tensors(size)[int(context.node_config["partition-id"])])
         record = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": IMAGES})})
         return Message(record, reply_to=message)
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
         FedAvg(fraction_train=ASKED / SITES, fraction_evaluate=0.0).start(
-            grid, ArrayRecord(network().state_dict()), num_rounds=rounds,
+            grid, ArrayRecord(SIZES[size].network().state_dict()), num_rounds=rounds,
             evaluate_fn=lambda number, arrays: times.append(time.perf_counter()),
         )  # fmt: skip
 
@@ -198,13 +248,13 @@ def flower(rounds: int) -> list[float]:
 _DATA: list[tuple[Tensor, Tensor]] = []
 
 
-def _tensors() -> list[tuple[Tensor, Tensor]]:
+def _tensors(size: str) -> list[tuple[Tensor, Tensor]]:
     if not _DATA:
-        _DATA.extend(site_tensors())
+        _DATA.extend(SIZES[size].site_tensors())
     return _DATA
 
 
-def pfl(rounds: int) -> list[float]:
+def pfl(size: str, rounds: int) -> list[float]:
     """pfl-research in one process, or in two by torchrun."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -222,7 +272,7 @@ def pfl(rounds: int) -> list[float]:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
+            self.net = SIZES[size].network()
 
         def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
             return F.cross_entropy(self.net(x), y)
@@ -240,7 +290,7 @@ def pfl(rounds: int) -> list[float]:
     set_framework_module(pytorch_ops)
     np.random.seed(0)  # noqa: NPY002  # pfl draws from it; the same on all workers
     torch.manual_seed(0)
-    data, model = _tensors(), Model()
+    data, model = _tensors(size), Model()
     sampler = get_user_sampler("random", list(range(SITES)))
     users = FederatedDataset(lambda user: Dataset(raw_data=list(data[user]), user_id=str(user)), sampler)
     pytorch = PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -263,16 +313,16 @@ TORCHRUN = "pfl-research, two processes"
 NEEDS = {"pfl-research, one process": "pfl", TORCHRUN: "pfl"}  # the package
 
 
-def measure(peer: str, rounds: int, python: str = "") -> list[float]:
+def measure(peer: str, size: str, rounds: int, python: str = "") -> list[float]:
     """Run a peer's job in a new process, and return the seconds of each round but the first three.
 
-    `python`: the Python of an environment with the peer's package; "": this one.
+    `size`: a key of SIZES. `python`: the Python of an environment with the peer's package; "": this one.
 
     Raises:
         RuntimeError: The process failed; the message is its last line. Or it took more than LIMIT seconds.
     """
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORKERS}"] if peer == TORCHRUN else []
-    command = [python or sys.executable, "-P", *several, __file__, peer, str(rounds)]
+    command = [python or sys.executable, "-P", *several, __file__, peer, size, str(rounds)]
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as errors,
@@ -295,4 +345,4 @@ def measure(peer: str, rounds: int, python: str = "") -> list[float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(PEERS[sys.argv[1]](int(sys.argv[2]))), flush=True)
+    print(json.dumps(PEERS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))), flush=True)

@@ -8,22 +8,24 @@ from typing import Any
 from fedloom.conf.errors import UserError
 from fedloom.conf.machine import cores
 from fedloom.sims.benchmarks.measuring import table
-from fedloom.sims.benchmarks.peer_jobs import ASKED, IMAGES, NEEDS, PEERS, SITES, measure
+from fedloom.sims.benchmarks.peer_jobs import ASKED, IMAGES, NEEDS, PEERS, SITES, SIZES, measure
 from fedloom.sims.report.tables import Table
 
-TURNS, ROUNDS, QUICK = 5, 23, (1, 8)
+TURNS, ROUNDS, LARGE_ROUNDS, QUICK = 5, 23, 8, (1, 8)
 LOOPS = {1: "plain loop, one process", 2: "plain loop, two processes"}
 COLUMNS = {"peer": "{peer}", "ms a round": "{ms:.0f}", "fastest": "{fastest:.0f}", "slowest": "{slowest:.0f}",
            "of the loop in one process": "{share:.2f}", "note": "{note}"}  # fmt: skip
 PYTHON = "FEDLOOM_PEERS_PYTHON"  # the Python of an environment that has the other packages
 
 
-def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
+def bench(quick: bool = False, large: bool = False) -> tuple[Table, list[dict[str, Any]]]:
     """Measure each peer in fresh processes, in turn, so that other load on the machine meets all of them.
 
-    `quick`: one turn of few rounds. Raises UserError for a Python in FEDLOOM_PEERS_PYTHON that is missing.
+    `quick`: one turn of few rounds. `large`: a network of 2.8 MB instead of 0.3, and fewer rounds.
+    Raises UserError for a Python in FEDLOOM_PEERS_PYTHON that is missing.
     """
-    turns, rounds = QUICK if quick else (TURNS, ROUNDS)
+    turns, rounds = QUICK if quick else (TURNS, LARGE_ROUNDS if large else ROUNDS)
+    size = "large" if large else "small"
     python = os.environ.get(PYTHON, "")
     if python and not Path(python).is_file():
         raise UserError(f"{PYTHON}: {python} is not a file; name the Python of an environment that has pfl")
@@ -34,15 +36,16 @@ def bench(quick: bool = False) -> tuple[Table, list[dict[str, Any]]]:
             if notes[peer]:
                 continue
             try:
-                taken[peer].append(1e3 * statistics.median(measure(peer, rounds, python if peer in NEEDS else "")))
+                taken[peer].append(1e3 * statistics.median(measure(peer, size, rounds, python if peer in NEEDS else "")))
             except RuntimeError as error:
                 notes[peer] = f"`pip install {NEEDS[peer]}`" if peer in NEEDS and NEEDS[peer] in str(error) else str(error)
     loop = statistics.median(taken[LOOPS[1]]) if taken[LOOPS[1]] else None
     rows = [_row(peer, taken[peer], loop, notes[peer]) for peer in PEERS]
+    parameters = sum(weight.numel() for weight in SIZES[size].network().parameters())
     note = (
-        f"{ASKED} of {SITES} sites train 69,742 weights on {IMAGES} images for an epoch, in batches of 32; {cores()} cores. "
-        f"Median of {turns} turns of {rounds - 3} rounds. For pfl-research, `pip install pfl` into another environment, "
-        f"and set {PYTHON} to its Python."
+        f"{ASKED} of {SITES} sites train {parameters:,} weights on {IMAGES} images for an epoch, in batches of 32; "
+        f"{cores()} cores. Median of {turns} turns of {rounds - 3} rounds. For pfl-research, `pip install pfl` into another "
+        f"environment, and set {PYTHON} to its Python."
     )
     return table("A round of FedAvg", COLUMNS, rows, note), rows
 

@@ -154,6 +154,7 @@ def bench(
         str, typer.Argument(help="A benchmark: engines, faults, flat-memory, fusion, grid, memory, unlearning, ...")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds (engines, faults, federation, peers).")] = False,
+    large: Annotated[bool, typer.Option("--large", help="A network of 2.8 MB instead of 0.3 (peers only).")] = False,
     out: Annotated[Path, typer.Option(help="Folder for results (engines only).")] = Path("runs/bench"),
     as_json: Json = False,
 ) -> None:
@@ -161,7 +162,7 @@ def bench(
     from fedloom.sims.benchmarks import MODULES
 
     measure = _named("benchmark", what, MODULES, "bench")
-    options = {"quick": quick, "out": out}
+    options = {"quick": quick, "large": large, "out": out}
     tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
     show_tables(*([tables] if isinstance(tables, Table) else tables), err=as_json)
     if as_json:

@@ -253,14 +253,15 @@ def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_p
 
 
 def test_a_peer_runs_its_rounds_and_one_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch):
-    assert len(peer_jobs.measure("plain loop, one process", 5)) == 2
+    assert len(peer_jobs.measure("plain loop, one process", "small", 5)) == 2
     monkeypatch.setattr(peer_jobs, "LIMIT", 1)
     with pytest.raises(RuntimeError, match="not finished in 1 s"):
-        peer_jobs.measure("plain loop, one process", 10**6)
+        peer_jobs.measure("plain loop, one process", "small", 10**6)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", [peer for peer in peer_jobs.PEERS if peer not in peer_jobs.NEEDS])
-def test_each_peer_that_comes_with_the_project_runs(peer: str):
-    assert len(peer_jobs.measure(peer, 5)) == 2
+@pytest.mark.parametrize("size", peer_jobs.SIZES)
+def test_each_peer_that_comes_with_the_project_runs(peer: str, size: str):
+    assert len(peer_jobs.measure(peer, size, 5)) == 2
