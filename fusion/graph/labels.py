@@ -253,7 +253,8 @@ def scrambled(numbers: np.ndarray) -> np.ndarray:
 
 
 def _ways(a: Tensor, b: Tensor) -> str:
-    """Return the correspondence of labels [n] and [n]."""
-    pairs = torch.stack([a, b]).unique(dim=1)
-    left, right = (len(side.unique()) == pairs.shape[1] for side in pairs)
+    """Return the correspondence of labels [n] and [n], none negative."""
+    sides = (a.numpy(), b.numpy())
+    pairs = len(np.unique(sides[0] << 32 | sides[1]))
+    left, right = (len(np.unique(side)) == pairs for side in sides)
     return "same" if left and right else "left" if left else "right" if right else "many"

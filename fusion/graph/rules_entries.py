@@ -33,7 +33,9 @@ def joined(walk: Walk, operands: Sequence[Value]) -> Value:
 def _merged(walk: Walk, factors: list[Tensor], more: list[Tensor]) -> list[Tensor]:
     """Return the factors of two operands, joined where they meet; of several matches, the best one."""
     pairs = [(k, n) for k, one in enumerate(factors) for n, other in enumerate(more) if _meet(one, other)]
-    rank = {pair: walk.atoms.correspondence(factors[pair[0]], more[pair[1]]) == "many" for pair in pairs}
+    rank = dict.fromkeys(pairs, False)
+    if len(pairs) > 1:
+        rank = {(k, n): walk.atoms.correspondence(factors[k], more[n]) == "many" for k, n in pairs}
     left, right, result = set[int](), set[int](), list(factors)
     for k, n in sorted(pairs, key=rank.__getitem__):
         if rank[k, n] and (k in left or n in right):

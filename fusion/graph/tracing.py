@@ -64,7 +64,8 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 
     Raise WiringError if torch.fx cannot trace the network (control flow depends on data), or it does not run.
     """
-    with undisturbed(network), evaluating(network), torch.no_grad():
+    with undisturbed(network), torch.no_grad():
+        _set_evaluating(network)
         tracer = _Tracer()
         own = set(vars(network))
         try:
@@ -86,9 +87,13 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
 def evaluating(network: nn.Module) -> Iterator[None]:
     """Set eval mode inside the context, by flags alone, because train() can be overridden. Restore attributes after it."""
     with undisturbed(network, structure=False):
-        for module in network.modules():
-            module.training = False
+        _set_evaluating(network)
         yield
+
+
+def _set_evaluating(network: nn.Module) -> None:
+    for module in network.modules():
+        module.training = False
 
 
 def _one_line(error: Exception) -> str:

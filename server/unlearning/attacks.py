@@ -162,10 +162,12 @@ def interval(members: Floats, others: Floats, random: np.random.Generator, resam
         The lower and the upper limit.
     """
     ranks = np.unique(np.concatenate([members, others]), return_inverse=True)[1]
-    sides, areas = (ranks[: len(members)], ranks[len(members) :]), []
+    ours, theirs = ranks[: len(members)], ranks[len(members) :]
+    areas = []
     for _ in range(resamples):
-        drawn, against = (np.bincount(random.choice(side, len(side)), minlength=len(ranks)) for side in sides)
-        areas.append(drawn @ (np.cumsum(against) - against / 2))
+        drawn = ours[random.integers(0, len(ours), len(ours))]
+        against = np.bincount(theirs[random.integers(0, len(theirs), len(theirs))], minlength=len(ranks))
+        areas.append((np.cumsum(against) - against / 2)[drawn].sum())
     low, high = np.percentile(areas, [2.5, 97.5]) / (len(members) * len(others))
     return float(low), float(high)
 
