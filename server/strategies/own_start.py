@@ -23,6 +23,7 @@ from fedloom.fusion.state import State
 from fedloom.fusion.submodels import Submodel
 from fedloom.server.strategies.architectures import Group
 
+LARGE = 2**24  # bytes of a network whose copies are freed at once: a search for cycles takes a tenth of a second
 TOGETHER = 4  # networks to fuse at once, which limits memory; more are fused step by step
 BLIND = FusionSettings(basis="weights", comparison="neurons", refit="none", repair=False)  # without probe images
 PART = FusionSettings(basis="same", refit="plans")
@@ -73,7 +74,8 @@ def fused_apart(
             into = chunk.pop(index)
         if chunk:
             into = Apart(reference, _fused([into, *chunk], probe, settings), into.weight + sum(one.weight for one in chunk))
-            gc.collect()  # traced networks are in cycles
+            if sum(tensor.nbytes for tensor in into.state.values()) > LARGE:
+                gc.collect()  # traced networks are in cycles
     return into.state
 
 

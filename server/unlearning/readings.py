@@ -55,8 +55,9 @@ def outcome(content: Mapping[str, Any], names: str) -> str:
     if found.get(SHOWN) != "no":
         return f"{names} forgotten"
     advice = "--rollback" if content.get("options", {}).get("restore") else "--restore N or --rollback"
-    return (f"the contributions of {names} are removed, but the network has not forgotten: {'; '.join(found[STILL])}. In a "
-            f"copy of the run from before the request, `unlearn` with {advice} can remove more")  # fmt: skip
+    again = f"In a copy of the run from before the request, `unlearn` with {advice} can remove more (not in all methods)"
+    still = "; ".join(found[STILL])
+    return f"the contributions of {names} are removed, but the network has not forgotten: {still}. {again}"
 
 
 @dataclass(frozen=True)
