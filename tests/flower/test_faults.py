@@ -37,7 +37,7 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
             write(homes[0] / SITE, replace(sheets[0], superlink=f"127.0.0.1:{between.port}"))
             write(homes[1] / SITE, replace(sheets[1], environment=altered))
             local.up(federation, 3, tls=True)
-            more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", "evaluation.sites=0", CONVOLUTIONS]
+            more = ["rounds=3", "federation.min_replies=1", "federation.timeout=60", CONVOLUTIONS]
             command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words(federation, root, "cut", *more)]
             with subprocess.Popen(
                 command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -96,7 +96,7 @@ def test_what_an_altered_program_answers_is_refused(weathered: list[dict[str, An
 
 
 def test_a_second_server_of_a_run_is_refused_in_a_line_and_one_of_another_run_is_not(federation: Path, tmp_path: Path):
-    given = words(federation, tmp_path, "one", "rounds=1000", "evaluation.sites=0")
+    given = words(federation, tmp_path, "one", "rounds=1000")
     child = subprocess.Popen([sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *given], cwd=tmp_path,
                              env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
@@ -104,7 +104,7 @@ def test_a_second_server_of_a_run_is_refused_in_a_line_and_one_of_another_run_is
         for command in (["resume", "one"], ["run", "digits", *given, "--overwrite"]):
             told = fedloom(tmp_path, *command)
             assert told.returncode and f"process {child.pid} is working on it" in told.stderr.splitlines()[-1], told.stderr
-        assert run(federation, tmp_path, "other", "rounds=1", "evaluation.sites=0")["status"] == "finished"
+        assert run(federation, tmp_path, "other", "rounds=1")["status"] == "finished"
         assert child.poll() is None
     finally:
         child.send_signal(signal.SIGINT)

