@@ -80,6 +80,12 @@ def test_weights_so_large_that_the_outputs_are_not_finite():
     assert said.startswith("layer 'extractor.3': its outputs are not finite")
 
 
+def test_arguments_of_other_types():
+    pair = [network(MLP), network(MLP, 1)]
+    assert refusal(pair, weights="ab") == "fuse: weights 'ab'; use one number for each network"
+    assert refusal(pair, settings={"refit": "none"}) == "fuse: settings {'refit': 'none'}; use FusionSettings(...)"
+
+
 @pytest.mark.parametrize("weights", [[], [1.0], [1, 2, 3], [-1, 2], [0, 0], [float("nan"), 1], [float("inf"), 1]])
 def test_weights_of_the_average(weights):
     said = refusal([network(MLP), network(MLP, 1)], weights=weights)

@@ -101,6 +101,11 @@ def test_report_draws_again(fedloom: Command, finished):
         (["report", "nowhere"], "nowhere"),
         (["ledger", "x" * 400], "File name too long; give another path"),
         (["reproduce", "agregation"], "did you mean 'aggregation'"),
+        (["run", "--nope"], "No such option '--nope'"),
+        (["nope"], "No such command 'nope'; see 'fedloom --help'"),
+        (["reproduce", "fusion", "--seeds", "0"], "see 'fedloom reproduce --help'"),
+        (["run", "rounds=${nope}"], "rounds: Interpolation key 'nope' not found"),
+        (["run", "sites.1.network={name: mlp, widths: [-3]}"], "network.widths: got -3"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
