@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
 import gc
 import os
 import sys
@@ -22,7 +21,6 @@ def cores() -> int:
     return max(1, int(min(len(usable(0)) if usable else os.cpu_count() or 1, limits().cores)))
 
 
-@functools.cache
 def memory() -> int:
     """Return the memory of the machine in bytes, or that of its container if it is smaller."""
     return int(min(psutil.virtual_memory().total, limits().memory))

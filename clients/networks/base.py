@@ -1,5 +1,6 @@
 """The base classes of networks, their registry, and their initialisation from a generator."""
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -72,10 +73,16 @@ class NetworkSpec(ABC):
             built = f"{type(self).__name__}.build returned a {type(network).__name__}"
             raise UserError(f"network: {built}; it must return a fedloom.clients.networks.Network(extractor, head)")
         needed = sum(tensor.nbytes for tensor in network.state_dict().values())
-        if needed > (available := machine.memory()):
+        if needed > (available := _memory()):
             told_size = f"needs {needed / 2**30:.0f} GiB for its weights, but this machine has {available / 2**30:.0f} GiB"
             raise UserError(f"network: {told_size}; choose a narrower one, or reduce data.classes or data.size")
         return network._apply(_real)
+
+
+@functools.cache
+def _memory() -> int:
+    """Return the machine's memory in bytes, read once: many networks are built."""
+    return machine.memory()
 
 
 def _real(tensor: Tensor) -> Tensor:
