@@ -97,7 +97,7 @@ class Atoms:
         return torch.from_numpy(roots)
 
     def tie(self, one: Tensor, other: Tensor) -> None:
-        """Make the channels of two label tensors of one shape the same, entry by entry. Pin a label that meets STILL."""
+        """Record that two label tensors of one shape name the same channels, by entry. Pin a label that meets STILL."""
         a, b = one.flatten(), other.flatten()
         for mine, theirs in ((a, b), (b, a)):
             self.pin(mine[theirs == STILL])

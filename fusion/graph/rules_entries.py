@@ -107,8 +107,8 @@ def squeezed(value: Value, dims: Iterable[int]) -> Value:
     )
 
 
-def closed(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
-    """Return the labels after a norm over `dims`: channels can only move within what is normalised together."""
+def normalised(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
+    """Return the labels after a norm over `dims`. Group, in `walk`, the channels that it normalises together."""
     gone = {dim % len(value.shape) for dim in dims}
     for factor in value.factors:
         if varied(factor) & gone and not varied(factor) <= gone and walk.free(factor):
@@ -173,13 +173,13 @@ def softmax(walk: Walk, node: Node) -> Value:
         raise Refusal(f"{walk.what(node)} over dimension {dim}; use a number; try to set the dimension")
     dim %= len(value.shape)
     walk.softmax += [(node, factor) for factor in value.factors if dim in varied(factor)]
-    return closed(walk, value, [dim])
+    return normalised(walk, value, [dim])
 
 
 def normalized(walk: Walk, node: Node) -> Value:
     """Return the labels of F.normalize: a division by a norm over a dimension."""
     value = walk.known(node.args[0])
-    return closed(walk, value, [argument(node, 2, "dim", 1)])
+    return normalised(walk, value, [argument(node, 2, "dim", 1)])
 
 
 def product(walk: Walk, one: Value, other: Value) -> Value:

@@ -312,7 +312,7 @@ class RoundContext(View):
         site, bounds = received.site, self._transport.bounds(received.site)
         if kind == TRAIN:
             numbers = train_numbers(received.content, bounds, hidden=bool(self.config.privacy.noise))
-            self.countersigned(site.name, received.content)
+            self.keep_signature(site.name, received.content)
         else:
             numbers = asked_numbers(received.content, metrics, bounds)
         try:
@@ -362,8 +362,8 @@ class RoundContext(View):
     def _keys(self) -> dict[str, str]:
         return self.ledger.keys()
 
-    def countersigned(self, site: str, content: RecordDict) -> None:
-        """Store the site's signature of its reply for the round's record, if it is valid and by the site's key."""
+    def keep_signature(self, site: str, content: RecordDict) -> None:
+        """Keep the site's signature of its reply for the round's record. Ignore an invalid one, or one by another key."""
         if SIGNED not in content.config_records:
             return
         payload = update_payload(self._transport.run, site, self.site_round, content)

@@ -217,7 +217,7 @@ class MaskedExchange:
                 self._check_blame(site, content_of(received).config_records.get(BLAMED))
                 bounds = replace(self.transport.bounds(site), counted=0)  # no weight: each site counts once
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
-                self.context.countersigned(site.name, content_of(received))
+                self.context.keep_signature(site.name, content_of(received))
                 trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))
                 self.heard.vectors[site.name] = {
                     record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected

@@ -64,7 +64,16 @@ class ServerTraining:
             raise UserError(f"{key}.domain: {problem}; take another domain, or weight=1, which uses no labels")
 
     def trained(self, view: View, states: Mapping[str, State], key: str) -> dict[str, State]:
-        """Train each architecture's network and return the states, by name. `key` names the option in errors."""
+        """Distil the sites' mean logits on the server's images into each architecture's network (weight < 1: and labels).
+
+        Args:
+            view: The sites' contributions.
+            states: The states by name of architecture.
+            key: The option, for errors.
+
+        Returns:
+            The new states by name of architecture; the same ones without steps.
+        """
         if not self.steps or not states:
             return dict(states)
         states_after, data = {}, self.images.labelled(view, key)

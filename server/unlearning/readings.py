@@ -86,7 +86,11 @@ class _Domain:
 
     @property
     def remains(self) -> bool:
-        """Whether the accuracy is still as before or, if it was retrained, nearer to that than to the retrained one."""
+        """Whether the network still knows the domain, by a margin of ERRORS standard errors.
+
+        With a retrained network: its accuracy is above the retrained one's, and nearer to the one before. Without: it
+        is not below the one before.
+        """
         if self.retrained is None:
             return self.after >= self.before - ERRORS * self._error(self.before, self.after)
         clear = self.after > self.retrained + ERRORS * self._error(self.after, self.retrained)

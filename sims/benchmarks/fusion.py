@@ -126,7 +126,10 @@ def _forward(networks: list[nn.Module], probe: torch.Tensor) -> float:
 
 
 def round_of_server(start: str) -> dict[str, Any]:
-    """Put all sites' networks, fuse them (settle) and commit in this process; return each part's seconds and added MiB."""
+    """Measure the server's part of a round in this process: store all sites' networks, fuse them (`settle`), commit.
+
+    `start`: strategy.start. Return the seconds of each part, and the increase of the peak memory in MiB.
+    """
     torch.set_num_threads(1)
     networks = "[{name: resnet18, width: 1.0, norm: batch}, {name: resnet34, width: 1.0, norm: batch}]"
     with tempfile.TemporaryDirectory() as root:

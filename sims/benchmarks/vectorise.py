@@ -48,7 +48,10 @@ def bench(cohorts: tuple[int, ...] = COHORTS) -> tuple[Table, list[dict[str, Any
 
 
 def measure(device: str, network: str, sites: int) -> dict[str, Any]:
-    """Train sites of 60 images one by one and stacked, in turn so that load meets both; return the seconds for a site."""
+    """Train sites of 60 images one by one and stacked, alternating, so that other load slows both.
+
+    Return the settings, and the seconds for a site of each way (`alone_s`, `together_s`): the fastest repeat.
+    """
     with tempfile.TemporaryDirectory() as folder:
         entry = f"sites=[{{domain: digits, count: {sites}, samples: {IMAGES}, partition: {{min_samples: 1}}}}]"
         config = load("digits", [entry, "objective.mode=fedavg", f"engine.device={device}", *NETWORKS[network]])

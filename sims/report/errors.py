@@ -38,7 +38,7 @@ def metrics_table(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def by_class_table(summary: Mapping[str, Any]) -> list[Table]:
-    """Return, as a list, a table of the metrics by class of the first network, over all measured sites."""
+    """Return [table] of the metrics by class, over all measured sites, of the first network that has them; else []."""
     name, union = next(
         ((name, result["union"]) for name, result in at_home(summary).items() if result.get("union")), ("", {})
     )
@@ -57,7 +57,7 @@ def by_class_table(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def confusion_table(summary: Mapping[str, Any]) -> list[Table]:
-    """Return, as a list, the confusion matrix of the first network, over all measured sites."""
+    """Return [table] of the confusion matrix, over all measured sites, of the first network that has one; else []."""
     name, matrix = next(((name, union["confusion"]) for name, union in _unions(summary) if "confusion" in union), ("", []))
     names = names_of(summary)
     labels = [shortened(names.get(str(number), str(number)), MAX_NAME_ON_AXIS) for number in range(len(matrix))]
