@@ -99,10 +99,8 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
     except UserError:
         raise
     except (OmegaConfBaseException, TypeError, LookupError, ValueError, RecursionError) as error:
-        key = getattr(error, "full_key", None)  # of an interpolation that fails
-        raise UserError(
-            f"{' '.join([name, *map(_short, overrides)])}: {f'{key}: ' if key else ''}{_first_line(error)}"
-        ) from None
+        words, key = " ".join([name, *map(_short, overrides)]), getattr(error, "full_key", "")  # of an interpolation
+        raise UserError(": ".join(filter(None, [words, key, _first_line(error)]))) from None
     assert isinstance(resolved, dict)
     return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in resolved.items()}})
 

@@ -107,7 +107,7 @@ def squeezed(value: Value, dims: Iterable[int]) -> Value:
     )
 
 
-def normalised(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
+def after_norm(walk: Walk, value: Value, dims: Iterable[int]) -> Value:
     """Return the labels after a norm over `dims`. Group, in `walk`, the channels that it normalises together."""
     gone = {dim % len(value.shape) for dim in dims}
     for factor in value.factors:
@@ -173,13 +173,13 @@ def softmax(walk: Walk, node: Node) -> Value:
         raise Refusal(f"{walk.what(node)} over dimension {dim}; use a number; try to set the dimension")
     dim %= len(value.shape)
     walk.softmax += [(node, factor) for factor in value.factors if dim in varied(factor)]
-    return normalised(walk, value, [dim])
+    return after_norm(walk, value, [dim])
 
 
 def normalized(walk: Walk, node: Node) -> Value:
     """Return the labels of F.normalize: a division by a norm over a dimension."""
     value = walk.known(node.args[0])
-    return normalised(walk, value, [argument(node, 2, "dim", 1)])
+    return after_norm(walk, value, [argument(node, 2, "dim", 1)])
 
 
 def product(walk: Walk, one: Value, other: Value) -> Value:

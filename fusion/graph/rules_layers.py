@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from fedloom.fusion.graph.labels import Value, value_of, varied
-from fedloom.fusion.graph.rules_entries import elementwise, joined, normalised, table
+from fedloom.fusion.graph.rules_entries import after_norm, elementwise, joined, table
 from fedloom.fusion.graph.rules_moves import mixed
 from fedloom.fusion.graph.tracing import CONVOLUTIONS, NORMS, TRANSPOSED
 from fedloom.fusion.graph.walk import Refusal, Rule, Walk, along, argument
@@ -239,7 +239,7 @@ def _over_last(walk: Walk, node: Node, over: Any, tensors: list[Any]) -> Value:
     """Label a norm over the last dimensions."""
     value = walk.known(node.args[0])
     last = len(over)
-    value = normalised(walk, value, range(len(value.shape) - last, len(value.shape)))
+    value = after_norm(walk, value, range(len(value.shape) - last, len(value.shape)))
     return _affine(walk, node, value, tensors, -1)
 
 

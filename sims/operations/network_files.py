@@ -49,7 +49,8 @@ class NetworkFiles:
 
     def by_name(self, text: str) -> str:
         """Return a text with the files' names in place of `network 0`, `network 1`, ..."""
-        return re.sub(r"\bnetwork (\d+)", lambda match: self.paths[int(match[1])].name, text)
+        names = {f"network {index}": path.name for index, path in enumerate(self.paths)}
+        return re.sub(r"\bnetwork \d+\b", lambda match: names.get(match[0], match[0]), text)
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:

@@ -24,16 +24,8 @@ from fedloom.sims.federation.proxies import without
 SITES = "sites=[{domain: digits, samples: 60}, {domain: digits, samples: 60}, {domain: digits, samples: 60}]"
 FEW_PARTS = "network={name: mlp, widths: [32]}"  # each part of a message is a request
 CONVOLUTIONS = "network={name: conv6, standardise: true, affine: false}"  # the experiment's own, all of whose weights change
-SMALL = [
-    SITES,
-    "data.size=8",
-    "data.test_limit=50",
-    "baselines=[]",
-    "seed=3",
-    "training.epochs=1",
-    FEW_PARTS,
-    "evaluation.sites=0",
-]  # to measure single sites is a question more
+SMALL = [SITES, "data.size=8", "data.test_limit=50", "baselines=[]", "seed=3", "training.epochs=1", FEW_PARTS,
+         "evaluation.sites=0"]  # fmt: skip  # to measure single sites takes one more question
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 

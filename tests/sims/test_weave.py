@@ -236,6 +236,10 @@ BAD = [
         ["fuse", "a", "colour", "--into", "1"],
         "colour.safetensors: is for images of 3 x 8 x 8, a.safetensors for images of 1 x 8 x 8",
     ),
+    (
+        ["fuse", "a", "b", "--into", "1", *("--classes", "network 9,x") * 2],
+        "a.safetensors: 2 class names, 2 different, for 10",
+    ),
     (["fuse", "b", "seven", "--into", "1"], "seven.safetensors has 7 classes, the others 10"),
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),
