@@ -27,6 +27,7 @@ from flwr.supercore.retry import RetryInvoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.superlink.grid.http_grid import HttpGrid
 
+from fedloom.clients.protocol.bundles import bundled_orders, unbundled
 from fedloom.clients.protocol.messages import array_bytes
 from fedloom.conf.errors import UserError, plain
 from fedloom.server.flower.http_answers import wary
@@ -90,13 +91,14 @@ class Patient:
 class CarefulGrid(HttpGrid):
     """Flower's grid with checks of replies. Of a reply's metadata, only fields that the SuperLink has checked are used."""
 
-    poll_seconds = 0.25
+    pause_seconds, held_seconds = 0.25, 0.5  # a server that held a request for so long needs no pause before the next
 
     def __init__(self, address: str, insecure: bool, certificates: bytes | None, token: str) -> None:
         super().__init__(address, insecure, certificates, token=token)
         self._retry_invoker: Any = Patient(self._retry_invoker, address)
         self._coming: dict[str, _Coming] = {}  # by the id of the message that the reply answers
         self._largest = 0  # bytes of the largest message sent
+        self.poll_seconds = self.pause_seconds  # before the next look for replies
 
     def _connect(self) -> None:
         super()._connect()
@@ -114,7 +116,7 @@ class CarefulGrid(HttpGrid):
         """Send messages and return their ids. An id is empty if the SuperLink refuses the message: its node is gone."""
         outgoing = list(messages)
         self._largest = max([self._largest, *(array_bytes(message.content) for message in outgoing)])
-        ids = list(super().push_messages(outgoing))
+        ids = list(super().push_messages(bundled_orders(outgoing)))
         return [id or "" for id in ids] if ids else [""] * len(outgoing)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -122,8 +124,9 @@ class CarefulGrid(HttpGrid):
 
         A reply that cannot be read becomes an error message.
         """
-        wanted = set(message_ids)
+        wanted, began = set(message_ids), time.monotonic()
         response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted - self._coming.keys()))
+        self.poll_seconds = 0.0 if time.monotonic() - began > self.held_seconds else self.pause_seconds
         for info, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
             self._coming[info.metadata.reply_to_message_id] = _Coming(info, list(parts))
@@ -205,7 +208,7 @@ def read(info: MessageInfo, parts: dict[str, bytes], limit: int) -> Message:
     message: Any = inflate_object_from_contents(root, parts)
     if message.has_error():
         return make_message(metadata, error=Error(message.error.code, str(message.error.reason or "")[:MOST_REASON]))
-    return make_message(metadata, content=message.content)
+    return make_message(metadata, content=unbundled(message.content))
 
 
 def _failed(info: MessageInfo, error: Exception) -> Message:

@@ -42,7 +42,9 @@ from fedloom.sims.federation.bodies import (
     Room,
 )
 from fedloom.sims.federation.connections import Crowd
+from fedloom.sims.federation.long_polling import REPLIES_SECONDS, Signals, Wait, held
 
+ORDERS = "/v1/fleet/pull-messages"  # path for a node's next order
 FLEET = frozenset(
     f"/v1/fleet/{name}"
     for name in (
@@ -59,7 +61,9 @@ FLEET = frozenset(
     )
 )  # paths for nodes
 CONTROL = "/v1/control/"  # path prefix for the commands that start runs
+START = "/v1/control/start-run"
 ACQUIRE = "/v1/runtime/acquire-task"  # path for the executor
+REPLIES = "/v1/runtime/pull-messages"  # path for a run's replies
 RUNTIME = frozenset(
     f"/v1/runtime/{name}"
     for name in (
@@ -81,15 +85,16 @@ OF_NODES = {
     "/v1/fleet/push-messages": 2 << 20,
 }  # most bytes of a body; other paths: SMALL
 OF_OWN = {
-    "/v1/control/start-run": 32 << 20,  # Flower's limit for an app's bundle is 10 MB
+    START: 32 << 20,  # Flower's limit for an app's bundle is 10 MB
     "/v1/runtime/push-object": LARGEST_PART,
     "/v1/runtime/push-messages": MOST_BYTES,  # the heads of a round's orders, with the ids of their parts
-    "/v1/runtime/pull-messages": 4 << 20,  # ids of orders
+    REPLIES: 4 << 20,  # ids of orders
     "/v1/runtime/push-task-output": MOST_BYTES,  # with the app's state
     "/v1/runtime/push-logs": 16 << 20,
 }
 NODE: ContextVar[int | None] = ContextVar("node", default=None)  # the caller of the current request; None: not a node
 HOST = [(b"host", b"superlink")]  # replaces the caller's header; no answer depends on it
+TASK, REPLY = "task", "reply"  # news that executors and ServerApps wait for
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Door:
         app: The application that receives admitted requests.
         admits: Returns the HTTP status of a refusal for a path and its headers; 0 admits the request. It may block.
         speaker: Returns the node that sent a request with these headers, or None.
+        waits: Returns what a request at a path, with headers, from a node waits for; None: it does not wait.
+        done: Called after each answered request, with its path.
         largest: By path, the largest body in bytes. Other paths: SMALL.
         wary: Whether to count bodies with the memory that their content may need.
         crowd: Counts connections.
@@ -109,6 +116,8 @@ class Door:
     app: ASGIApp
     admits: Callable[[str, Mapping[bytes, bytes]], int]
     speaker: Callable[[Mapping[bytes, bytes]], int | None] = lambda headers: None
+    waits: Callable[[str, Mapping[bytes, bytes], int | None], Wait | None] = lambda path, headers, node: None
+    done: Callable[[str], None] = lambda path: None
     largest: Mapping[str, int] = field(default_factory=dict)
     wary: bool = False
     crowd: Crowd = field(default_factory=Crowd)
@@ -136,11 +145,17 @@ class Door:
         others = [(name, content) for name, content in scope["headers"] if name != b"host"]
         times = UNFOLDS if self.wary and not scope["path"].endswith(OF_BYTES) else 1
         async with self.room.held(node, size, times) as grow:
+            body: Receive | None = Measured(receive, size)
+            if wait := self.waits(scope["path"], headers, node):
+                body = await held(wait, body)
+            if body is None:
+                return
             token = NODE.set(node)
             try:
-                await self.app({**scope, "headers": HOST + others}, Measured(receive, size), Answered(send, grow))
+                await self.app({**scope, "headers": HOST + others}, body, Answered(send, grow))
             finally:
                 NODE.reset(token)
+                self.done(scope["path"])
 
     async def _refused(self, scope: Scope) -> int:
         """Return the status of a refusal, before the body is read, or 0."""
@@ -158,10 +173,10 @@ class Door:
         return 413 if len(size) > len(str(most)) or int(size) > most else 0
 
 
-def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
+def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None], news: Signals) -> Door:
     """Return the door for nodes, which sign each request with the private key of an admitted node.
 
-    `node_of`: returns the node id of a public key (PEM), or None.
+    `node_of`: returns the node id of a public key (PEM), or None. `news`: of orders, by node id.
     """
 
     def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
@@ -176,28 +191,47 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None]) -> Door:
     def speaker(headers: Mapping[bytes, bytes]) -> int | None:
         return node_of(base64.b64decode(_header(headers, FLEET_HTTP_PUBLIC_KEY_HEADER)))
 
-    return Door(app, admits, speaker, OF_NODES, wary=True, room=Room(share=MOST_SHARE))
+    def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
+        return news.wait(node) if path == ORDERS else None
+
+    return Door(app, admits, speaker, waits, largest=OF_NODES, wary=True, room=Room(share=MOST_SHARE))
 
 
-def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object]) -> Door:
+def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object], news: Signals) -> Door:
     """Return the door for the owner of the server's folder, who starts runs with the token, and for the server's programs.
 
-    `secret`, `task_of`: as for `for_apps`.
+    `secret`, `task_of`, `news`: as for `for_apps`; news also of REPLY.
     """
-    expected, of_apps = f"Bearer {token}".encode(), for_apps(app, secret, task_of).admits
+    expected, of_apps = f"Bearer {token}".encode(), for_apps(app, secret, task_of, news)
 
     def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
         if path.startswith(CONTROL):
             return 0 if hmac.compare_digest(headers.get(b"authorization", b""), expected) else 401
-        return of_apps(path, headers)
+        return of_apps.admits(path, headers)
 
-    return Door(app, admits, largest=OF_OWN)
+    def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
+        if path == REPLIES:
+            return news.wait(REPLY, _header(headers, TASK_TOKEN_HEADER), at_once=True, seconds=REPLIES_SECONDS)
+        return of_apps.waits(path, headers, node)
+
+    def done(path: str) -> None:
+        if path == START:
+            news.notify(TASK)
+
+    return Door(app, admits, waits=waits, done=done, largest=OF_OWN)
 
 
-def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> Door:
+def for_apps(
+    app: ASGIApp,
+    secret: bytes,
+    task_of: Callable[[str], object],
+    news: Signals,
+    done: Callable[[str], None] = lambda path: None,
+) -> Door:
     """Return the door for a machine's programs: the executor signs with the secret, Apps have the tokens of their tasks.
 
-    `task_of`: returns the task of a token, or None. Flower checks both again, together with the body.
+    `task_of`: returns the task of a token, or None. Flower checks both again, together with the body. `news`: of TASK.
+    `done`: as in Door.
     """
     key = derive_auth_secret(secret)
 
@@ -211,7 +245,10 @@ def for_apps(app: ASGIApp, secret: bytes, task_of: Callable[[str], object]) -> D
         except (KeyError, ValueError, OverflowError):
             return 401
 
-    return Door(app, admits, largest=OF_OWN)
+    def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
+        return news.wait(TASK) if path == ACQUIRE else None
+
+    return Door(app, admits, waits=waits, done=done, largest=OF_OWN)
 
 
 def _of_executor(key: bytes, headers: Mapping[bytes, bytes]) -> bool:

@@ -137,12 +137,21 @@ class _Cold:
 class _Warm(_Cold):
     """Uses one process with all imports of a ClientApp, which forks for each task (sims.federation.warm)."""
 
-    def start(self, words: list[str], out: int | None) -> None:
-        """Pass a task to the process, which is started if necessary. Raises OSError if it does not start."""
-        with contextlib.suppress(OSError):
-            return hand_over(words)
+    def __init__(self, apps: str) -> None:
+        super().__init__(apps)
+        self._warm()  # before the first task, which would wait for the imports
+
+    def _warm(self) -> None:
         command = [sys.executable, "-m", "fedloom.sims.federation.warm", str(os.getpid()), self._apps]
         self._started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+
+    def start(self, words: list[str], out: int | None) -> None:
+        """Pass a task to the process, which is started again if it has ended. Raises OSError if it does not start."""
+        with contextlib.suppress(OSError):
+            return hand_over(words)
+        self.reap()
+        if not self._started:
+            self._warm()
         deadline = time.monotonic() + START_SECONDS
         while True:
             time.sleep(PAUSE_SECONDS)

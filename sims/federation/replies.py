@@ -25,7 +25,9 @@ from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.utils import int64_to_uint64
 
 from fedloom.sims.federation.announced import Announced, Book, RefusedReplyError, check_tree
-from fedloom.sims.federation.doors import NODE
+from fedloom.sims.federation.bodies import SMALL
+from fedloom.sims.federation.doors import NODE, REPLY
+from fedloom.sims.federation.long_polling import Incoming, Signals
 
 MOST_REASON = 2000  # characters of a node's error
 LONGEST_RUNTIME = 1e7  # seconds of a ClientApp that count in Flower's sums
@@ -40,18 +42,21 @@ _store_object = SqlLinkState.store_object
 _add_runtime = SqlLinkState.add_clientapp_runtime
 
 
-def take_replies_alone() -> None:
-    """Make this process's SuperLink accept from nodes only their own replies."""
-    book = Book()
+def take_replies_alone(news: Signals) -> None:
+    """Make this process's SuperLink accept from nodes only their own replies. It notifies `news` of complete messages."""
+    book, incoming = Book(), Incoming(news.notify)
 
     def announced(state: SqlLinkState, message: Message, object_tree: ObjectTree, session_id: str) -> tuple[bool, list[str]]:
         if (node := NODE.get()) is None:
             stored, missing = _store(state, message, object_tree, session_id)
+            incoming.announced(session_id, message.metadata.dst_node_id, missing)
             ids = book.order(message.metadata.run_id, object_tree) - set(missing)
             if ids and not book.sized(message.metadata.run_id):  # another run has sent the same parts
                 book.sent(message.metadata.run_id, session_id, _held(state, ids))
             return stored, missing
-        return _Reply(state, book, node, session_id).announced(message, object_tree)
+        stored, missing = _Reply(state, book, node, session_id).announced(message, object_tree)
+        incoming.announced(session_id, REPLY, missing)
+        return stored, missing
 
     def came(state: SqlLinkState, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         state.object_store.verify = False  # type: ignore[attr-defined]  # _is_part verifies the hash instead
@@ -59,8 +64,13 @@ def take_replies_alone() -> None:
             return False
         if (node := NODE.get()) is None:
             book.sent(run_id, session_id, len(object_content))
-            return _store_object(state, run_id, session_id, object_id, object_content)
-        return _Reply(state, book, node, session_id).came(run_id, object_id, object_content)
+            stored = _store_object(state, run_id, session_id, object_id, object_content)
+        else:
+            stored = _Reply(state, book, node, session_id).came(run_id, object_id, object_content)
+            if not stored or len(object_content) > SMALL:  # an error came in its place, or the run can fetch a large part
+                news.notify(REPLY)
+        incoming.came(session_id, object_id)
+        return stored
 
     def ran(state: SqlLinkState, run_id: int, runtime: float) -> None:
         if NODE.get() is None or 0 <= runtime <= LONGEST_RUNTIME:  # also false for NaN

@@ -37,6 +37,7 @@ from fedloom.sims.federation.connections import Listening, settings
 from fedloom.sims.federation.doors import Door, for_nodes, for_the_owner
 from fedloom.sims.federation.executor import Executor
 from fedloom.sims.federation.files import write_private
+from fedloom.sims.federation.long_polling import Signals
 from fedloom.sims.federation.own_app import ANY
 from fedloom.sims.federation.plan import CONNECTION, FLOWER, KEYS, write_public
 from fedloom.sims.federation.programs import listen
@@ -74,13 +75,13 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
     limits = (("busy_timeout", str(BUSY_MILLISECONDS)), ("journal_size_limit", str(MOST_JOURNAL)))
     pragmas = (*SQLITE_PRAGMAS, *limits, ("secure_delete", "ON"))  # secure_delete overwrites deleted data
     sql_mixin.SQLITE_PRAGMAS = pragmas  # pyright: ignore[reportPrivateImportUsage]
-    take_replies_alone()
+    take_replies_alone(news := Signals())
     app = create_app(_config(secret.encode()), SuperLinkLifespan)
     state = cast(SqlLinkState, app.state.linkstate_factory.state())
     _take_over(state)
     doors: list[tuple[socket.socket, Door, Literal["on", "off"]]] = [
-        (inner, for_the_owner(app, token, secret.encode(), state.get_task_by_token), "on"),
-        (outer, for_nodes(app, state.get_node_id_by_public_key), "off"),
+        (inner, for_the_owner(app, token, secret.encode(), state.get_task_by_token, news), "on"),
+        (outer, for_nodes(app, state.get_node_id_by_public_key, news), "off"),
     ]
     log_config = get_uvicorn_log_config(console_handler.level)
     servers = [
@@ -92,6 +93,7 @@ async def _serve(sheet: ServerSheet, outer: socket.socket, inner: socket.socket)
     _write_connection(Path(FLOWER), address, Path(sheet.authority), token)
 
     def leave() -> None:
+        news.end()
         for server in servers:
             server.should_exit = True
 

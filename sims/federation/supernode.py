@@ -5,6 +5,7 @@ sims.federation.doors). A certificate proves to them that the port belongs to th
 """
 
 import asyncio
+import functools
 import importlib
 import os
 import secrets
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     import uvicorn
     from flwr.supernode.cli.flower_supernode import SuperNodeLifespanConfig
     from flwr.supernode.nodestate import NodeStateFactory
+
+    from fedloom.sims.federation.long_polling import Signals
 
 OWN = "own"  # folder of certificates, new for each start
 SECRET = "secret"
@@ -37,7 +41,9 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
 
     from fedloom.sims.federation import own_app
     from fedloom.sims.federation.heartbeats import keep_beating
+    from fedloom.sims.federation.long_polling import Signals
     from fedloom.sims.federation.orders import bound_orders
+    from fedloom.sims.federation.pace import Pace
     from fedloom.sims.federation.quiet import quieten
     from fedloom.sims.process import Ending
 
@@ -52,10 +58,12 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
     process = ["--isolation", "process", "--superexec-auth-secret-file", str(file), "--host", HOST, "--port", port]
     sys.argv = ["flower-supernode", *words, *process, *tls]
     command = importlib.import_module("flwr.supernode.cli.flower_supernode")  # the package has a function of the same name
-    command._start_supernode_http_api = open_door  # type: ignore[attr-defined]
+    pace = Pace(news := Signals())
+    command._start_supernode_http_api = functools.partial(open_door, news, pace.replied)  # type: ignore[attr-defined]
     quieten()
     keep_beating()
     bound_orders(float(largest), apps == own_app.OWN)
+    pace.follow()
     try:
         command.flower_supernode()  # returns after unexpected answers of the server
     except SystemExit as end:
@@ -69,10 +77,13 @@ def main(port: str, warm: str, apps: str, largest: str, *words: str) -> None:
         ending.leave(status)
 
 
-def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> tuple["uvicorn.Server", threading.Thread]:
+def open_door(
+    news: "Signals", done: Callable[[str], None], config: "SuperNodeLifespanConfig", states: "NodeStateFactory"
+) -> tuple["uvicorn.Server", threading.Thread]:
     """Serve the node's port, by TLS, only for programs that know the secret; Flower's own server (1.41) answers everyone.
 
-    Returns the running server and its thread. Ends the process if the server cannot start.
+    `news`, `done`: as in sims.federation.doors. Returns the running server and its thread. Ends the process if the server
+    cannot start.
     """
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
@@ -89,7 +100,7 @@ def open_door(config: "SuperNodeLifespanConfig", states: "NodeStateFactory") -> 
         listening = listen(config.host, config.port)
     except OSError as error:
         sys.exit(f"{config.host}:{config.port}: cannot listen at this port ({error}); set another 'port' in site.yaml")
-    door = for_apps(create_app(states, secret), secret, lambda token: states.state().get_task_by_token(token))
+    door = for_apps(create_app(states, secret), secret, lambda token: states.state().get_task_by_token(token), news, done)
     server = uvicorn.Server(
         uvicorn.Config(**settings(door, certificate, key, get_uvicorn_log_config(console_handler.level)))
     )

@@ -7,6 +7,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from hypothesis import strategies as st
 
+from fedloom.clients.protocol.bundles import BUNDLE, LENGTH, bundled_reply
 from fedloom.clients.protocol.messages import LOST, MEAN, METRICS, OWN, ROUND, SITE, UNKNOWN
 from tests.flower.speaker import Node, bare, part
 
@@ -104,11 +105,22 @@ CHANGES = st.one_of(
 )
 
 
-def _changed(changes: list[Change]) -> Lie:
+def _changed(changes: list[Change], bundled: bool) -> Lie:
     def do(node: Node, asked: Message) -> None:
         content = true(asked)
         for change in changes:
             change(content)
+        node.send(Message(bundled_reply(content) if bundled else content, reply_to=asked))
+
+    return do
+
+
+def _bundle(data: bytes) -> Lie:
+    """A reply with a bundle of these bytes."""
+
+    def do(node: Node, asked: Message) -> None:
+        content = true(asked)
+        content[BUNDLE] = ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})
         node.send(Message(content, reply_to=asked))
 
     return do
@@ -133,6 +145,9 @@ BODIES = st.one_of(st.binary(max_size=60), st.sampled_from([b"{}", b"[]", b"null
 
 def lies() -> st.SearchStrategy[Lie]:
     """Mostly replies that are changed; errors with any text, and objects of any bytes."""
-    changed = st.lists(CHANGES, min_size=1, max_size=3).map(_changed)
+    changed = st.builds(_changed, st.lists(CHANGES, min_size=1, max_size=3), st.booleans())
     errors = st.builds(_error, st.integers(0, 300), st.text(max_size=300))
-    return st.one_of(changed, changed, changed, errors, st.builds(_raw, st.sampled_from(OBJECTS), BODIES))
+    indices = st.sampled_from([b"[]", b"[[],[]]", b"{}", b'[[["site","w","float32",[1],"x",8]],[]]', b"[" * 5000])
+    heads = st.builds(lambda index, size: LENGTH.pack(size or len(index)) + index, indices, st.sampled_from([0, 7, 2**63]))
+    bundles = st.builds(lambda head, data: _bundle(head + data), heads | st.binary(max_size=9), st.binary(max_size=9))
+    return st.one_of(changed, changed, changed, errors, bundles, st.builds(_raw, st.sampled_from(OBJECTS), BODIES))

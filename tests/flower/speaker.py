@@ -31,7 +31,8 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from fedloom.clients.app import app
-from fedloom.clients.protocol.messages import METRICS, TRAIN, read_order
+from fedloom.clients.protocol.bundles import BUNDLED, unbundled
+from fedloom.clients.protocol.messages import METRICS, ORDER, TRAIN, read_order
 from fedloom.sims.benchmarks.soak_replies import REFUSED
 from fedloom.sims.federation.sheets import SITE, SiteSheet, node_config, read
 
@@ -80,6 +81,9 @@ class Speaker(Node):
         whole = inflate_object_from_contents(id, pull_objects(ids, lambda part: self._pull(run, part)))
         self._confirm(run, id)
         assert isinstance(whole, Message)
+        whole.content = unbundled(whole.content)
+        if ORDER in whole.content.config_records:
+            whole.content.config_records[ORDER].pop(BUNDLED, None)
         whole.metadata.__dict__["_message_id"] = id
         return whole
 

@@ -20,6 +20,7 @@ from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.superlink.federation import NoOpFederationManager
 
 from fedloom.sims.federation.doors import NODE
+from fedloom.sims.federation.long_polling import Signals
 from fedloom.sims.federation.replies import take_replies_alone
 
 
@@ -96,7 +97,7 @@ def new_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Link:
     """Such a database in a folder."""
     for name in ("store_message_and_object_tree", "store_object", "add_clientapp_runtime"):
         monkeypatch.setattr(SqlLinkState, name, getattr(SqlLinkState, name))  # as it is, afterwards
-    take_replies_alone()
+    take_replies_alone(Signals())
     path = str(tmp_path / "state.db")
     store = SqlObjectStore(path)
     state = SqlLinkState(path, NoOpFederationManager(), store)

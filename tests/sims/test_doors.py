@@ -22,6 +22,7 @@ from fedloom.sims.federation import bodies, connections, quiet
 from fedloom.sims.federation.bodies import LARGEST_PART, MOST_BYTES, SMALL, UNFOLDS, Room
 from fedloom.sims.federation.doors import ACQUIRE, FLEET, RUNTIME, Door, for_apps, for_nodes, for_the_owner
 from fedloom.sims.federation.keys import write_certificates
+from fedloom.sims.federation.long_polling import Signals
 from fedloom.sims.federation.programs import free_port
 from fedloom.sims.federation.quiet import Quiet
 from fedloom.sims.federation.supernode import open_door
@@ -29,6 +30,7 @@ from tests.sims.doors import HEAD, Say, everything, head, opened, until
 
 SECRET = b"secret"
 tasks = {"token": "task"}
+NEWS = Signals()
 PART, NOTE, LOG = LARGEST_PART, 2 << 20, 16 << 20
 METHOD = "/flwr.proto.Runtime/AcquireTask"
 
@@ -57,8 +59,11 @@ def test_what_a_caller_calls_the_server_reaches_no_application(tmp_path: Path):
 
 @pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/runtime/acquire-task", *sorted(FLEET)])
 def test_each_path_has_one_door(path: str):
-    nodes, owner = for_nodes(everything, lambda key: None), for_the_owner(everything, "token", SECRET, tasks.get)
-    apps, fleet, control = for_apps(everything, SECRET, tasks.get), path in FLEET, "control" in path
+    nodes, owner = (
+        for_nodes(everything, lambda key: None, NEWS),
+        for_the_owner(everything, "token", SECRET, tasks.get, NEWS),
+    )
+    apps, fleet, control = for_apps(everything, SECRET, tasks.get, NEWS), path in FLEET, "control" in path
     assert nodes.admits(path, {}) == (401 if fleet else 404)
     assert owner.admits(path, {}) == (404 if fleet else 401)
     assert owner.admits(path, {b"authorization": b"Bearer token"}) == (404 if fleet else 0 if control else 401)
@@ -67,7 +72,7 @@ def test_each_path_has_one_door(path: str):
 
 
 def test_the_programs_of_a_machine_say_who_they_are_before_their_bodies_are_read():
-    door, key = for_apps(everything, SECRET, tasks.get), derive_auth_secret(SECRET)
+    door, key = for_apps(everything, SECRET, tasks.get, NEWS), derive_auth_secret(SECRET)
     words = create_superexec_auth_metadata(auth_secret=key, method=METHOD, request=AcquireTaskRequest())
     good = {name.encode(): text.encode() for name, text in words.items()}
     assert door.admits(ACQUIRE, good) == 0
@@ -117,8 +122,8 @@ LIMITS = {
 @pytest.mark.parametrize("path", LIMITS)
 def test_a_body_is_as_large_as_its_path_needs(path: str):
     """A small protobuf may unfold to many times its bytes, and all others wait while it is read."""
-    doors = [for_nodes(everything, lambda key: None), for_the_owner(everything, "token", SECRET, tasks.get),
-             for_apps(everything, SECRET, tasks.get)]  # fmt: skip
+    doors = [for_nodes(everything, lambda key: None, NEWS), for_the_owner(everything, "token", SECRET, tasks.get, NEWS),
+             for_apps(everything, SECRET, tasks.get, NEWS)]  # fmt: skip
     known = [replace(door, admits=lambda path, headers: 0) for door in doors]
     for door in [known[0]] if path in FLEET else known[1:]:
         for size, status in ((LIMITS[path], 0), (LIMITS[path] + 1, 413), (10**30, 413)):
@@ -134,10 +139,11 @@ def test_what_unfolds_counts_as_what_it_unfolds_to():
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             held.append(door.room.held_bytes)
 
-        door = replace(for_nodes(app, lambda key: 7), admits=lambda path, headers: 0, speaker=lambda headers: 7)
-        heads, nothing = [(b"content-length", b"%d" % size)], AsyncMock()
+        door = replace(for_nodes(app, lambda key: 7, NEWS), admits=lambda path, headers: 0, speaker=lambda headers: 7)
+        heads, nothing = [(b"content-length", b"%d" % size)], AsyncMock(return_value={"type": "http.request", "body": b""})
         scope = {"type": "http", "method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path,
                  "headers": heads, "client": ("127.0.0.1", 1)}  # fmt: skip
+        NEWS.notify(7)
         await door(scope, nothing, nothing)
         return held[0]
 
@@ -194,7 +200,7 @@ def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
         superexec_auth_secret=SECRET, runtime_ssl_certfile=str(tmp_path / "server.crt"),
         runtime_ssl_keyfile=str(tmp_path / "server.key"), host="127.0.0.1", port=free_port(),
     )  # fmt: skip
-    server, thread = open_door(config, NodeStateFactory(objectstore_factory=ObjectStoreFactory()))
+    server, thread = open_door(NEWS, lambda path: None, config, NodeStateFactory(objectstore_factory=ObjectStoreFactory()))
     try:
         say = Say(config.port, tmp_path / "ca.crt")
         for path in (b"/docs", b"/openapi.json", b"/health", b"/"):
@@ -204,7 +210,7 @@ def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
             request = HEAD.replace(b"/x", path.encode()).replace(b" 3\r", b" 99999999\r") + b"flwr-task-token: x\r\n\r\n"
             assert say(request).startswith(b"HTTP/1.1 401")  # without waiting for what does not come
         with pytest.raises(SystemExit, match="set another 'port'"):
-            open_door(config, NodeStateFactory(objectstore_factory=ObjectStoreFactory()))
+            open_door(NEWS, lambda path: None, config, NodeStateFactory(objectstore_factory=ObjectStoreFactory()))
         words = create_superexec_auth_metadata(
             auth_secret=derive_auth_secret(SECRET), method=METHOD, request=AcquireTaskRequest()
         )

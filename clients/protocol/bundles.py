@@ -1,0 +1,109 @@
+"""Bundle the arrays of a message into one array, as long as it travels through Flower's SuperLink (flwr 1.41).
+
+Flower sends every array as parts of its own, and each part is a request of some ten milliseconds at the SuperLink: a
+ResNet-18 has 244 of them. A bundle is one array of bytes: the length of an index, the index (JSON), and all arrays' bytes.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message import make_message
+
+from fedloom.clients.protocol.messages import ORDER
+
+BUNDLE = "fedloom.bundle"  # name of the record, of its array, and of the array's encoding
+BUNDLED = "bundled"  # down, in the order: the reply may be bundled
+LENGTH = struct.Struct("<Q")
+MOST_INDEX = 16 << 20  # bytes of a message's indices; reading one needs thirty times its bytes
+
+
+def bundled_orders(messages: Iterable[Message]) -> list[Message]:
+    """Return messages to sites with each array record in a bundle of its own: what several sites get travels once."""
+    bundles: dict[int, ArrayRecord] = {}  # by the identity of the record
+
+    def bundled(message: Message) -> Message:
+        content = RecordDict(dict(message.content))
+        for name, record in message.content.array_records.items():
+            if id(record) not in bundles:
+                bundles[id(record)] = _bundle({name: record})
+            content[name] = bundles[id(record)]
+        if ORDER in content.config_records:
+            content[ORDER] = ConfigRecord({**content.config_records[ORDER], BUNDLED: True})
+        return make_message(message.metadata, content=content)
+
+    return [bundled(message) for message in messages]
+
+
+def bundled_reply(content: RecordDict) -> RecordDict:
+    """Return a reply's content with all arrays in one bundle."""
+    if not (arrays := dict(content.array_records)):
+        return content
+    return RecordDict({**{name: one for name, one in content.items() if name not in arrays}, BUNDLE: _bundle(arrays)})
+
+
+def may_bundle(content: RecordDict) -> bool:
+    """Return whether the sender of an order reads bundles."""
+    return content.config_records.get(ORDER, {}).get(BUNDLED) is True
+
+
+def unbundled(content: RecordDict) -> RecordDict:
+    """Return a message's content with the records of its bundles, whose arrays read the bundles' bytes.
+
+    Raises ValueError for a malformed bundle, and for a record that comes twice.
+    """
+    records, room = list[tuple[str, Any]](), MOST_INDEX
+    for name, record in content.items():
+        if not isinstance(record, ArrayRecord) or [array.stype for array in record.values()] != [BUNDLE]:
+            records.append((name, record))
+            continue
+        data = memoryview(next(iter(record.values())).data)
+        room -= (size := _index_bytes(data, room))
+        records.extend(_records(data, size).items())
+    if len(dict(records)) < len(records):
+        raise ValueError("a record comes twice")
+    return RecordDict(dict(records))
+
+
+def _bundle(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
+    index = [[record, name, array.dtype, list(array.shape), array.stype, len(array.data)]
+             for record, arrays in records.items() for name, array in arrays.items()]  # fmt: skip
+    empty = [record for record, arrays in records.items() if not arrays]
+    head = json.dumps([index, empty], separators=(",", ":")).encode()
+    data = b"".join(
+        [LENGTH.pack(len(head)), head, *(array.data for arrays in records.values() for array in arrays.values())]
+    )
+    return ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})
+
+
+def _index_bytes(data: memoryview, most: int) -> int:
+    if len(data) < LENGTH.size:
+        raise ValueError("a bundle has no index")
+    (size,) = LENGTH.unpack_from(data)
+    if size > min(most, len(data) - LENGTH.size):
+        raise ValueError("a bundle's index is too long")
+    return size
+
+
+def _records(data: memoryview, size: int) -> dict[str, ArrayRecord]:
+    """Read a bundle with an index of `size` bytes."""
+    begin = LENGTH.size + size
+    index, empty = json.loads(bytes(data[LENGTH.size : begin]))
+    if not all(isinstance(name, str) for name in empty):
+        raise ValueError("a bundle's index is malformed")
+    records = {name: ArrayRecord() for name in empty}
+    for record, name, dtype, shape, stype, length in index:
+        if not all(isinstance(text, str) for text in (record, name, dtype, stype)):
+            raise ValueError("a bundle's index is malformed")
+        if type(length) is not int or not 0 <= length <= len(data) - begin or stype == BUNDLE:
+            raise ValueError("a bundle's index is malformed")
+        array = Array(dtype, tuple(shape), stype, b"")  # raises for a shape that is not of whole numbers
+        array.data = data[begin : begin + length]  # type: ignore[assignment]  # a memoryview reads like bytes
+        if name in (arrays := records.setdefault(record, ArrayRecord())):
+            raise ValueError(f"an array comes twice in record '{record}'")
+        arrays[name], begin = array, begin + length
+    if begin != len(data):
+        raise ValueError("a bundle has more bytes than its index says")
+    return records

@@ -1,0 +1,176 @@
+"""Bundles: all arrays of a record, or of a reply, in one array while they travel."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Metadata, MetricRecord, RecordDict
+from flwr.app.message import make_message
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom.clients.app import carried
+from fedloom.clients.protocol import bundles
+from fedloom.clients.protocol.bundles import (
+    BUNDLE,
+    BUNDLED,
+    LENGTH,
+    bundled_orders,
+    bundled_reply,
+    may_bundle,
+    unbundled,
+)
+from fedloom.clients.protocol.messages import ORDER, to_arrays, to_states
+
+ARRAYS = st.builds(
+    Array,
+    st.sampled_from(["float32", "int64", "uint8"]),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    st.sampled_from(["numpy.ndarray", "bf16", ""]),
+    st.binary(max_size=40),
+)
+RECORDS = st.dictionaries(st.text(max_size=5), st.dictionaries(st.text(max_size=5), ARRAYS, max_size=3), max_size=3)
+
+
+def content_of(records: dict[str, dict[str, Array]]) -> RecordDict:
+    return RecordDict({name: ArrayRecord(arrays) for name, arrays in records.items()})
+
+
+def message_of(content: RecordDict) -> Message:
+    return make_message(Metadata(1, "id", 0, 1, "", "", 0.0, 60.0, "train"), content=content)
+
+
+def plain(content: RecordDict) -> dict[str, Any]:
+    """All that is in a message's arrays, in order."""
+    return {
+        record: [(name, array.dtype, tuple(array.shape), array.stype, bytes(array.data)) for name, array in arrays.items()]
+        for record, arrays in content.array_records.items()
+    }
+
+
+@given(RECORDS)
+def test_what_is_bundled_comes_out_as_it_was(records: dict[str, dict[str, Array]]):
+    content = content_of(records)
+    assert plain(unbundled(bundled_reply(content))) == plain(content)
+    order = message_of(RecordDict(dict(content)))
+    order.content[ORDER] = ConfigRecord({"json": "{}"})
+    (sent,) = bundled_orders([order])
+    assert may_bundle(sent.content) and not may_bundle(order.content)
+    assert plain(unbundled(sent.content)) == plain(content)
+    assert sent.content.config_records[ORDER]["json"] == "{}"
+
+
+def test_a_bundle_holds_the_same_states():
+    state = {f"layer{number}.weight": full(number) for number in range(60)}
+    content = RecordDict({"site": to_arrays(state), "metrics": MetricRecord({"loss": 1.0})})
+    reply = bundled_reply(content)
+    found = to_states(unbundled(reply))["site"]
+    assert all(np.array_equal(found[name].numpy(), tensor.numpy()) for name, tensor in state.items())
+    assert reply.metric_records["metrics"]["loss"] == 1.0
+    assert len(get_all_nested_objects(message_of(content))) > 120
+    assert len(get_all_nested_objects(message_of(reply))) == 6
+
+
+def full(number: int) -> torch.Tensor:
+    return torch.full((2, number), float(number))
+
+
+def test_what_several_sites_get_is_bundled_once():
+    common, own = to_arrays({"a": full(2)}), [to_arrays({"a": full(number)}) for number in (3, 4)]
+    messages = [message_of(RecordDict({"mean": common, "subset": one})) for one in own]
+    first, second = (message.content.array_records for message in bundled_orders(messages))
+    assert first["mean"] is second["mean"] and first["subset"] is not second["subset"]
+
+
+def bundle(head: bytes, data: bytes = b"", length: int | None = None) -> RecordDict:
+    whole = LENGTH.pack(len(head) if length is None else length) + head + data
+    return RecordDict({BUNDLE: ArrayRecord({BUNDLE: Array("uint8", (len(whole),), BUNDLE, whole)})})
+
+
+def entry(
+    record: Any = "r", name: Any = "n", dtype: Any = "float32", shape: Any = (1,), stype: Any = "x", size: Any = 4
+) -> list[Any]:
+    return [record, name, dtype, list(shape) if isinstance(shape, tuple) else shape, stype, size]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"[",
+        b"[[" * 100_000,
+        b"null",
+        b"[[]]",
+        b"{}",
+        b"[[[]],[]]",
+        *(
+            json.dumps([entries, []]).encode()
+            for entries in (
+                [entry(size=5)],
+                [entry(size=3)],
+                [entry(size=-1)],
+                [entry(size=True)],
+                [entry(size=4.0)],
+                [entry(size=2**70)],
+                [entry(record=[])],
+                [entry(name=None)],
+                [entry(dtype=7)],
+                [entry(shape=None)],
+                [entry(shape="a")],
+                [entry(stype=BUNDLE)],
+                [entry(size=2), entry(size=2)],
+                [entry(size=2)],
+            )
+        ),
+        json.dumps([[entry()], [{}]]).encode(),
+    ],
+)
+def test_a_malformed_bundle_is_refused(head: bytes):
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        unbundled(bundle(head, b"abcd"))
+
+
+def test_an_index_has_a_bound_in_all_bundles_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bundles, "MOST_INDEX", 100)
+    head = json.dumps([[entry()], []]).encode()
+    assert unbundled(bundle(head, b"abcd")).array_records.keys() == {"r"}
+    one = bundle(head, b"abcd")[BUNDLE]
+    with pytest.raises(ValueError, match="index is too long"):
+        unbundled(RecordDict({str(number): one for number in range(4)}))
+    with pytest.raises(ValueError, match="index is too long"):
+        unbundled(bundle(b"", length=2**63))
+
+
+def test_a_record_that_comes_in_two_bundles_is_refused():
+    content = bundled_reply(content_of({"site": {}}))
+    content["site"] = MetricRecord({"loss": 1.0})
+    with pytest.raises(ValueError, match="a record comes twice"):
+        unbundled(content)
+
+
+def context() -> Context:
+    return Context(1, 1, {}, RecordDict(), {})
+
+
+def test_the_site_answers_as_it_was_asked():
+    """In a bundle if the order says so; as it is, otherwise; and a malformed bundle with one line."""
+    seen: list[dict[str, Any]] = []
+
+    def echo(message: Message, _: Context) -> Message:
+        seen.append(plain(message.content))
+        return Message(RecordDict(dict(message.content.array_records)), reply_to=message)
+
+    content = content_of({"mean": {"a": Array("uint8", (2,), "x", b"ab")}})
+    content[ORDER] = ConfigRecord({"json": "{}"})
+    order = message_of(content)
+    (sent,) = bundled_orders([order])
+    assert plain(carried(echo)(order, context()).content) == plain(content)
+    reply = carried(echo)(sent, context())
+    assert list(reply.content.array_records) == [BUNDLE] and plain(unbundled(reply.content)) == plain(content)
+    assert seen == [plain(content)] * 2
+    sent.content["mean"] = bundle(b"[[" * 1000)[BUNDLE]
+    assert "order" in carried(echo)(sent, context()).error.reason
+    assert len(seen) == 2 and sent.content.config_records[ORDER][BUNDLED] is True
