@@ -50,9 +50,9 @@ def may_bundle(content: RecordDict) -> bool:
 
 
 def unbundled(content: RecordDict) -> RecordDict:
-    """Return a message's content with the records of its bundles, whose arrays read the bundles' bytes.
+    """Return a message's content with the records of its bundles.
 
-    Raises ValueError for a malformed bundle, and for a record that comes twice.
+    Raises ValueError or TypeError for a malformed bundle, and ValueError for a record that comes twice.
     """
     records, room = list[tuple[str, Any]](), MOST_INDEX
     for name, record in content.items():
@@ -99,11 +99,10 @@ def _records(data: memoryview, size: int) -> dict[str, ArrayRecord]:
             raise ValueError("a bundle's index is malformed")
         if type(length) is not int or not 0 <= length <= len(data) - begin or stype == BUNDLE:
             raise ValueError("a bundle's index is malformed")
-        array = Array(dtype, tuple(shape), stype, b"")  # raises for a shape that is not of whole numbers
-        array.data = data[begin : begin + length]  # type: ignore[assignment]  # a memoryview reads like bytes
         if name in (arrays := records.setdefault(record, ArrayRecord())):
             raise ValueError(f"an array comes twice in record '{record}'")
-        arrays[name], begin = array, begin + length
+        end = begin + length
+        arrays[name], begin = Array(dtype, tuple(shape), stype, bytes(data[begin:end])), end  # raises for a wrong shape
     if begin != len(data):
         raise ValueError("a bundle has more bytes than its index says")
     return records

@@ -40,7 +40,7 @@ APP = {
     "project": {"name": "fedloom-relay", "version": "1.0.0", "description": "", "license": "Apache-2.0"},
     "tool": {"flwr": {"app": {
         "publisher": "fedloom",
-        "components": {"serverapp": "fedloom.server.flower.relay:app", "clientapp": "fedloom.clients.app:app"},
+        "components": {"serverapp": "fedloom.server.flower.relay:app", "clientapp": "fedloom.sims.federation.node_app:app"},
         "config": {SOCKET: ""},
     }}},
 }  # fmt: skip

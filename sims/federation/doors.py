@@ -105,23 +105,23 @@ class Door:
         app: The application that receives admitted requests.
         admits: Returns the HTTP status of a refusal for a path and its headers; 0 admits the request. It may block.
         speaker: Returns the node that sent a request with these headers, or None.
-        waits: Returns what a request at a path, with headers, from a node waits for; None: it does not wait.
-        done: Called after each answered request, with its path.
         largest: By path, the largest body in bytes. Other paths: SMALL.
         wary: Whether to count bodies with the memory that their content may need.
         crowd: Counts connections.
         room: Counts the memory of bodies.
+        waits: Returns what a request at a path, with headers, from a node waits for; None: it does not wait.
+        done: Called after each answered request, with its path.
     """
 
     app: ASGIApp
     admits: Callable[[str, Mapping[bytes, bytes]], int]
     speaker: Callable[[Mapping[bytes, bytes]], int | None] = lambda headers: None
-    waits: Callable[[str, Mapping[bytes, bytes], int | None], Wait | None] = lambda path, headers, node: None
-    done: Callable[[str], None] = lambda path: None
     largest: Mapping[str, int] = field(default_factory=dict)
     wary: bool = False
     crowd: Crowd = field(default_factory=Crowd)
     room: Room = field(default_factory=Room)
+    waits: Callable[[str, Mapping[bytes, bytes], int | None], Wait | None] = lambda path, headers, node: None
+    done: Callable[[str], None] = lambda path: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -194,7 +194,7 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None], news: Signal
     def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
         return news.wait(node) if path == ORDERS else None
 
-    return Door(app, admits, speaker, waits, largest=OF_NODES, wary=True, room=Room(share=MOST_SHARE))
+    return Door(app, admits, speaker, OF_NODES, wary=True, room=Room(share=MOST_SHARE), waits=waits)
 
 
 def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object], news: Signals) -> Door:

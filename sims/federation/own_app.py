@@ -8,7 +8,7 @@ ANY, OWN = "any", "own"  # which Apps a site runs
 
 def run_own_app() -> None:
     """Make this process use the installed ClientApp. Flower (1.41) would unpack and import the app from the server."""
-    from fedloom.clients.app import app
+    from fedloom.sims.federation.node_app import app
 
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     module.install_from_fab = lambda *_, **__: None

@@ -49,7 +49,7 @@ def main(parent: int, apps: str) -> None:
     ending = Ending()
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
-    import fedloom.clients.app  # noqa: F401
+    import fedloom.sims.federation.node_app  # noqa: F401
 
     if apps == OWN:
         run_own_app()

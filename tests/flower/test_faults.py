@@ -64,22 +64,26 @@ def weathered(federation: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 def alter(folder: Path) -> Path:
     """The package with another ClientApp, before the installed one: any operator may have one on its own machine."""
     folder.mkdir(parents=True)
-    clients = copy_package(folder) / "clients"
-    (clients / "app.py").rename(clients / "honest_app.py")
-    (clients / "app.py").write_text(ALTERED)
+    home = copy_package(folder) / "sims" / "federation"
+    (home / "node_app.py").rename(home / "honest_app.py")
+    (home / "node_app.py").write_text(ALTERED)
     return folder
 
 
 ALTERED = """
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.honest_app import app as honest
+from fedloom.sims.federation.honest_app import app as honest
+from fedloom.clients.protocol.bundles import unbundled
 from fedloom.sims.benchmarks.soak_replies import REFUSED
 
 class Altered(ClientApp):
     def __call__(self, message, context):
         reply = honest(message, context)
-        return REFUSED["NaN"][0](reply) if message.metadata.message_type == "train" else reply
+        if message.metadata.message_type != "train":
+            return reply
+        reply.content = unbundled(reply.content)
+        return REFUSED["NaN"][0](reply)
 
 app = Altered()
 """

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedloom.sims.federation.doors import ACQUIRE, ORDERS, REPLIES, REPLY, TASK, Door, for_apps, for_nodes, for_the_owner
-from fedloom.sims.federation.long_polling import Incoming, Signals, held
+from fedloom.sims.federation.long_polling import Incoming, Signals, Wait, held
 from fedloom.sims.federation.pace import Pace
 from tests.sims.doors import everything, opened, until
 
@@ -96,19 +96,18 @@ def test_a_message_is_news_when_all_its_parts_have_come():
     assert told[2:] == ["third", "second"]
 
 
-def answers(app: Callable[[Scope, Receive, Send], object], path: str, signals: Signals) -> Door:
+def answers(app: ASGIApp, path: str, signals: Signals) -> Door:
     """A door at which a request for this path waits for news of "a"."""
-    return Door(
-        app, lambda path, headers: 0, waits=lambda asked, headers, node: signals.wait("a") if asked == path else None
-    )  # type: ignore[arg-type]
+
+    def waits(asked: str, headers: object, node: object) -> Wait | None:
+        return signals.wait("a") if asked == path else None
+
+    return Door(app, lambda path, headers: 0, waits=waits)
 
 
 def request(path: str, body: bytes = b"abc") -> bytes:
-    return b"POST %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
-        path.encode(),
-        len(body),
-        body,
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 def test_a_request_is_answered_when_the_news_come_with_its_whole_body(tmp_path: Path):
