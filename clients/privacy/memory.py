@@ -97,7 +97,7 @@ class Memory:
             self._check(db, disclosure)
 
     def add(self, disclosure: Disclosure) -> None:
-        """Check the sum as `check` does, and record that the server reads it."""
+        """Record that the server reads this sum. Raises the errors of `check` if it may not."""
         with self._opened() as db:
             self._check(db, disclosure)
             counted, same_base, leaving = (

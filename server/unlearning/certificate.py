@@ -125,7 +125,7 @@ def issue(ledger: Ledger, content: dict[str, Any]) -> None:
 
 
 def reissue(ledger: Ledger, request: str) -> None:
-    """Write a request's certificate again, if it exists, with what sites have deleted since."""
+    """Write a request's certificate again, if it exists, with the deletions that sites have reported since."""
     path = ledger.folder / CERTIFICATES / f"{request}.json"
     if not path.is_file():
         return

@@ -79,7 +79,7 @@ class Processes:
         return {what: max(sample[what] for sample in self._samples) for what in self._samples[0]} if self._samples else {}
 
     def growth(self) -> dict[str, float] | None:
-        """Return each of WHAT's growth, as a share, from round EARLY to the end; None after too few samples."""
+        """Return by which share each quantity in WHAT has grown since round EARLY; None if there are too few samples."""
         if len(self._samples) < 2 * EARLY:
             return None
         before, after = (_medians(some) for some in (self._samples[EARLY - SPAN : EARLY], self._samples[-SPAN:]))

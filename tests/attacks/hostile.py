@@ -1,5 +1,6 @@
 """A server that does not keep to the protocol, against the real code of sites of a real federation, in this process."""
 
+import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ from fedloom.clients.protocol.messages import (
 from fedloom.clients.protocol.partial_sums import ONCE
 from fedloom.clients.storage.sent import Sent
 from fedloom.clients.storage.store import SiteStore
-from fedloom.conf import load, to_json
+from fedloom.conf import Config, load, to_json
 from fedloom.sims.engines.adapter import site_context, take_identity
 from fedloom.sims.federation.keys import write_node_key
 
@@ -67,6 +68,13 @@ MASKS = (*WORDS, "federation.secure_aggregation=true")
 
 class Refused(Exception):
     """A site has answered with an error, or with a record that says why it does not answer."""
+
+
+@functools.lru_cache(maxsize=100)
+def configured(words: tuple[str, ...]) -> tuple[Config, str]:
+    """The configuration of these words, and its text. A hostile server takes another one with each message."""
+    config = load("digits", words)
+    return config, to_json(config)
 
 
 def name_of(site: int) -> str:
@@ -87,8 +95,7 @@ class Server:
 
     def change(self, *words: str) -> None:
         """Take another configuration."""
-        self.words, self.config = words, load("digits", list(words))
-        self.text = to_json(self.config)
+        self.words, (self.config, self.text) = words, configured(words)
 
     @property
     def mean(self) -> dict[str, Tensor]:
