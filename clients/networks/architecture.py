@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,10 +102,10 @@ def _section(config: Config, site: Site | None) -> dict[str, Any]:
     return (_own(site) if site is not None else {}) or config.network
 
 
-def check_own_networks(sites: Iterable[Site]) -> None:
+def check_own_networks(config: Config) -> None:
     """Raise UserError, with the site's name, for a site's own network that is unknown or has a wrong option."""
     first: dict[str, Site] = {}
-    for site in sites:
+    for site in config.roster:
         if section := _own(site):
             first.setdefault(json.dumps(section, sort_keys=True), site)
     for text, site in first.items():
@@ -113,9 +113,11 @@ def check_own_networks(sites: Iterable[Site]) -> None:
         try:
             _spec(json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}))
             if any(key in section for key in WEIGHT_OPTIONS):
-                from fedloom.clients.networks.start import weight_options  # imported only where it is used
+                from fedloom.clients.networks.start import started  # imported only where it is used
 
-                weight_options(section)
+                network = architecture_of(config, site).build()
+                if path := start_of(config, site):
+                    started(network.state_dict(), path, network)
         except UserError as error:
             raise UserError(f"{site.name} ({site.spec.domain}): {error}") from None
 

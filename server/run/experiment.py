@@ -55,7 +55,7 @@ from fedloom.server.unlearning.client_erasure import outstanding
 def check(config: Config) -> None:
     """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
     _check_method(config)
-    check_own_networks(config.roster)
+    check_own_networks(config)
     check_hidden(config)
     if has_data(config):
         site_sizes(config)

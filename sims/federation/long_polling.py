@@ -37,7 +37,7 @@ class Signals:
         self._wake()
 
     def end(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits, now and later."""
         self._ended = True
         self._wake()
 
@@ -106,7 +106,7 @@ class Incoming:
 async def held(wait: Wait, receive: Receive) -> Receive | None:
     """Read a request's body, and wait. Return a `receive` with the body; None: the caller disconnected meanwhile.
 
-    A request without a caller must not take an order: nobody would carry it out.
+    A request whose caller has left must not take an order, which no site would carry out.
     """
     waiting = asyncio.ensure_future(wait)
     body: list[Message] = []

