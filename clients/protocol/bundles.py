@@ -17,7 +17,8 @@ from fedloom.clients.protocol.messages import ORDER
 BUNDLE = "fedloom.bundle"  # name of the record, of its array, and of the array's encoding
 BUNDLED = "bundled"  # down, in the order: the reply may be bundled
 LENGTH = struct.Struct("<Q")
-MOST_INDEX = 16 << 20  # bytes of a message's indices; reading one needs thirty times its bytes
+MOST_INDEX = 4 << 20  # bytes of a message's indices; reading one needs sixty times its bytes
+MOST_ENTRIES = 100_000  # arrays of a bundle, and records without arrays
 
 
 def bundled_orders(messages: Iterable[Message]) -> list[Message]:
@@ -91,6 +92,8 @@ def _records(data: memoryview, size: int) -> dict[str, ArrayRecord]:
     """Read a bundle with an index of `size` bytes."""
     begin = LENGTH.size + size
     index, empty = json.loads(bytes(data[LENGTH.size : begin]))
+    if len(index) + len(empty) > MOST_ENTRIES:
+        raise ValueError(f"a bundle has more than {MOST_ENTRIES} arrays")
     if not all(isinstance(name, str) for name in empty):
         raise ValueError("a bundle's index is malformed")
     records = {name: ArrayRecord() for name in empty}

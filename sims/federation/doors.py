@@ -149,7 +149,7 @@ class Door:
             if wait := self.waits(scope["path"], headers, node):
                 body = await held(wait, body)
             if body is None:
-                return
+                raise Full
             token = NODE.set(node)
             try:
                 await self.app({**scope, "headers": HOST + others}, body, Answered(send, grow))

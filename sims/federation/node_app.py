@@ -18,7 +18,7 @@ def carried(answers: Answer) -> Answer:
     """Let a function answer messages whose arrays may travel in bundles."""
 
     def bundling(message: Message, context: Context) -> Message:
-        if not may_bundle(message.content):
+        if not message.has_content() or not may_bundle(message.content):
             return answers(message, context)
         try:
             content = unbundled(message.content)

@@ -1,7 +1,7 @@
 """Shorten the pauses of Flower's node (1.41): three seconds after an answer without an order, half seconds for a reply.
 
-Here the node asks again at once if the server held its request (sims.federation.long_polling), and continues when a reply
-comes.
+Here the node asks again at once, unless the server answers quickly twice (sims.federation.long_polling), and continues when
+a reply comes.
 """
 
 import importlib
@@ -21,7 +21,7 @@ class Pace:
     """Replaces the module `time` in Flower's loop. `news`: notified when there is a task for the executor."""
 
     def __init__(self, news: Signals) -> None:
-        self._news, self._replied, self._held = news, threading.Event(), False
+        self._news, self._replied, self._quick = news, threading.Event(), 0  # quick answers without an order, in a row
 
     def replied(self, path: str) -> None:
         """Continue Flower's loop, which may wait for what this request of a ClientApp brought."""
@@ -32,7 +32,7 @@ class Pace:
         if seconds <= FOR_REPLY_SECONDS:
             self._replied.wait(seconds)
             self._replied.clear()
-        elif not self._held:
+        elif self._quick > 1:  # one alone may have been held for news that were gone
             time.sleep(seconds)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,8 @@ class Pace:
         def pulled(**more: Any) -> int | None:
             began = time.monotonic()
             run = pull(**more)
-            self._held = time.monotonic() - began >= HELD_SECONDS
+            quick = run is None and time.monotonic() - began < HELD_SECONDS
+            self._quick = self._quick + 1 if quick else 0
             if run is not None:
                 self._news.notify(TASK)
             return run

@@ -54,9 +54,7 @@ def take_replies_alone(news: Signals) -> None:
             if ids and not book.sized(message.metadata.run_id):  # another run has sent the same parts
                 book.sent(message.metadata.run_id, session_id, _held(state, ids))
             return stored, missing
-        stored, missing = _Reply(state, book, node, session_id).announced(message, object_tree)
-        incoming.announced(session_id, REPLY, missing)
-        return stored, missing
+        return _Reply(state, book, incoming, node, session_id).announced(message, object_tree)
 
     def came(state: SqlLinkState, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         state.object_store.verify = False  # type: ignore[attr-defined]  # _is_part verifies the hash instead
@@ -66,8 +64,8 @@ def take_replies_alone(news: Signals) -> None:
             book.sent(run_id, session_id, len(object_content))
             stored = _store_object(state, run_id, session_id, object_id, object_content)
         else:
-            stored = _Reply(state, book, node, session_id).came(run_id, object_id, object_content)
-            if not stored or len(object_content) > SMALL:  # an error came in its place, or the run can fetch a large part
+            stored = _Reply(state, book, incoming, node, session_id).came(run_id, object_id, object_content)
+            if stored and len(object_content) > SMALL:  # the run can fetch it before the others have come
                 news.notify(REPLY)
         incoming.came(session_id, object_id)
         return stored
@@ -84,8 +82,8 @@ def take_replies_alone(news: Signals) -> None:
 class _Reply:
     """A reply that a node sends in a session."""
 
-    def __init__(self, state: SqlLinkState, book: Book, node: int, session: str) -> None:
-        self._state, self._book, self._node, self._session = state, book, node, session
+    def __init__(self, state: SqlLinkState, book: Book, incoming: Incoming, node: int, session: str) -> None:
+        self._state, self._book, self._incoming, self._node, self._session = state, book, incoming, node, session
 
     def announced(self, message: Message, tree: ObjectTree) -> tuple[bool, list[str]]:
         """Return whether the reply is accepted, and its missing parts. Stores an error instead of a refused reply."""
@@ -106,7 +104,10 @@ class _Reply:
             return self._fail(metadata, str(error)), []
         if not stored:
             self._close()
-        return stored, [names[id] for id in missing]
+            return False, []
+        parts = [names[id] for id in missing]
+        self._incoming.announced(self._session, REPLY, parts)
+        return True, parts
 
     def came(self, run: int, id: str, content: bytes) -> bool:
         """Store a part if it was announced and the reply is not too large. Return whether it was stored."""
@@ -165,6 +166,7 @@ class _Reply:
     def _drop(self, reply: Announced) -> None:
         """Delete a reply and all its parts."""
         self._book.forget(reply)
+        self._incoming.forget(reply.session)
         with self._state.session():
             self._state._cleanup_push_session(reply.session, cleanup_messages=False)
             self._state.object_store.delete(reply.root)
@@ -180,10 +182,14 @@ class _Reply:
         stored, _ = _store(self._state, failed, get_object_tree(failed), self._session)
         if not stored:
             self._close()
-        return stored and _store_object(self._state, metadata.run_id, self._session, id, failed.deflate())
+        stored = stored and _store_object(self._state, metadata.run_id, self._session, id, failed.deflate())
+        if stored:
+            self._incoming.announced(self._session, REPLY, [])
+        return stored
 
     def _close(self) -> None:
         """Close the session."""
+        self._incoming.forget(self._session)
         self._state._cleanup_push_session(self._session, cleanup_messages=False)
 
 

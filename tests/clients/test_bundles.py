@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from hypothesis import given
@@ -142,6 +142,10 @@ def test_an_index_has_a_bound_in_all_bundles_together(monkeypatch: pytest.Monkey
         unbundled(RecordDict({str(number): one for number in range(4)}))
     with pytest.raises(ValueError, match="index is too long"):
         unbundled(bundle(b"", length=2**63))
+    monkeypatch.setattr(bundles, "MOST_ENTRIES", 1)
+    for index in ([[entry(), entry(name="m")], []], [[entry()], ["empty"]]):
+        with pytest.raises(ValueError, match="more than 1 arrays"):
+            unbundled(bundle(json.dumps(index).encode(), b"abcdabcd"))
 
 
 def test_a_record_that_comes_in_two_bundles_is_refused():
@@ -173,4 +177,6 @@ def test_the_site_answers_as_it_was_asked():
     assert seen == [plain(content)] * 2
     sent.content["mean"] = bundle(b"[[" * 1000)[BUNDLE]
     assert "order" in str(carried(echo)(sent, context()).error.reason)
+    error = make_message(order.metadata, error=Error(1, "no"))
+    assert carried(lambda message, _: message)(error, context()) is error
     assert len(seen) == 2 and sent.content.config_records[ORDER][BUNDLED] is True

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fedloom.sims.federation import long_polling
 from fedloom.sims.federation.doors import ACQUIRE, ORDERS, REPLIES, REPLY, TASK, Door, for_apps, for_nodes, for_the_owner
 from fedloom.sims.federation.long_polling import Incoming, Signals, Wait, held
 from fedloom.sims.federation.pace import Pace
@@ -57,17 +58,42 @@ def test_each_listener_sees_all_news():
     asyncio.run(both(signals))
 
 
-def test_of_two_waits_each_news_ends_one():
-    async def ended(signals: Signals, first: asyncio.Event) -> int:
-        waits = [asyncio.ensure_future(signals.wait("a", seconds=LONG)) for _ in range(2)]
-        await asyncio.sleep(0.1)
-        signals.notify("a")
-        done, left = await asyncio.wait(waits, timeout=0.5)
-        for one in left:
-            one.cancel()
-        return len(done)
+def test_a_newer_wait_of_a_listener_ends_its_older_one_which_takes_nothing():
+    """The connection of the older one may be dead, and what it takes is lost."""
 
-    assert asyncio.run(ended(Signals(), asyncio.Event())) == 1
+    async def both(signals: Signals) -> list[bool]:
+        waits = [asyncio.ensure_future(signals.wait("a", seconds=LONG)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert [one.done() for one in waits] == [True, True, False]
+        signals.notify("a")
+        return await asyncio.gather(*waits)
+
+    assert asyncio.run(both(signals := Signals())) == [False, False, True]
+    assert not signals._waits
+
+
+def test_what_is_notified_from_threads_while_loops_come_and_go_ends_as_many_waits():
+    signals, ended = Signals(), [0, 0]
+
+    def wait(place: int) -> None:
+        async def all_of_them() -> None:
+            for _ in range(50):
+                ended[place] += await signals.wait(place, seconds=LONG)
+
+        for _ in range(4):
+            asyncio.run(all_of_them())
+
+    def notify() -> None:
+        for _ in range(200):
+            for place in (0, 1):
+                signals.notify(place)
+
+    threads = [threading.Thread(target=wait, args=(place,)) for place in (0, 1)] + [threading.Thread(target=notify)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert ended == [200, 200]
 
 
 def test_nobody_waits_after_the_end():
@@ -94,6 +120,22 @@ def test_a_message_is_news_when_all_its_parts_have_come():
     incoming.came("session", "c")
     incoming.came("session", "c")
     assert told[2:] == ["third", "second"]
+
+
+def test_the_parts_of_a_session_that_is_forgotten_are_not_awaited(monkeypatch: pytest.MonkeyPatch):
+    told: list[object] = []
+    incoming = Incoming(told.append)
+    incoming.announced("session", "first", ["a"])
+    incoming.forget("session")
+    incoming.forget("unknown")
+    incoming.came("session", "a")
+    monkeypatch.setattr(long_polling, "MOST_MISSING", 5)
+    for number in range(4):
+        incoming.announced(str(number), number, ["a", "b"])
+    assert told == [] and incoming._missing == 4 and list(incoming._sessions) == ["2", "3"]
+    incoming.came("2", "a")
+    incoming.came("2", "b")
+    assert told == [2] and incoming._missing == 2
 
 
 def answers(app: ASGIApp, path: str, signals: Signals) -> Door:
@@ -145,22 +187,26 @@ def test_a_caller_who_left_takes_nothing(tmp_path: Path):
     with opened(answers(note, "/x", signals), tmp_path) as say:
         line: ssl.SSLSocket = say.line()
         line.sendall(request("/x"))
-        until(lambda: bool(signals._wakes))
+        until(lambda: bool(signals._waits))
         line.close()
-        until(lambda: not signals._wakes)
+        until(lambda: not signals._waits)
         signals.notify("a")
         assert b"200" in say(request("/x"))
     assert asked == ["/x"]
 
 
-def test_a_body_that_ends_with_its_caller_is_no_request():
+def test_a_request_waits_when_its_body_is_there():
+    """One whose body does not come takes nothing."""
+
     async def gone() -> Message:
         return {"type": "http.disconnect"}
 
-    async def main() -> object:
-        return await held(Signals().wait("a", seconds=LONG), gone)
+    async def main(signals: Signals) -> object:
+        signals.notify("a")
+        return await held(signals.wait("a", seconds=LONG), gone)
 
-    assert asyncio.run(main()) is None
+    assert asyncio.run(main(signals := Signals())) is None
+    assert waited(signals, "a") < 0.2
 
 
 def test_what_waits_at_which_door():
@@ -188,8 +234,8 @@ def test_what_waits_at_which_door():
 
 
 def test_a_node_pauses_unless_its_server_held_the_request(monkeypatch: pytest.MonkeyPatch):
-    pace, runs = Pace(signals := Signals()), iter([None, None, 3])
-    slow = iter([0.0, 1.1, 0.0])
+    pace, runs = Pace(signals := Signals()), iter([None, None, None, 3])
+    slow = iter([0.0, 0.0, 1.1, 0.0])
     pull = pace._pulled(lambda: (time.sleep(next(slow)), next(runs))[1])  # type: ignore[func-returns-value]
 
     def pause(seconds: float) -> float:
@@ -197,6 +243,7 @@ def test_a_node_pauses_unless_its_server_held_the_request(monkeypatch: pytest.Mo
         pace.sleep(seconds)
         return time.monotonic() - began
 
+    assert pull() is None and pause(0.7) < 0.3
     assert pull() is None and pause(0.7) >= 0.7
     assert pull() is None and pause(0.7) < 0.3
     assert pull() == 3 and waited(signals, TASK) < 0.2
