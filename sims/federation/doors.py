@@ -26,8 +26,9 @@ from flwr.supercore.constant import (
 )
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fedloom.sims.federation.bodies import (
@@ -94,6 +95,7 @@ OF_OWN = {
 }
 NODE: ContextVar[int | None] = ContextVar("node", default=None)  # the caller of the current request; None: not a node
 HOST = [(b"host", b"superlink")]  # replaces the caller's header; no answer depends on it
+NO_NEWS = Response(b"", media_type=PROTOBUF_MEDIA_TYPE)  # an empty message: no order, task or reply
 TASK, REPLY = "task", "reply"  # news that executors and ServerApps wait for
 
 
@@ -149,7 +151,7 @@ class Door:
             if wait := self.waits(scope["path"], headers, node):
                 body = await held(wait, body)
             if body is None:
-                raise Full
+                return await NO_NEWS(scope, receive, send)
             token = NODE.set(node)
             try:
                 await self.app({**scope, "headers": HOST + others}, body, Answered(send, grow))

@@ -195,6 +195,18 @@ def test_a_caller_who_left_takes_nothing(tmp_path: Path):
     assert asked == ["/x"]
 
 
+def test_a_newer_request_ends_an_older_one_with_an_empty_message(tmp_path: Path):
+    signals, answered = Signals(), list[bytes]()
+    with opened(answers(everything, "/x", signals), tmp_path) as say:
+        older = threading.Thread(target=lambda: answered.append(say(request("/x"))))
+        older.start()
+        until(lambda: bool(signals._waits))
+        later(lambda: signals.notify("a"), 1.0)
+        newer = say(request("/x"))
+        older.join()
+    assert newer.endswith(b"superlink") and answered[0].startswith(b"HTTP/1.1 200") and answered[0].endswith(b"\r\n\r\n")
+
+
 def test_a_request_waits_when_its_body_is_there():
     """One whose body does not come takes nothing."""
 
