@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def _private(home: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def test_a_node_is_no_other_node(federation: Path, port: int):
-    """With its own key it asks for what is another's."""
+    """With its own key it asks for what is another's. (Its own program stands still: its requests would end these.)"""
     key = _private(federation / "site-0000")
     other = int(registered(federation / SERVER / KEYS / "site-0001.pub"))
     root = (federation / "site-0000" / "ca.crt").read_bytes()
@@ -130,12 +131,15 @@ def test_a_node_is_no_other_node(federation: Path, port: int):
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(key, key.public_key()),
     ]
-    with FleetHttpClient.from_server_address(f"{HERE}:{port}", False, root, interceptors) as client:
-        with pytest.raises(httpx.HTTPStatusError, match="401"):
-            client.PullMessages(PullMessagesRequest(node=Node(node_id=other)))
-        client.PullMessages(
-            PullMessagesRequest(node=Node(node_id=int(registered(federation / SERVER / KEYS / "site-0000.pub"))))
-        )
+    os.kill(program(federation / "site-0000"), signal.SIGSTOP)
+    try:
+        with FleetHttpClient.from_server_address(f"{HERE}:{port}", False, root, interceptors) as client:
+            with pytest.raises(httpx.HTTPStatusError, match="401"):
+                client.PullMessages(PullMessagesRequest(node=Node(node_id=other)))
+            own = int(registered(federation / SERVER / KEYS / "site-0000.pub"))
+            client.PullMessages(PullMessagesRequest(node=Node(node_id=own)))
+    finally:
+        os.kill(program(federation / "site-0000"), signal.SIGCONT)
 
 
 def test_the_owners_door_opens_to_who_can_read_the_servers_folder(federation: Path, owners: int):
