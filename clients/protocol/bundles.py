@@ -23,14 +23,14 @@ MOST_ENTRIES = 100_000  # arrays of a bundle, and records without arrays
 
 def bundled_orders(messages: Iterable[Message]) -> list[Message]:
     """Return messages to sites with each array record in a bundle of its own: what several sites get travels once."""
-    bundles: dict[int, ArrayRecord] = {}  # by the identity of the record
+    bundles: dict[tuple[str, int], ArrayRecord] = {}  # by the record's name, which is in the bundle, and its identity
 
     def bundled(message: Message) -> Message:
         content = RecordDict(dict(message.content))
         for name, record in message.content.array_records.items():
-            if id(record) not in bundles:
-                bundles[id(record)] = _bundle({name: record})
-            content[name] = bundles[id(record)]
+            if (key := (name, id(record))) not in bundles:
+                bundles[key] = _bundle({name: record})
+            content[name] = bundles[key]
         if ORDER in content.config_records:
             content[ORDER] = ConfigRecord({**content.config_records[ORDER], BUNDLED: True})
         return make_message(message.metadata, content=content)

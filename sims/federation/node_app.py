@@ -6,7 +6,7 @@ from flwr.app import Context, Message
 from flwr.app.message import make_message
 from flwr.clientapp import ClientApp
 
-from fedloom.clients.privacy.guard import SIMULATED, failed
+from fedloom.clients.privacy.guard import failed
 from fedloom.clients.protocol.bundles import bundled_reply, may_bundle, unbundled
 from fedloom.clients.work import answer, identify
 from fedloom.conf.errors import UserError
@@ -24,7 +24,7 @@ def carried(answers: Answer) -> Answer:
             content = unbundled(message.content)
         except Exception:  # bytes from outside
             error = UserError("order: cannot be read; server and site need the same version of fedloom")
-            return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+            return failed(error, message, full=False)
         reply = answers(make_message(message.metadata, content=content), context)
         return reply if reply.has_error() else make_message(reply.metadata, content=bundled_reply(reply.content))
 

@@ -13,7 +13,7 @@ from typing import Any
 from fedloom.sims.federation.doors import TASK
 from fedloom.sims.federation.long_polling import Signals
 
-HELD_SECONDS = 1.0  # an answer without an order that took so long was held
+LEAST_HELD_SECONDS = 1.0  # an answer without an order that took so long was held
 FOR_REPLY_SECONDS = 0.5  # Flower's pause until a reply is there; it has no other below the one without an order
 
 
@@ -47,7 +47,7 @@ class Pace:
         def pulled(**more: Any) -> int | None:
             began = time.monotonic()
             run = pull(**more)
-            quick = run is None and time.monotonic() - began < HELD_SECONDS
+            quick = run is None and time.monotonic() - began < LEAST_HELD_SECONDS
             self._quick = self._quick + 1 if quick else 0
             if run is not None:
                 self._news.notify(TASK)

@@ -85,6 +85,14 @@ def test_what_several_sites_get_is_bundled_once():
     assert first["mean"] is second["mean"] and first["subset"] is not second["subset"]
 
 
+def test_one_record_under_two_names_keeps_both():
+    """The server sends a state that several parts of an order need as one record."""
+    one = to_arrays({"a": full(2)})
+    orders = [message_of(RecordDict({"mean": one, "model/0": one})), message_of(RecordDict({"star": one}))]
+    found = [plain(unbundled(message.content)) for message in bundled_orders(orders)]
+    assert found == [plain(order.content) for order in orders]
+
+
 def bundle(head: bytes, data: bytes = b"", length: int | None = None) -> RecordDict:
     whole = LENGTH.pack(len(head) if length is None else length) + head + data
     return RecordDict({BUNDLE: ArrayRecord({BUNDLE: Array("uint8", (len(whole),), BUNDLE, whole)})})

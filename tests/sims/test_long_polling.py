@@ -16,7 +16,8 @@ from fedloom.sims.federation.long_polling import Incoming, Signals, Wait, held
 from fedloom.sims.federation.pace import Pace
 from tests.sims.doors import everything, opened, until
 
-LONG = 60.0  # seconds that no test waits
+LONG = 60.0  # seconds of a wait that ends before
+AT_ONCE = LONG / 2
 
 
 def later(do: Callable[[], object], seconds: float = 0.2) -> None:
@@ -35,17 +36,17 @@ def test_a_wait_takes_one_of_the_news_that_came_before_or_come_after():
     signals.notify("a")
     signals.notify("a")
     assert waited(signals, "b", 0.3) >= 0.3  # news of another key
-    assert waited(signals, "a") < 0.2 and waited(signals, "a") < 0.2
+    assert waited(signals, "a") < AT_ONCE and waited(signals, "a") < AT_ONCE
     assert waited(signals, "a", 0.3) >= 0.3
     later(lambda: signals.notify("a"))
-    assert 0.1 < waited(signals, "a") < 30
+    assert 0.1 < waited(signals, "a") < AT_ONCE
 
 
 def test_one_wait_may_take_all_news():
     signals = Signals()
     for _ in range(3):
         signals.notify("a")
-    assert waited(signals, "a", at_once=True) < 0.2
+    assert waited(signals, "a", at_once=True) < AT_ONCE
     assert waited(signals, "a", 0.3, at_once=True) >= 0.3
 
 
@@ -53,9 +54,10 @@ def test_each_listener_sees_all_news():
     async def both(signals: Signals) -> None:
         await asyncio.gather(*(signals.wait("a", listener, seconds=LONG) for listener in ("one", "two")))
 
-    signals = Signals()
+    signals, began = Signals(), time.monotonic()
     later(lambda: signals.notify("a"))
     asyncio.run(both(signals))
+    assert time.monotonic() - began < AT_ONCE
 
 
 def test_a_newer_wait_of_a_listener_ends_its_older_one_which_takes_nothing():
@@ -99,32 +101,32 @@ def test_what_is_notified_from_threads_while_loops_come_and_go_ends_as_many_wait
 def test_nobody_waits_after_the_end():
     signals = Signals()
     later(signals.end)
-    assert waited(signals, "a") < 30
-    assert waited(signals, "b") < 0.2
+    assert waited(signals, "a") < AT_ONCE
+    assert waited(signals, "b") < AT_ONCE
 
 
 def test_a_message_is_news_when_all_its_parts_have_come():
-    told: list[object] = []
-    incoming = Incoming(told.append)
+    complete: list[object] = []
+    incoming = Incoming(complete.append)
     incoming.announced("session", "nothing missing", [])
-    assert told == ["nothing missing"]
+    assert complete == ["nothing missing"]
     incoming.announced("session", "first", ["a", "b"])
     incoming.announced("session", "second", ["b", "c"])
     incoming.announced("other", "third", ["a"])
     incoming.came("session", "a")
     incoming.came("session", "unknown")
-    assert told == ["nothing missing"]
+    assert complete == ["nothing missing"]
     incoming.came("session", "b")
-    assert told[1:] == ["first"]
+    assert complete[1:] == ["first"]
     incoming.came("other", "a")
     incoming.came("session", "c")
     incoming.came("session", "c")
-    assert told[2:] == ["third", "second"]
+    assert complete[2:] == ["third", "second"]
 
 
 def test_the_parts_of_a_session_that_is_forgotten_are_not_awaited(monkeypatch: pytest.MonkeyPatch):
-    told: list[object] = []
-    incoming = Incoming(told.append)
+    complete: list[object] = []
+    incoming = Incoming(complete.append)
     incoming.announced("session", "first", ["a"])
     incoming.forget("session")
     incoming.forget("unknown")
@@ -132,17 +134,17 @@ def test_the_parts_of_a_session_that_is_forgotten_are_not_awaited(monkeypatch: p
     monkeypatch.setattr(long_polling, "MOST_MISSING", 5)
     for number in range(4):
         incoming.announced(str(number), number, ["a", "b"])
-    assert told == [] and incoming._missing == 4 and list(incoming._sessions) == ["2", "3"]
+    assert complete == [] and incoming._missing == 4 and list(incoming._sessions) == ["2", "3"]
     incoming.came("2", "a")
     incoming.came("2", "b")
-    assert told == [2] and incoming._missing == 2
+    assert complete == [2] and incoming._missing == 2
 
 
 def answers(app: ASGIApp, path: str, signals: Signals) -> Door:
     """A door at which a request for this path waits for news of "a"."""
 
     def waits(asked: str, headers: object, node: object) -> Wait | None:
-        return signals.wait("a") if asked == path else None
+        return signals.wait("a", seconds=LONG) if asked == path else None
 
     return Door(app, lambda path, headers: 0, waits=waits)
 
@@ -171,7 +173,7 @@ def test_a_request_is_answered_when_the_news_come_with_its_whole_body(tmp_path: 
         assert say(request("/y")).endswith(b"ok")  # does not wait
         later(lambda: signals.notify("a"))
         assert say(request("/x", b"abcdef" * 1000)).endswith(b"ok")
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < AT_ONCE
     assert bodies == [b"abc", b"abcdef" * 1000]
 
 
@@ -201,10 +203,13 @@ def test_a_newer_request_ends_an_older_one_with_an_empty_message(tmp_path: Path)
         older = threading.Thread(target=lambda: answered.append(say(request("/x"))))
         older.start()
         until(lambda: bool(signals._waits))
-        later(lambda: signals.notify("a"), 1.0)
-        newer = say(request("/x"))
+        newer = threading.Thread(target=lambda: answered.append(say(request("/x"))))
+        newer.start()
         older.join()
-    assert newer.endswith(b"superlink") and answered[0].startswith(b"HTTP/1.1 200") and answered[0].endswith(b"\r\n\r\n")
+        signals.notify("a")
+        newer.join()
+    assert answered[0].startswith(b"HTTP/1.1 200") and answered[0].endswith(b"\r\n\r\n")
+    assert answered[1].endswith(b"superlink")
 
 
 def test_a_request_waits_when_its_body_is_there():
@@ -218,7 +223,7 @@ def test_a_request_waits_when_its_body_is_there():
         return await held(signals.wait("a", seconds=LONG), gone)
 
     assert asyncio.run(main(signals := Signals())) is None
-    assert waited(signals, "a") < 0.2
+    assert waited(signals, "a") < AT_ONCE
 
 
 def test_what_waits_at_which_door():
@@ -239,27 +244,39 @@ def test_what_waits_at_which_door():
         signals.notify(TASK)
     signals.notify(REPLY)
     assert wait(nodes, ORDERS) and wait(apps, ACQUIRE) and wait(owner, ACQUIRE) and wait(owner, REPLIES)
+    assert signals._seen == {(7, ""): 1, (TASK, ""): 2, (REPLY, b"t"): 1}  # each has taken its own news
     assert not any(wait(door, "/v1/fleet/push-object") for door in (nodes, apps, owner))
     assert not wait(apps, REPLIES)
     owner.done("/v1/control/start-run")
-    assert waited(signals, TASK) < 0.2
+    assert waited(signals, TASK) < AT_ONCE
 
 
 def test_a_node_pauses_unless_its_server_held_the_request(monkeypatch: pytest.MonkeyPatch):
-    pace, runs = Pace(signals := Signals()), iter([None, None, None, 3])
-    slow = iter([0.0, 0.0, 1.1, 0.0])
-    pull = pace._pulled(lambda: (time.sleep(next(slow)), next(runs))[1])  # type: ignore[func-returns-value]
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr("fedloom.sims.federation.pace.LEAST_HELD_SECONDS", 0.3)
+    pace, answers = Pace(signals := Signals()), iter([(0.0, None), (0.0, None), (0.4, None), (0.0, 3)])
 
-    def pause(seconds: float) -> float:
-        began = time.monotonic()
-        pace.sleep(seconds)
-        return time.monotonic() - began
+    def pull() -> int | None:
+        seconds, run = next(answers)
+        threading.Event().wait(seconds)
+        return run
 
-    assert pull() is None and pause(0.7) < 0.3
-    assert pull() is None and pause(0.7) >= 0.7
-    assert pull() is None and pause(0.7) < 0.3
-    assert pull() == 3 and waited(signals, TASK) < 0.2
-    later(lambda: pace.replied("/v1/runtime/push-object"), 0.1)
-    assert pause(0.5) < 0.4
-    assert pause(0.2) >= 0.2
+    pulled = pace._pulled(pull)
+    for expected in ([], [3.0], [3.0]):  # the second quick answer in a row is one of a server that holds nothing
+        assert pulled() is None
+        pace.sleep(3.0)
+        assert pauses == expected
+    assert pulled() == 3 and waited(signals, TASK) < AT_ONCE
     assert pace.monotonic() <= time.monotonic()
+
+
+def test_a_node_goes_on_when_a_reply_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fedloom.sims.federation.pace.FOR_REPLY_SECONDS", LONG)
+    pace, began = Pace(Signals()), time.monotonic()
+    later(lambda: pace.replied("/v1/runtime/push-object"), 0.1)
+    pace.sleep(LONG)
+    assert time.monotonic() - began < AT_ONCE
+    began = time.monotonic()
+    pace.sleep(0.2)  # the next reply has not come
+    assert time.monotonic() - began >= 0.2
