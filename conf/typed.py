@@ -7,12 +7,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedloom.conf.errors import UserError, listed, nearest, plain
+from fedloom.conf.package import NAME
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.shorthand import expand_shorthand, fields_of
 
@@ -78,17 +79,37 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     _check_keys(schema, given, where)
     _check_literal(given, where)
     _check_texts(schema, given, where)
+    result = _instance(schema, given, where)
+    _check_values(result, where)
+    return result
+
+
+def _instance(schema: type[T], given: Mapping[str, Any], where: str) -> T:
+    """Return an instance of `schema`. OmegaConf converts the values and checks their types."""
+    fields = fields_of(schema)
+    for key, field in fields.items():
+        if key not in given and field.init and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{join(where, key)}: is missing; it takes {takes(field)}")
+    nested = [key for key in given if _nested(fields[key])]
+    values = {key: _instance(fields[key].type, given[key], join(where, key)) for key in nested}  # type: ignore[arg-type]
     try:
-        merged = OmegaConf.merge(_base(schema), OmegaConf.create(dict(given)))
-        result = OmegaConf.to_object(merged)
+        if not schema.__module__.startswith(f"{NAME}."):
+            OmegaConf.structured(schema)  # raises an error for a field whose type is not supported
+        plain = {key: item for key, item in given.items() if key not in values}
+        return schema(**values, **_converted(schema, plain))
     except (OmegaConfBaseException, TypeError) as error:
         raise _misfit(schema, given, where) or UserError(_in_one_line(error, where)) from None
     except UserError:
         raise
     except Exception as error:  # from the class's own checks
         raise UserError(f"{where}: {error_summary(error)}") from error
-    _check_values(result, where)
-    return result  # type: ignore[return-value]  # OmegaConf.to_object rebuilds the dataclass it was given
+
+
+def _converted(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of fields of `schema`, converted to the fields' types."""
+    if not given:
+        return {}
+    return vars(OmegaConf.to_object(OmegaConf.merge(_typed(schema, tuple(given)), OmegaConf.create(dict(given)))))
 
 
 def at_home(instance: T) -> T:
@@ -138,10 +159,10 @@ def _plain_kinds(schema: type) -> dict[str, type]:
 
 
 @functools.cache
-def _base(schema: type) -> Any:
-    base = OmegaConf.structured(schema)
-    OmegaConf.set_readonly(base, False)
-    return base
+def _typed(schema: type, names: tuple[str, ...]) -> Any:
+    """Return OmegaConf's form of the named fields of `schema` alone: it copies all that it has at each merge."""
+    kinds = get_type_hints(schema)
+    return OmegaConf.structured(dataclasses.make_dataclass(schema.__name__, [(name, kinds[name]) for name in names]))
 
 
 def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
@@ -216,7 +237,7 @@ def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | N
 
 def _fits(schema: type, name: str, item: Any) -> bool:
     try:
-        OmegaConf.merge(_base(schema), OmegaConf.create({name: item}))
+        _converted(schema, {name: item})
     except (OmegaConfBaseException, TypeError):
         return False
     return True

@@ -12,7 +12,7 @@ from fedloom.conf import UserError, experiment_names, from_json, load, to_json, 
 from fedloom.conf.load import FOLDER, MANY, VERSION, experiment_lines, load_text
 from fedloom.conf.schema import MOST_ROUNDS
 from fedloom.conf.sites import SiteConfig
-from fedloom.conf.yaml_text import LONG, read_yaml, write_yaml
+from fedloom.conf.yaml_text import _Fast, _read, _Reader, read_yaml, write_yaml
 
 
 def test_every_shipped_experiment_loads_and_survives_the_journey():
@@ -183,9 +183,12 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path, text: str, line: str):
     assert "\n" not in str(caught.value)
 
 
-def test_long_files_are_read_as_short_ones_are():
-    text = "sites:\n" + "".join(f"- {{domain: digits, samples: {n}, when: 2024-01-01}}\n" for n in range(3000))
-    assert len(text) > LONG and read_yaml(text)["sites"] == [read_yaml(line[2:]) for line in text.splitlines()[1:]]
+ODD = "a: &a {b: 1}\nc: {<<: *a, when: 2024-01-01, time: 1:30, code: 007, rate: 1e-1, on: yes, 'off': 'no', = : ~}\n"
+
+
+def test_libyaml_reads_what_pyyaml_reads():
+    for text in (ODD, *(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.yaml"))):
+        assert _read(text, _Fast, None) == _read(text, _Reader, None)
     assert read_yaml("a: &a {b: 1}\nc: {<<: *a, when: 2024-01-01}")["c"] == {"b": 1, "when": "2024-01-01"}
 
 
