@@ -8,18 +8,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.objectives.base import OBJECTIVES
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import Facts
+from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
+from fedloom.conf.shorthand import fields_of
 from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
 from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
 from fedloom.server.run_folder.scores import headline, metric_of, rounds_of
+from fedloom.server.strategies.base import STRATEGIES
 from fedloom.sims.report.results import accuracies, has_aggregate, shown, which
 
 NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that do not describe the method
 NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every", "evaluation.metrics")
 DATA = ("data.", "sites", "population")  # keys of the training data
+REGISTRIES: Mapping[str, Registry[Any]] = {"network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES}
+DEFAULT = "default"  # the value of a key without a known default that a configuration lacks
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,17 @@ class Entry:
     def everything(self) -> dict[str, Any]:
         """All values of the configuration, by dotted keys."""
         return flat(dataclasses.asdict(self.config))
+
+    def value(self, key: str) -> Any:
+        """Return the value of a dotted key: the configuration's, else the default of this option, else "default"."""
+        if key in self.everything:
+            return self.everything[key]
+        section, _, option = key.rpartition(".")
+        name = self.everything.get(f"{section}.name", "")
+        if section not in REGISTRIES or not REGISTRIES[section].shipped(name):  # others' code is not imported here
+            return DEFAULT
+        field = fields_of(REGISTRIES[section].find(name)).get(option)
+        return DEFAULT if field is None or field.default is dataclasses.MISSING else field.default
 
     @cached_property
     def accuracy(self) -> dict[str, float]:

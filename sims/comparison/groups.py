@@ -14,7 +14,6 @@ from fedloom.sims.report.spread import Spread, spread
 from fedloom.sims.sweeps.names import label_of
 
 DESCRIPTIVE = ("strategy.name", "objective.name", "objective.mode", "network.name")  # the keys that name a row first
-DEFAULT = "default"  # the value of a key that a configuration lacks
 MOST_NOTES = 10  # notes of the same kind
 UNION = "union"
 
@@ -73,13 +72,8 @@ def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], l
     return groups, differing, [*notes, *doubles, *more]
 
 
-def value_of(entry: Entry, key: str) -> Any:
-    """Return the value of a dotted key in the entry's configuration, or "default" without one."""
-    return entry.everything.get(key, DEFAULT)
-
-
 def _group(row: Sequence[Entry], keys: Sequence[str]) -> Group:
-    values = {key: value_of(row[0], key) for key in keys}
+    values = {key: row[0].value(key) for key in keys}
     label = label_of(values) or str(row[0].summary.get("method", row[0].folder.name))
     seeds: dict[int, list[Entry]] = {}
     for entry in row:
@@ -89,7 +83,7 @@ def _group(row: Sequence[Entry], keys: Sequence[str]) -> Group:
 
 
 def _signature(entry: Entry, keys: Sequence[str]) -> str:
-    return json.dumps([value_of(entry, key) for key in keys], sort_keys=True)
+    return json.dumps([entry.value(key) for key in keys], sort_keys=True)
 
 
 def _differing(entries: Sequence[Entry]) -> list[str]:
@@ -141,9 +135,10 @@ def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
 def _without_repetition(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     """Return the first entry of each configuration and seed, and a note for each other entry."""
     kept: dict[str, Entry] = {}
+    keys = list(dict.fromkeys(key for entry in entries for key in entry.keys))
     notes = []
     for entry in entries:
-        first = kept.setdefault(json.dumps([entry.keys, entry.config.seed], sort_keys=True), entry)
+        first = kept.setdefault(f"{entry.config.seed} {_signature(entry, keys)}", entry)
         if first is not entry:
             here, other = (each.accuracy.get(UNION) for each in (entry, first))
             metric = entry.metric

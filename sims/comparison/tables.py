@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fedloom.conf.formatting import rounded
 from fedloom.conf.metrics import Facts
-from fedloom.sims.comparison.groups import UNION, Group, value_of
+from fedloom.sims.comparison.groups import UNION, Group
 from fedloom.sims.comparison.statistics import CONFIDENCE, Difference, paired
 from fedloom.sims.report.results import MAX_DOMAINS
 from fedloom.sims.report.spread import Spread, mean_and_spread
@@ -121,7 +121,7 @@ def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:
 
 
 def _values(group: Group, key: str) -> str:
-    text = " | ".join(dict.fromkeys(text_of(value_of(entry, key)) for entry in group.entries))
+    text = " | ".join(dict.fromkeys(text_of(entry.value(key)) for entry in group.entries))
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
 
 

@@ -283,6 +283,16 @@ def test_an_amount_is_as_exact_as_its_deviation_and_has_no_exponent(values: list
     assert amount(spread(values), 1.0) == shown
 
 
+def test_an_option_at_its_default_is_the_same_whether_set_or_not(fedloom: Command, run: Path):
+    other = run.with_name("other")
+    shutil.copytree(run, other)
+    tree = yaml.safe_load((other / "config.yaml").read_text())
+    tree["objective"], tree["seed"] = {"name": tree["objective"]["name"]}, 7
+    (other / "config.yaml").write_text(yaml.safe_dump(tree))
+    found = last_line(fedloom("compare", run, other, "--json"))
+    assert [(row["row"], row["runs"]) for row in found["rows"]] == [("sum_aggregation/exact", 2)]
+
+
 def test_rows_are_named_by_their_strategy_first(fedloom: Command, run: Path):
     other = run.with_name("other")
     shutil.copytree(run, other)
