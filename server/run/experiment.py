@@ -170,32 +170,15 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
         method: TrainingRun | None = None
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
-            advice = method.state.strategy.warnings(method.experiment)
-            notes = start_notes(method.experiment)
-            if has_data(config):
-                files = {path: file_digest(Path(path)) for path in method.experiment.starts}
-                notes += [*remarks(config), *folder.note_data({**digests(config.domains), **files})]
-                folder.note_tables(method.state.domains(), encoding_of)
-            for line in [*longer, *notes, *method.experiment.training.schedule.advice(config.rounds), *advice]:
+            for line in [*longer, *_notes(config, folder, method)]:
                 listener.message(line)
             channel, hearing = method.joined(grid), Listeners([spent, listener])
             while "accuracy" not in summary or method.unlearning().under_way():  # requests may arrive while it measures
                 method.train(channel, hearing)
-                listener.note("measuring on test examples")
-                began = time.monotonic()
-                summary |= method.measure()
-                if has_data(config):
-                    summary["classes"] = counted(config, method.state.members())
-                done = "networks measured and sums checked" if summary["checks"] else "networks measured"
-                listener.note(f"{done} in {time.monotonic() - began:.1f} s")
+                summary |= _measured(config, method, listener)
                 check_sums(folder.path, summary)
                 for mode in config.baselines:
-                    rows, entries = _run_baseline(with_mode(config, mode), method, channel, listener)
-                    summary["accuracy"] |= rows
-                    for metric, more in entries.pop(SCORES, {}).items():
-                        summary[SCORES][metric] |= more
-                    for key, more in entries.items():
-                        summary[key] = {**summary.get(key, {}), **more}
+                    _add(summary, *_run_baseline(with_mode(config, mode), method, channel, listener))
             summary["status"] = "finished"
         except Exception as error:
             summary |= {"status": "failed", "error": plain(f"{type(error).__name__}: {error}")[:MOST_REASON]}
@@ -213,6 +196,38 @@ def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, b
                 ledger.note(summary["status"], {"files": folder.results()})
     listener.finished(summary)
     return summary
+
+
+def _notes(config: Config, folder: RunFolder, method: TrainingRun) -> list[str]:
+    """Return the messages at the start of a run. Write the digests of its data and its tables' columns."""
+    advice = method.state.strategy.warnings(method.experiment)
+    notes = start_notes(method.experiment)
+    if has_data(config):
+        files = {path: file_digest(Path(path)) for path in method.experiment.starts}
+        notes += [*remarks(config), *folder.note_data({**digests(config.domains), **files})]
+        folder.note_tables(method.state.domains(), encoding_of)
+    return [*notes, *method.experiment.training.schedule.advice(config.rounds), *advice]
+
+
+def _measured(config: Config, method: TrainingRun, listener: Listener) -> dict[str, Any]:
+    """Measure all networks on test examples, and check the sums. Return entries for the summary."""
+    listener.note("measuring on test examples")
+    began = time.monotonic()
+    found = method.measure()
+    if has_data(config):
+        found["classes"] = counted(config, method.state.members())
+    done = "networks measured and sums checked" if found["checks"] else "networks measured"
+    listener.note(f"{done} in {time.monotonic() - began:.1f} s")
+    return found
+
+
+def _add(summary: dict[str, Any], accuracies: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Add a baseline's results to the summary."""
+    summary["accuracy"] |= accuracies
+    for metric, more in entries.pop(SCORES, {}).items():
+        summary[SCORES][metric] |= more
+    for key, more in entries.items():
+        summary[key] = {**summary.get(key, {}), **more}
 
 
 def check_sums(path: Path, results: Mapping[str, Any]) -> None:
