@@ -31,8 +31,7 @@ from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import BEFORE, ENROL, MEAN, OWN, SUBSET, TaskInstructions, read_order, to_states
 from fedloom.clients.storage.store import SiteStore
-from fedloom.clients.training.device import memory_share, pick_device
-from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.clients.training.torch_setup import memory_share, ordinary, pick_device
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site

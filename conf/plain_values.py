@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.conf.errors import UserError
-from fedloom.conf.typed import join
+from fedloom.conf.values import join
 
 MOST_DEPTH = 200
 TAKES = "texts, numbers, truth values, paths, lists and dictionaries"

@@ -1,21 +1,21 @@
 """Build a frozen dataclass from a mapping. OmegaConf checks types; the fields' metadata has ranges and choices."""
 
+import copy
 import dataclasses
 import functools
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
-from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedloom.conf.errors import UserError, listed, nearest, plain
+from fedloom.conf.errors import UserError, listed, nearest
 from fedloom.conf.package import NAME
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.shorthand import expand_shorthand, fields_of
+from fedloom.conf.values import check_value, check_values, join, shortened, takes
 
 T = TypeVar("T")
 
@@ -80,12 +80,12 @@ def build(schema: type[T], given: Mapping[str, Any], where: str = "") -> T:
     _check_literal(given, where)
     _check_texts(schema, given, where)
     result = _instance(schema, given, where)
-    _check_values(result, where)
+    check_values(result, where)
     return result
 
 
 def _instance(schema: type[T], given: Mapping[str, Any], where: str) -> T:
-    """Return an instance of `schema`. OmegaConf converts the values and checks their types."""
+    """Return an instance of `schema`. OmegaConf converts values that are not of their field's type, and checks them."""
     fields = fields_of(schema)
     for key, field in fields.items():
         if key not in given and field.init and field.default is field.default_factory is dataclasses.MISSING:
@@ -95,8 +95,9 @@ def _instance(schema: type[T], given: Mapping[str, Any], where: str) -> T:
     try:
         if not schema.__module__.startswith(f"{NAME}."):
             OmegaConf.structured(schema)  # raises an error for a field whose type is not supported
-        plain = {key: item for key, item in given.items() if key not in values}
-        return schema(**values, **_converted(schema, plain))
+        kinds = _kinds(schema)
+        values |= {key: copy.deepcopy(item) for key, item in given.items() if key not in values and _is(kinds[key], item)}
+        return schema(**values, **_converted(schema, {key: item for key, item in given.items() if key not in values}))
     except (OmegaConfBaseException, TypeError) as error:
         raise _misfit(schema, given, where) or UserError(_in_one_line(error, where)) from None
     except UserError:
@@ -144,10 +145,11 @@ def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
         _BUILT[schema, rest] = build(schema, {key: item for key, item in given.items() if key not in plain}, where)
     fields = fields_of(schema)
     for key, item in plain.items():  # the rest was checked when it was built
-        _check_value(fields[key], item, join(where, key))
+        check_value(fields[key], item, join(where, key))
     return dataclasses.replace(_BUILT[schema, rest], **plain)
 
 
+PLAIN = (str, int, float, bool)
 MOST_BUILT = 1000
 _BUILT: dict[tuple[type, str], Any] = {}
 
@@ -155,13 +157,30 @@ _BUILT: dict[tuple[type, str], Any] = {}
 @functools.cache
 def _plain_kinds(schema: type) -> dict[str, type]:
     """Return the fields that are texts, numbers or truth values, with their types."""
-    return {field.name: field.type for field in dataclasses.fields(schema) if field.type in (str, int, float, bool)}  # type: ignore[arg-type,misc]
+    return {field.name: field.type for field in dataclasses.fields(schema) if field.type in PLAIN}  # type: ignore[arg-type,misc]
+
+
+@functools.cache
+def _kinds(schema: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, by name."""
+    return get_type_hints(schema)
+
+
+def _is(kind: Any, item: Any) -> bool:
+    """Return whether a value is of a field's type, so that OmegaConf would not change it. False if that is not certain."""
+    if kind is Any:
+        return item is None or type(item) in PLAIN or _is(list[Any], item) or _is(dict[str, Any], item)
+    if kind == dict[str, Any] and type(item) is dict:
+        return all(type(key) is str and _is(Any, value) for key, value in item.items())
+    if kind == list[Any] and type(item) is list:
+        return all(_is(Any, value) for value in item)
+    return (kind in PLAIN and type(item) is kind) or (item == [] and get_origin(kind) is list)
 
 
 @functools.cache
 def _typed(schema: type, names: tuple[str, ...]) -> Any:
     """Return OmegaConf's form of the named fields of `schema` alone: it copies all that it has at each merge."""
-    kinds = get_type_hints(schema)
+    kinds = _kinds(schema)
     return OmegaConf.structured(dataclasses.make_dataclass(schema.__name__, [(name, kinds[name]) for name in names]))
 
 
@@ -172,13 +191,8 @@ def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
         texts = field.type is str or (get_origin(field.type) is list and get_args(field.type)[0] is str)
         for value in (item if isinstance(item, list | tuple) else [item]) if texts else []:
             if isinstance(value, bool | int | float):
-                key = join(where, name)
-                raise UserError(f"{key}: got {_short(value)}, takes {takes(field, item)}; put it in quotes if it is a text")
-
-
-def join(where: str, key: str) -> str:
-    """Return the dotted key of `key` in the section `where`."""
-    return f"{where}.{key}" if where else key
+                wrong = f"{join(where, name)}: got {shortened(value)}"
+                raise UserError(f"{wrong}, takes {takes(field, item)}; put it in quotes if it is a text")
 
 
 def _nested(field: dataclasses.Field[Any]) -> bool:
@@ -192,7 +206,7 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
             raise UnknownKeyError(join(where, str(key)), [join(where, name) for name in fields])
         for section, content, position in _sections(fields[key], item, join(where, key)):
             if not isinstance(content, Mapping):
-                raise UserError(f"{position}: got {_short(content)}, takes a section of keys")
+                raise UserError(f"{position}: got {shortened(content)}, takes a section of keys")
             _check_keys(section, content, position)
 
 
@@ -231,7 +245,7 @@ def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | N
             if error := _misfit(section, content, position):
                 return error
         about = f" ({field.metadata['help']})" if field.metadata.get("help") else ""
-        return UserError(f"{key}: got {_short(item)}, takes {takes(field, item)}{about}")
+        return UserError(f"{key}: got {shortened(item)}, takes {takes(field, item)}{about}")
     return None
 
 
@@ -243,89 +257,8 @@ def _fits(schema: type, name: str, item: Any) -> bool:
     return True
 
 
-def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
-    """Return a text that says which values a field takes: "a number from 0 to 1". `item`: a wrong value, for a hint."""
-    kind, choices = get_origin(field.type) or field.type, field.metadata.get("choices")
-    if choices:
-        return f"{'a list of' if kind is list else 'one of'}: {_row(choices)}"
-    if kind is UnionType:  # of a type and None
-        kind = get_args(field.type)[0]
-    if kind is list:
-        entry = next(iter(get_args(field.type)), Any)
-        return f"a list of {ENTRIES.get(get_origin(entry) or entry, 'sections')}"
-    if kind in KINDS:
-        return _bounded(KINDS[kind], field.metadata.get("low"), field.metadata.get("high"))
-    return "a section of keys" + (" that are texts; put them in quotes" if isinstance(item, Mapping) else "")
-
-
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
-MOST_CHARACTERS = 100  # characters of a value in an error
-MAX_FLOAT32 = 3.4e38  # of float32
-
-
-def _short(item: Any) -> str:
-    text = repr(item)
-    return plain(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
-
-
 def _in_one_line(error: Exception, where: str) -> str:
     first = str(error).splitlines()[0]
     full = getattr(error, "full_key", None)
     key = join(where, str(full)) if full else where
     return f"{key}: {first}" if key else first
-
-
-def _check_values(instance: Any, where: str) -> None:
-    for field in dataclasses.fields(instance):
-        _check_value(field, getattr(instance, field.name), join(where, field.name))
-
-
-def _check_value(field: dataclasses.Field[Any], value: Any, key: str) -> None:
-    if dataclasses.is_dataclass(value):
-        _check_values(value, key)
-        return
-    low, high = field.metadata.get("low"), field.metadata.get("high")
-    choices = field.metadata.get("choices")
-    for choice in value if choices and isinstance(value, list) else [value] if choices else []:
-        if choice not in choices:
-            raise UserError(f"{key}: got '{choice}', takes {takes(field)}")
-    if get_origin(field.type) is list and get_args(field.type)[0] in (str, int, float):
-        _check_entries(key, value)
-    if isinstance(value, str):
-        _check_text(key, value)
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            _check_range(key, number, low, high)
-
-
-def _check_entries(key: str, entries: list[Any]) -> None:
-    """Raise UserError for a list or section among texts or numbers, which OmegaConf does not check."""
-    for index, entry in enumerate(entries):
-        if isinstance(entry, list | dict):
-            raise UserError(f"{key}[{index}]: got {_short(entry)}, takes a text or a number")
-
-
-def _check_range(key: str, number: float, low: float | None, high: float | None) -> None:
-    if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
-        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, high)}")
-    if isinstance(number, float) and abs(number) > MAX_FLOAT32:
-        raise UserError(f"{key}: got {number}, takes {_bounded('a number', low, MAX_FLOAT32)} (32 bits)")
-
-
-def _check_text(key: str, text: str) -> None:
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
-        raise UserError(f"{key}: got {_short(text)}, takes a text in one line, without control characters")
-
-
-def _row(choices: Sequence[str]) -> str:
-    """Return the choices with commas between, an empty one as ""."""
-    return ", ".join(choice or '""' for choice in choices)
-
-
-def _bounded(kind: str, low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return "a finite number" if kind == "a number" else kind
-    if high is None:
-        return f"{kind} of at least {low}"
-    return f"{kind} of at most {high}" if low is None else f"{kind} from {low} to {high}"

@@ -1,6 +1,8 @@
 """Knowledge distillation: train a network on the answers of others, with or without labels."""
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
+from fedloom.fusion.graph.tracing import evaluating
+from fedloom.fusion.graph.undisturbed import undisturbed
+
+SHIFT = 8  # images are shifted by up to a part of this size
 
 
 @dataclass(frozen=True)
@@ -71,19 +77,81 @@ def distil(
     """
     if len(inputs) != len(answers) or len(inputs) < 2:
         raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; use equal numbers, at least two")
-    was = student.training
-    optimiser = torch.optim.Adam([weight for weight in student.parameters() if weight.requires_grad], settings.rate)
     order = torch.empty(0, dtype=torch.int64)
-    student.train()
-    for step in range(settings.steps):
+
+    def loss() -> Tensor:
+        nonlocal order
         if len(order) < 2:  # BatchNorm has no variance for a single input
             order = torch.randperm(len(inputs), generator=generator)
         drawn, order = order[: settings.batch], order[settings.batch :]
+        targets = None if labels is None else labels[drawn]
+        return distillation_loss(student(inputs[drawn]), answers[drawn], settings.temperature, targets, settings.weight)
+
+    _descend(student, loss, settings)
+
+
+def imitate(
+    student: nn.Module, teachers: Sequence[nn.Module], weights: Sequence[float], images: Tensor, settings: Distillation
+) -> None:
+    """Train a network, in place, to return the teachers' mean answer to images [k, c, h, w], mirrored and shifted.
+
+    Each step draws `settings.batch` images (at most all), mirrors half of them, and shifts each by up to an eighth of its
+    size. The teachers answer for these views, so a few hundred images suffice (Beyer et al. 2022). All parameters of the
+    student are trained. The teachers stay unchanged. Draws are the same in each call.
+
+    Args:
+        student: A classifier that returns logits [k, classes].
+        teachers: Classifiers of the same classes.
+        weights: The share of each teacher's probabilities in the answer; their sum is 1.
+        images: Without labels.
+        settings: The settings; `temperature` and `weight` are not used.
+
+    Raises:
+        UserError: The inputs are not images, or fewer than two.
+    """
+    if images.ndim != 4 or len(images) < 2:
+        raise UserError(f"distillation: got inputs {list(images.shape)}, takes at least two images [k, channels, h, w]")
+    generator = torch.Generator().manual_seed(0)
+    needed = {weight: weight.requires_grad for weight in student.parameters()}
+    student.requires_grad_(True)
+
+    def loss() -> Tensor:
+        drawn = torch.randperm(len(images), generator=generator)[: settings.batch]
+        views = _views(images[drawn.to(images.device)], generator)
+        with torch.no_grad():
+            answers = [share * teacher(views).softmax(dim=1) for share, teacher in zip(weights, teachers, strict=True)]
+        return F.kl_div(student(views).log_softmax(dim=1), torch.stack(answers).sum(dim=0), reduction="batchmean")
+
+    with ExitStack() as stack, torch.enable_grad():
+        for teacher in teachers:
+            stack.enter_context(undisturbed(teacher))
+            stack.enter_context(evaluating(teacher))
+        _descend(student, loss, settings)
+    for weight, was in needed.items():
+        weight.requires_grad_(was)
+
+
+def _descend(student: nn.Module, loss: Callable[[], Tensor], settings: Distillation) -> None:
+    """Minimise a loss by Adam, in training mode, with a falling rate. The network's mode stays unchanged."""
+    was = student.training
+    optimiser = torch.optim.Adam([weight for weight in student.parameters() if weight.requires_grad], settings.rate)
+    student.train()
+    for step in range(settings.steps):
         for group in optimiser.param_groups:
             group["lr"] = settings.rate * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
         optimiser.zero_grad()
-        targets = None if labels is None else labels[drawn]
-        loss = distillation_loss(student(inputs[drawn]), answers[drawn], settings.temperature, targets, settings.weight)
-        loss.backward()
+        loss().backward()
         optimiser.step()
     student.train(was)
+
+
+def _views(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the images, half of them mirrored, each shifted by up to an eighth of its size. Edges are reflected."""
+    mirrored = torch.rand(len(images), generator=generator) < 0.5
+    images = torch.where(mirrored.to(images.device)[:, None, None, None], images.flip(3), images)
+    high, wide = images.shape[2] // SHIFT, images.shape[3] // SHIFT
+    padded = F.pad(images, [wide, wide, high, high], mode="reflect")
+    down = torch.randint(0, 2 * high + 1, (len(images),), generator=generator).tolist()
+    right = torch.randint(0, 2 * wide + 1, (len(images),), generator=generator).tolist()
+    return torch.stack([image[:, y : y + images.shape[2], x : x + images.shape[3]]
+                        for image, y, x in zip(padded, down, right, strict=True)])  # fmt: skip

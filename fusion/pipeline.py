@@ -29,6 +29,7 @@ from fedloom.fusion.cla_ot.moves import Moves, carried, moved
 from fedloom.fusion.cla_ot.plans import Body, axis_moves, layer_moves
 from fedloom.fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
 from fedloom.fusion.classes import in_classes, united
+from fedloom.fusion.distillation import Distillation, imitate
 from fedloom.fusion.graph.channels import Unit, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.graph.tracing import evaluating
@@ -152,6 +153,10 @@ class _Fusion:
             notes, agreed = self._refitted(result, complete, made.mixture, weights)
         elif self.settings.repair:
             notes = self._repaired(result, made.statistics, made.shares)
+        if self.settings.distillation:
+            imitate(result, self.networks, weights, self.probe, Distillation(self.settings.distillation, rate=5e-4))
+            agreed = None
+            self._lap("distil")
         if self.classes:
             agreed = agreed or self._agreed(result, weights)
             notes += [*few_samples(self.probe), *(agreed.notes() if agreed else [])]

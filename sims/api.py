@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.training.torch_defaults import as_usual
+from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import load_text

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from fedloom.clients.networks import architecture_of, load_network
-from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf.errors import unknown
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.folder import AGGREGATE

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import Examples
 from fedloom.clients.networks import form_of
-from fedloom.clients.training.torch_defaults import as_usual
+from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator

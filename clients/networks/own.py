@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, TOKENS, Form
 from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfStarting
-from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, error_summary, parameters
 from fedloom.fusion.graph.undisturbed import undisturbed

@@ -84,36 +84,46 @@ class Atoms:
     def find(self, atoms: Tensor) -> Tensor:
         """Return the representative (the oldest atom) of each atom's channel; negative labels stay."""
         labels = atoms.numpy()
-        if not len(self.root):
-            return atoms
-        roots = np.where(labels >= 0, self.root[np.maximum(labels, 0)], labels)
+        known = labels >= 0
+        if known.all():
+            return torch.from_numpy(self._roots(labels))
+        result = labels.copy()
+        result[known] = self._roots(labels[known])
+        return torch.from_numpy(result)
+
+    def _roots(self, atoms: np.ndarray) -> np.ndarray:
+        """Return what `find` does, of atoms alone."""
+        roots = self.root[atoms]
         while True:
-            up = np.where(roots >= 0, self.root[np.maximum(roots, 0)], roots)
-            if np.array_equal(up, roots):
+            up = self.root[roots]
+            if (up == roots).all():
                 break
             roots = up
-        known = labels >= 0
-        self.root[labels[known]] = roots[known]
-        return torch.from_numpy(roots)
+        self.root[atoms] = roots
+        return roots
 
     def tie(self, one: Tensor, other: Tensor) -> None:
         """Record that two label tensors of one shape name the same channels, by entry. Pin a label that meets STILL."""
-        a, b = one.flatten(), other.flatten()
+        a, b = self._met(one, other)
         for mine, theirs in ((a, b), (b, a)):
-            self.pin(mine[theirs == STILL])
-        both = (a >= 0) & (b >= 0)
-        a, b = a[both], b[both]
-        for mine, theirs in ((a.numpy(), b.numpy()), (b.numpy(), a.numpy())):
             unset = self.place[mine] < 0
             self.place[mine[unset]] = self.place[theirs[unset]]
-        self._ties.append((a.numpy(), b.numpy(), self.token()))
+        self._ties.append((a, b, self.token()))
         while True:
-            x, y = self.find(a).numpy(), self.find(b).numpy()
+            x, y = self._roots(a), self._roots(b)
             apart = x != y
             if not apart.any():
                 return
             low, high = np.minimum(x, y)[apart], np.maximum(x, y)[apart]
             np.minimum.at(self.root, high, low)
+
+    def _met(self, one: Tensor, other: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs of atoms in two label tensors of one shape. Pin a label that meets STILL."""
+        a, b = one.flatten().numpy(), other.flatten().numpy()
+        self.pinned[a[(b == STILL) & (a >= 0)]] = True
+        self.pinned[b[(a == STILL) & (b >= 0)]] = True
+        both = (a >= 0) & (b >= 0)
+        return a[both], b[both]
 
     def pin(self, atoms: Tensor) -> None:
         """Record that the channels of these atoms never move."""
@@ -156,12 +166,12 @@ class Atoms:
 
     def compressed(self, factor: Tensor) -> Tensor:
         """Return the factor with size 1 in dimensions along which channels and the order of their entries do not vary."""
+        roots = self.find(factor)
         for dim in range(factor.ndim):
             if factor.shape[dim] == 1:
                 continue
-            roots = self.find(factor)
             if bool((roots == roots.narrow(dim, 0, 1)).all()) and self._alike(factor, dim):
-                factor = factor.narrow(dim, 0, 1)
+                factor, roots = factor.narrow(dim, 0, 1), roots.narrow(dim, 0, 1)
         return factor
 
     def _alike(self, factor: Tensor, dim: int) -> bool:
@@ -202,11 +212,8 @@ class Atoms:
         Channels are tied; or, if one operand has several channels for a channel of the other, become its members.
         """
         one, other = torch.broadcast_tensors(one, other)
-        self.pin(one[other == STILL])
-        self.pin(other[one == STILL])
-        both = (one >= 0) & (other >= 0)
-        a, b = one[both], other[both]
-        correspondence = self.correspondence(one, other)
+        a, b = (torch.from_numpy(met) for met in self._met(one, other))
+        correspondence = self._correspondence(a, b)
         memberships = {"left": (a, b), "right": (b, a)}.get(correspondence)
         if memberships is None or self._are_parts(*memberships):
             self.tie(one, other)
@@ -240,7 +247,10 @@ class Atoms:
         """
         one, other = torch.broadcast_tensors(one, other)
         both = (one >= 0) & (other >= 0)
-        a, b = one[both], other[both]
+        return self._correspondence(one[both], other[both])
+
+    def _correspondence(self, a: Tensor, b: Tensor) -> str:
+        """Return what `correspondence` does, of pairs of atoms [n] and [n]."""
         return "same" if _ways(a, b) == "same" else _ways(self.find(a), self.find(b))
 
 

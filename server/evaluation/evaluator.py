@@ -25,7 +25,7 @@ from fedloom.clients.data.standardise import Standardisation
 from fedloom.clients.evaluation.accuracy import Score, count_right, pieces, score
 from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
 from fedloom.clients.networks import Architecture, HeadView, Model, Network, architecture_of
-from fedloom.clients.training.device import pick_device
+from fedloom.clients.training.torch_setup import pick_device
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.metrics import ACCURACY

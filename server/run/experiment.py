@@ -21,7 +21,7 @@ from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import Experiment, objective_of, resolve
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.checks import check_sizes, check_training, check_weights, start_notes
-from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.machine import uncollected
 from fedloom.conf.metrics import TARGETS

@@ -91,6 +91,7 @@ def fuse(
     labels: Annotated[str, typer.Option(help="Measure accuracy on the test examples of this domain.")] = "",
     refit: Annotated[str, typer.Option(help="How layers are fitted: selection, regression, plans or none.")] = SELECTION,
     width: Annotated[float, typer.Option(help="Width of the result, relative to --into: 1, 1.25, 1.5.")] = 1.0,
+    distil: Annotated[int, typer.Option(help="Steps of training on the networks' answers to the images, at the end.")] = 0,
     reference: Annotated[bool, typer.Option("--reference", help="Fuse like the public code of CLAFusion.")] = False,
     size: Size = 32,
     grey: Grey = False,
@@ -105,9 +106,9 @@ def fuse(
         from fedloom.sims.operations.network_files import NetworkFiles, check_report
 
     files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
-    if reference and (refit != SELECTION or width != 1.0):
-        raise UserError("--reference: the public code has no --refit and no --width; leave them out")
-    settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width)
+    if reference and (refit != SELECTION or width != 1.0 or distil):
+        raise UserError("--reference: the public code has no --refit, --width and --distil; leave them out")
+    settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width, distillation=distil)
     written = check_report(out) if report else None
     search = weights == SEARCH
     shares = None if search else numbers(weights, "--weights")

@@ -87,6 +87,7 @@ METHODS: dict[str, Method] = {
     "fuse, refit by regression": _fused({"refit": "regression"}),
     "fuse": _fused({}),
     "fuse, width 1.5": _fused({"width": 1.5}),
+    "fuse, distilled": _fused({"distillation": 300}),
     "control: parent 2 alone": _fused({"refit": "regression"}, alone=True),
     **{name: _published(name) for name in COMPARATORS},
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Examples, site_examples, test_images, to_float, validation_images
-from fedloom.clients.training.device import pick_device
+from fedloom.clients.training.torch_setup import pick_device
 from fedloom.conf import load
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import Config, SiteConfig

@@ -19,7 +19,7 @@ from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import SiteConfig
 from fedloom.conf.suggestions import by_word
-from fedloom.conf.typed import takes
+from fedloom.conf.values import takes
 from fedloom.server.strategies import STRATEGIES
 from fedloom.sims.report.tables import Table
 from fedloom.sims.tracking import TRACKERS

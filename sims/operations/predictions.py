@@ -19,7 +19,7 @@ from fedloom.clients.evaluation.accuracy import pieces
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import HeadView, form_of
 from fedloom.clients.storage.states import read_state
-from fedloom.clients.training.device import pick_device
+from fedloom.clients.training.torch_setup import pick_device
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.metrics import CLASS, MULTILABEL, TOKENS
 from fedloom.conf.plugins import error_summary

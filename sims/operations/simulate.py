@@ -12,7 +12,7 @@ import torch
 from fedloom.clients.data import absolute
 from fedloom.clients.data.domains import data_folder
 from fedloom.clients.data.listing import of_run
-from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
 from fedloom.conf.load import read_override

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from fedloom.clients.training.torch_defaults import as_usual
+from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.plain_values import plain_value

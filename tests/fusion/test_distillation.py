@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom import FusionSettings, fuse
 from fedloom.conf.errors import UserError
-from fedloom.fusion.distillation import Distillation, distil, distillation_loss
+from fedloom.fusion.distillation import Distillation, distil, distillation_loss, imitate
 
 
 def network(seed: int) -> nn.Sequential:
@@ -89,3 +90,65 @@ def test_each_step_of_a_sequence_counts_as_an_example():
     labels = torch.arange(35).view(5, 7) % 4
     flat = distillation_loss(logits.view(35, 4), answers.view(35, 4), 2.0, labels.view(35), 0.5)
     assert torch.equal(distillation_loss(logits, answers, 2.0, labels, 0.5), flat)
+
+
+def convolutional(seed: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        first, norm = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
+        return nn.Sequential(first, norm, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(96, 4)).eval()
+
+
+def pictures(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 1, 9, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def joint(networks: list[nn.Module], weights: list[float], inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return sum((share * each(inputs).softmax(1) for share, each in zip(weights, networks, strict=True)), torch.zeros(()))
+
+
+def off(student: nn.Module, goal: Tensor, inputs: Tensor) -> float:
+    with torch.no_grad():
+        return float(F.kl_div(student(inputs).log_softmax(1), goal, reduction="batchmean"))
+
+
+def test_an_imitation_comes_nearer_on_inputs_that_it_never_saw_and_changes_no_teacher():
+    student, teachers, weights = convolutional(1), [convolutional(2), convolutional(3)], [0.25, 0.75]
+    for parameter in student.parameters():
+        parameter.requires_grad_(False)
+    kept = [copy.deepcopy(teacher.state_dict()) for teacher in teachers]
+    unseen = pictures(100, seed=1)
+    goal = joint(teachers, weights, unseen)
+    before = off(student, goal, unseen)
+    imitate(student, teachers, weights, pictures(64), Distillation(steps=150, rate=0.01, batch=32))
+    assert off(student, goal, unseen) < 0.5 * before
+    assert not student.training and not any(parameter.requires_grad for parameter in student.parameters())
+    for teacher, state in zip(teachers, kept, strict=True):
+        assert not teacher.training and all(
+            torch.equal(state[name], tensor) for name, tensor in teacher.state_dict().items()
+        )
+
+
+def test_a_distilled_fusion_is_nearer_to_the_joint_answer_and_the_same_in_each_call():
+    networks, probe = [convolutional(2), convolutional(3)], pictures(64)
+    settings = FusionSettings(refit="none", distillation=100)
+    plain = fuse(networks, into=0, probe=probe, settings=FusionSettings(refit="none")).network
+    torch.manual_seed(1)
+    made = fuse(networks, into=0, probe=probe, settings=settings)
+    torch.manual_seed(2)
+    again = fuse(networks, into=0, probe=probe, settings=settings).network.state_dict()
+    goal = joint(networks, [0.5, 0.5], probe)
+    assert off(made.network, goal, probe) < off(plain, goal, probe) and "distil" in made.seconds
+    assert made.agreement is not None and all(
+        torch.equal(again[name], each) for name, each in made.network.state_dict().items()
+    )
+
+
+def test_only_classifiers_of_images_are_distilled():
+    with pytest.raises(UserError, match=r"distillation: got inputs \[65, 6\], takes at least two images"):
+        fuse([network(1), network(2)], into=0, probe=drawn(), settings=FusionSettings(distillation=5))
+    with pytest.raises(UserError, match="fusion distillation: got -1"):
+        FusionSettings(distillation=-1)
+    with pytest.raises(UserError, match="fusion distillation: needs logits of classes"):
+        FusionSettings(distillation=5, answers="values")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedloom import run
-from fedloom.clients.training.torch_defaults import ordinary
+from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf import UserError
 from tests.sims.test_api import TREE
 

@@ -1,0 +1,55 @@
+"""Torch in this process: the device, and defaults that do not depend on what the calling program has set."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fedloom.conf.errors import UserError
+from fedloom.conf.schema import EngineConfig
+
+
+def pick_device(name: str, share: float = 1.0) -> torch.device:
+    """Return the device that `name` (engine.device) stands for. `auto` takes a GPU if this process sees one.
+
+    `share`: the largest share of the GPU's memory for this process. Raises UserError for `cuda` without a GPU.
+    """
+    seen = torch.cuda.is_available()
+    if name == "cuda" and not seen:
+        raise UserError("engine.device: got cuda, but this worker sees no GPU; set engine.num_gpus, or engine.device=auto")
+    if share < 1.0 and seen and name != "cpu":
+        torch.cuda.set_per_process_memory_fraction(share)
+    return torch.device("cuda" if seen and name != "cpu" else "cpu")
+
+
+def memory_share(engine: EngineConfig) -> float:
+    """Return the share of a GPU's memory for a simulated site: its worker's share of the GPU."""
+    return engine.num_gpus if engine.name == "ray" and 0.0 < engine.num_gpus < 1.0 else 1.0
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Enter a context where new tensors are float32 on the CPU and gradients are computed, whatever was set outside."""
+    kind, device = torch.get_default_dtype(), torch.get_default_device()
+    elsewhere = device.type != "cpu"
+    torch.set_default_dtype(torch.float32)
+    if elsewhere:
+        torch.set_default_device("cpu")
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(kind)
+        if elsewhere:
+            torch.set_default_device(device)
+
+
+@contextmanager
+def as_usual() -> Iterator[None]:
+    """As `ordinary`; afterwards, the number of threads is that before, too."""
+    before = torch.get_num_threads()
+    try:
+        with ordinary():
+            yield
+    finally:
+        torch.set_num_threads(before)
