@@ -1,6 +1,7 @@
 """Distillation: the student comes nearer to the teachers, stays where it is right already, and bad settings are told."""
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def pictures(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 1, 9, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def joint(networks: list[nn.Module], weights: list[float], inputs: Tensor) -> Tensor:
+def joint(networks: Sequence[nn.Module], weights: list[float], inputs: Tensor) -> Tensor:
     with torch.no_grad():
         return sum((share * each(inputs).softmax(1) for share, each in zip(weights, networks, strict=True)), torch.zeros(()))
 
