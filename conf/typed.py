@@ -96,7 +96,9 @@ def _instance(schema: type[T], given: Mapping[str, Any], where: str) -> T:
         if not schema.__module__.startswith(f"{NAME}."):
             OmegaConf.structured(schema)  # raises an error for a field whose type is not supported
         kinds = _kinds(schema)
-        values |= {key: copy.deepcopy(item) for key, item in given.items() if key not in values and _is(kinds[key], item)}
+        values |= {
+            key: copy.deepcopy(item) for key, item in given.items() if key not in values and _of_kind(kinds[key], item)
+        }
         return schema(**values, **_converted(schema, {key: item for key, item in given.items() if key not in values}))
     except (OmegaConfBaseException, TypeError) as error:
         raise _misfit(schema, given, where) or UserError(_in_one_line(error, where)) from None
@@ -136,8 +138,8 @@ def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
     given = expand_shorthand(schema, given)
     _check_keys(schema, given, where)
     _check_literal(given, where)
-    kinds = _plain_kinds(schema)
-    plain = {key: item for key, item in given.items() if type(item) is kinds.get(key)}
+    kinds = _kinds(schema)
+    plain = {key: item for key, item in given.items() if kinds[key] in PLAIN and type(item) is kinds[key]}
     rest = json.dumps({key: item for key, item in given.items() if key not in plain}, sort_keys=True, default=repr)
     if (schema, rest) not in _BUILT:
         if len(_BUILT) >= MOST_BUILT:
@@ -149,15 +151,9 @@ def build_many(schema: type[T], given: Mapping[str, Any], where: str) -> T:
     return dataclasses.replace(_BUILT[schema, rest], **plain)
 
 
-PLAIN = (str, int, float, bool)
+PLAIN = (str, int, float, bool)  # types whose values need no conversion
 MOST_BUILT = 1000
 _BUILT: dict[tuple[type, str], Any] = {}
-
-
-@functools.cache
-def _plain_kinds(schema: type) -> dict[str, type]:
-    """Return the fields that are texts, numbers or truth values, with their types."""
-    return {field.name: field.type for field in dataclasses.fields(schema) if field.type in PLAIN}  # type: ignore[arg-type,misc]
 
 
 @functools.cache
@@ -166,18 +162,18 @@ def _kinds(schema: type) -> dict[str, Any]:
     return get_type_hints(schema)
 
 
-def _is(kind: Any, item: Any) -> bool:
+def _of_kind(kind: Any, item: Any) -> bool:
     """Return whether a value is of a field's type, so that OmegaConf would not change it. False if that is not certain."""
     if kind is Any:
-        return item is None or type(item) in PLAIN or _is(list[Any], item) or _is(dict[str, Any], item)
+        return item is None or type(item) in PLAIN or _of_kind(list[Any], item) or _of_kind(dict[str, Any], item)
     if kind == dict[str, Any] and type(item) is dict:
-        return all(type(key) is str and _is(Any, value) for key, value in item.items())
+        return all(type(key) is str and _of_kind(Any, value) for key, value in item.items())
     if kind == list[Any] and type(item) is list:
-        return all(_is(Any, value) for value in item)
-    return (kind in PLAIN and type(item) is kind) or (item == [] and get_origin(kind) is list)
+        return all(_of_kind(Any, value) for value in item)
+    return (kind in PLAIN and type(item) is kind) or (get_origin(kind) is list and type(item) is list and not item)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_BUILT)
 def _typed(schema: type, names: tuple[str, ...]) -> Any:
     """Return OmegaConf's form of the named fields of `schema` alone: it copies all that it has at each merge."""
     kinds = _kinds(schema)

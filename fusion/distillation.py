@@ -123,6 +123,8 @@ def imitate(
         return F.kl_div(student(views).log_softmax(dim=1), torch.stack(answers).sum(dim=0), reduction="batchmean")
 
     with ExitStack() as stack, torch.enable_grad():
+        stack.enter_context(torch.random.fork_rng([images.device] if images.is_cuda else []))  # for Dropout
+        torch.manual_seed(0)
         for teacher in teachers:
             stack.enter_context(undisturbed(teacher))
             stack.enter_context(evaluating(teacher))

@@ -64,10 +64,14 @@ class Entry:
             return self.everything[key]
         section, _, option = key.rpartition(".")
         name = self.everything.get(f"{section}.name", "")
-        if section not in REGISTRIES or not REGISTRIES[section].shipped(name):  # others' code is not imported here
+        registry = REGISTRIES.get(section)
+        if registry is None or not (isinstance(name, str) and registry.shipped(name)):  # others' code is not imported here
             return DEFAULT
-        field = fields_of(REGISTRIES[section].find(name)).get(option)
-        return DEFAULT if field is None or field.default is dataclasses.MISSING else field.default
+        field = fields_of(registry.get(name)).get(option)
+        if field is None or field.default is not dataclasses.MISSING:
+            return DEFAULT if field is None else field.default
+        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+        return made if isinstance(made, list | dict) else DEFAULT  # a section has its own keys
 
     @cached_property
     def accuracy(self) -> dict[str, float]:

@@ -22,7 +22,6 @@ from fedloom.sims.report.tables import Table
 FILE = "figures.yaml"
 WRITTEN = ("README.md", "sims/experiments/RESULTS.md")  # in a checkout
 PERCENT, NUMBER = "percent", "number"
-ERRORS = 3  # standard errors in half of a band: of a hundred figures without a change, two would leave five outside
 LEAST = {PERCENT: lambda mean: 0.5, NUMBER: lambda mean: 0.01 * abs(mean)}  # the smallest half of a band
 MARKED = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 KINDS = {str: "a text", float: "a number", bool: "true or false", tuple: "a list"}
@@ -89,11 +88,11 @@ class Measurement:
         return Spread(self.seeds, figure.mean, figure.deviation)
 
     def tolerance(self, figure: Figure) -> float:
-        """Return half of the band: three standard errors of a difference, or 0.5 points (1 % of a number) if that is more.
+        """Return half of the band: two standard errors of a difference, or 0.5 points (1 % of a number) if that is more.
 
         The difference is that of two means over this number of seeds, each with the stored deviation.
         """
-        return max(ERRORS * figure.deviation * math.sqrt(2 / self.seeds), LEAST[self.unit](figure.mean))
+        return max(2 * figure.deviation * math.sqrt(2 / self.seeds), LEAST[self.unit](figure.mean))
 
     def texts(self, figure: Figure) -> tuple[str, str]:
         """Return the stored mean and deviation, and the band, as text."""

@@ -146,6 +146,17 @@ def test_a_distilled_fusion_is_nearer_to_the_joint_answer_and_the_same_in_each_c
     )
 
 
+def test_dropout_draws_the_same_in_each_call_and_leaves_the_callers_generator():
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before, student = torch.get_rng_state(), nn.Sequential(nn.Dropout(0.5), *convolutional(1))
+        imitate(student, [convolutional(2)], [1.0], pictures(16), Distillation(steps=3))
+        made.append(student.state_dict())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
 def test_only_classifiers_of_images_are_distilled():
     with pytest.raises(UserError, match=r"distillation: got inputs \[65, 6\], takes at least two images"):
         fuse([network(1), network(2)], into=0, probe=drawn(), settings=FusionSettings(distillation=5))

@@ -52,10 +52,10 @@ def made(mean: float, deviation: float, seeds: int, unit: str = "percent") -> tu
 
 
 @given(st.floats(-100, 100), st.floats(0, 50), st.integers(2, 50), st.floats(0, 60))
-def test_a_mean_is_inside_up_to_three_standard_errors_of_a_difference_or_half_a_point(mean, deviation, seeds, distance):
+def test_a_mean_is_inside_up_to_two_standard_errors_of_a_difference_or_half_a_point(mean, deviation, seeds, distance):
     each, figure = made(mean, deviation, seeds)
     error = math.hypot(deviation / math.sqrt(seeds), deviation / math.sqrt(seeds))
-    limit = max(3 * error, 0.5)
+    limit = max(2 * error, 0.5)
     assert math.isclose(each.tolerance(figure), limit)
     for new in (mean - distance, mean + distance):
         if not math.isclose(distance, limit, abs_tol=1e-9):
@@ -127,7 +127,7 @@ def test_a_table_is_written_between_its_marks(published):
 def test_the_list_has_the_band_and_the_command(fedloom: Command, published):
     published()
     said = fedloom("results", "tiny")
-    assert said.code == 0 and f"| 90.0 ± 1.0 | ± 3.0 | 2 | 2026-11-26 | abcdef0 | 1 | {RUN} |" in said.out
+    assert said.code == 0 and f"| 90.0 ± 1.0 | ± 2.0 | 2 | 2026-11-26 | abcdef0 | 1 | {RUN} |" in said.out
     refused(fedloom("results", "tinny"), "unknown table 'tinny'", "did you mean 'tiny'")
 
 
