@@ -194,8 +194,8 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     """
     filled = dict(tree)
     _check_version(filled.pop("version", 1))
-    run = filled.get("run") or {}
-    if isinstance(run, Mapping) and not run.get("name"):
+    run = {} if filled.get("run") is None else filled["run"]
+    if isinstance(run, Mapping) and run.get("name") in (None, ""):
         filled["run"] = {**run, "name": filled.get("experiment", "")}
     try:
         config = at_home(_built(filled))

@@ -73,6 +73,10 @@ class Registry(Generic[T]):
         """Return whether the name belongs to a class of this project. Import nothing."""
         return name in self._modules or (name in self._classes and self._classes[name].__module__.partition(".")[0] == NAME)
 
+    def has_fields(self, name: str) -> bool:
+        """Return whether the name belongs to a class whose fields are its options, and not to another object."""
+        return self._fits(self.find(name))
+
     def find(self, name: str, where: str = "") -> Any:
         """Return the class or other object that a name stands for. Raise UserError as conf.plugins.outside does."""
         if isinstance(name, str) and name in self._modules and name not in self._classes:

@@ -3,10 +3,13 @@
 Sections with a name are dataclasses with a field `name`, and fields marked as `named` (conf.typed.option).
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fedloom.conf.errors import UserError
 
 INTERPOLATED = "${"  # a value that is not known yet
 
@@ -34,8 +37,24 @@ def opened_at(schema: type, key: str, item: Any) -> Any:
 
 @functools.cache
 def fields_of(schema: type) -> dict[str, dataclasses.Field[Any]]:
-    """Return a dataclass's fields by name."""
-    return {field.name: field for field in dataclasses.fields(schema)}
+    """Return a dataclass's fields by name, with their types as types: `from __future__ import annotations` makes them texts.
+
+    Raises UserError for a text that does not name a type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    if not any(isinstance(field.type, str) for field in fields.values()):
+        return fields
+    try:
+        kinds = get_type_hints(schema)
+    except Exception as error:  # the text is the user's code
+        raise UserError(f"{schema.__name__}: an annotation is not a type ({error}); correct it") from None
+    return {name: _of_type(field, kinds[name]) for name, field in fields.items()}
+
+
+def _of_type(field: dataclasses.Field[Any], kind: Any) -> dataclasses.Field[Any]:
+    copied = copy.copy(field)
+    copied.type = kind
+    return copied
 
 
 def _one(field: dataclasses.Field[Any], inner: type | None, item: Any) -> Any:
@@ -49,6 +68,11 @@ def is_named(field: dataclasses.Field[Any]) -> bool:
     """Return whether a name may replace the field's section, or a section in its list. A site has no such short form."""
     section = None if _many(field) else inner_of(field)
     return field.metadata.get("named", False) or hasattr(section, "name")
+
+
+def is_listed(field: dataclasses.Field[Any]) -> bool:
+    """Return whether errors and tables of options name the field."""
+    return bool(field.metadata.get("listed", True))
 
 
 @functools.cache

@@ -6,7 +6,8 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fedloom.conf.errors import UserError, listed, nearest
 from fedloom.conf.package import NAME
 from fedloom.conf.plugins import error_summary
-from fedloom.conf.shorthand import expand_shorthand, fields_of
-from fedloom.conf.values import check_value, check_values, join, shortened, takes
+from fedloom.conf.shorthand import expand_shorthand, fields_of, is_listed
+from fedloom.conf.values import check_value, check_values, join, over_default, shortened, takes
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ def option(
     named: bool = False,
     entries: type | None = None,
     path: bool = False,
+    listed: bool = True,
 ) -> Any:
     """Declare a dataclass field with its default, meaning and range.
 
@@ -39,8 +41,9 @@ def option(
         named: The field is a section with a name, and the name alone may replace it.
         entries: The dataclass of the entries, if the field may be a list.
         path: The field is a path or a list of paths; `~` is the home folder of the user who reads it.
+        listed: Errors and tables of options name the field.
     """
-    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path}
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path, "listed": listed}
     metadata |= {"entries": entries} if entries else {}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
@@ -90,8 +93,12 @@ def _instance(schema: type[T], given: Mapping[str, Any], where: str) -> T:
     for key, field in fields.items():
         if key not in given and field.init and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{join(where, key)}: is missing; it takes {takes(field)}")
-    nested = [key for key in given if _nested(fields[key])]
-    values = {key: _instance(fields[key].type, given[key], join(where, key)) for key in nested}  # type: ignore[arg-type]
+    given = {key: over_default(fields[key], item) for key, item in given.items()}
+    values = {
+        key: _instance(section, item, join(where, key))
+        for key, item in given.items()
+        if (section := _section(fields[key], item))
+    }
     try:
         if not schema.__module__.startswith(f"{NAME}."):
             OmegaConf.structured(schema)  # raises an error for a field whose type is not supported
@@ -112,6 +119,9 @@ def _converted(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of fields of `schema`, converted to the fields' types."""
     if not given:
         return {}
+    kinds = _kinds(schema)
+    if wrong := [name for name, item in given.items() if not _is_truth(kinds[name], item)]:
+        raise TypeError(f"{wrong[0]}: takes true or false")
     return vars(OmegaConf.to_object(OmegaConf.merge(_typed(schema, tuple(given)), OmegaConf.create(dict(given)))))
 
 
@@ -159,7 +169,7 @@ _BUILT: dict[tuple[type, str], Any] = {}
 @functools.cache
 def _kinds(schema: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields, by name."""
-    return get_type_hints(schema)
+    return {name: field.type for name, field in fields_of(schema).items()}
 
 
 def _of_kind(kind: Any, item: Any) -> bool:
@@ -171,6 +181,13 @@ def _of_kind(kind: Any, item: Any) -> bool:
     if kind == list[Any] and type(item) is list:
         return all(_of_kind(Any, value) for value in item)
     return (kind in PLAIN and type(item) is kind) or (get_origin(kind) is list and type(item) is list and not item)
+
+
+def _is_truth(kind: Any, item: Any) -> bool:
+    """Return False for a number other than 0 and 1 in place of a truth value: OmegaConf takes any number."""
+    if get_origin(kind) is list and isinstance(item, list):
+        return all(_is_truth(get_args(kind)[0], entry) for entry in item)
+    return bool not in (kind, *get_args(kind)) or type(item) is not int or item in (0, 1)
 
 
 @functools.lru_cache(maxsize=MOST_BUILT)
@@ -191,15 +208,22 @@ def _check_texts(schema: type, given: Mapping[str, Any], where: str) -> None:
                 raise UserError(f"{wrong}, takes {takes(field, item)}; put it in quotes if it is a text")
 
 
-def _nested(field: dataclasses.Field[Any]) -> bool:
-    return isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
+def _section(field: dataclasses.Field[Any], item: Any) -> type | None:
+    """Return the dataclass that builds the value `item` of a field; None for other types, and for None if that is valid."""
+    kinds = get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
+    if item is None and NoneType in kinds:
+        return None
+    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
     fields = fields_of(schema)
     for key, item in given.items():
+        if key not in fields and isinstance(key, str) and key.partition(".")[0] in fields:
+            first, _, rest = key.partition(".")
+            raise UserError(f"{join(where, key)}: a key in a file or section has no dots; write {first}: {{{rest}: ...}}")
         if key not in fields:
-            raise UnknownKeyError(join(where, str(key)), [join(where, name) for name in fields])
+            raise UnknownKeyError(join(where, str(key)), [join(where, name) for name in fields if is_listed(fields[name])])
         for section, content, position in _sections(fields[key], item, join(where, key)):
             if not isinstance(content, Mapping):
                 raise UserError(f"{position}: got {shortened(content)}, takes a section of keys")
@@ -208,8 +232,8 @@ def _check_keys(schema: type, given: Mapping[str, Any], where: str) -> None:
 
 def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[type, Any, str]]:
     """Return (class, value, key) for a field that is a dataclass, or for each entry of its list of dataclasses."""
-    if _nested(field):
-        return [(field.type, item, key)]  # type: ignore[list-item]
+    if section := _section(field, item):
+        return [(section, item, key)]
     (entry,) = get_args(field.type) if get_origin(field.type) is list else (None,)
     if not (dataclasses.is_dataclass(entry) and isinstance(item, list)):
         return []
@@ -233,7 +257,7 @@ def _check_literal(item: Any, where: str) -> None:
 
 def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | None:
     """Return the error for the first key with a value of the wrong type."""
-    for field in dataclasses.fields(schema):
+    for field in fields_of(schema).values():
         if field.name not in given or _fits(schema, field.name, item := given[field.name]):
             continue
         key = join(where, field.name)

@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.shorthand import fields_of
 
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
@@ -17,6 +18,32 @@ MAX_FLOAT32 = 3.4e38  # of float32
 def join(where: str, key: str) -> str:
     """Return the dotted key of `key` in the section `where`."""
     return f"{where}.{key}" if where else key
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a field's default, a new one for each call; None if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def over_default(field: dataclasses.Field[Any], item: Any) -> Any:
+    """Return a section merged over the field's default, so that keys that it lacks have the default's values."""
+    return _merged(_as_section(default_of(field)), item) if isinstance(item, Mapping) else item
+
+
+def _merged(under: Any, over: Any) -> Any:
+    """Return `over`, at any depth of sections with those keys of `under` that it lacks."""
+    if not (isinstance(under, Mapping) and isinstance(over, Mapping)):
+        return over
+    return {**under, **{key: _merged(under.get(key), item) for key, item in over.items()}}
+
+
+def _as_section(value: Any) -> Any:
+    """Return a dataclass instance as the section that builds it, and any other value unchanged."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {field.name: _as_section(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
 
 
 def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
@@ -42,7 +69,7 @@ def shortened(item: Any) -> str:
 
 def check_values(instance: Any, where: str) -> None:
     """Raise UserError for a field of a dataclass instance with a value out of range. `where`: its dotted key."""
-    for field in dataclasses.fields(instance):
+    for field in fields_of(type(instance)).values():
         check_value(field, getattr(instance, field.name), join(where, field.name))
 
 

@@ -127,7 +127,7 @@ class Objective(ABC):
     starts_at_server: ClassVar[bool] = False
     keeps_frozen: ClassVar[bool] = False
 
-    mode: str = option("", "variant of the method, by name")
+    mode: str = option("", "variant of the method, by name", listed=False)  # a subclass with variants lists its own
 
     @abstractmethod
     def session(self, task: Task) -> Session:

@@ -29,7 +29,7 @@ def check_training(experiment: Experiment, architectures: Iterable[Architecture]
     if isinstance(optimizer, SGD):
         _step(optimizer, [torch.zeros(1)], training)
     else:
-        _check_handed_on(training)
+        check_handed_on(training)
         for architecture in architectures:
             _step(optimizer, [one for one in architecture.build().parameters() if one.requires_grad], training)
     form = form_of(config)
@@ -47,7 +47,7 @@ def check_sizes(experiment: Experiment) -> None:
         check_batches(size, experiment, site)
 
 
-def _check_handed_on(training: TrainingConfig) -> None:
+def check_handed_on(training: TrainingConfig) -> None:
     """Raise UserError for options of sgd that another optimiser would ignore."""
     name, usual = optimizer_section(training)["name"], TrainingConfig()
     for key in ("momentum", "weight_decay"):

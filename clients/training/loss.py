@@ -237,7 +237,8 @@ def _check_weights(weights: list[float], outputs: int, key: str) -> None:
 
 def loss_section(training: TrainingConfig, task: str = CLASS) -> Mapping[str, Any]:
     """Return the configured loss's section: name (default: the task's usual one) and options."""
-    chosen = section_of(training.loss, WHERE, "{name: focal, gamma: 2}") if training.loss else {}
+    unset = training.loss in (None, "", {})
+    chosen = {} if unset else section_of(training.loss, WHERE, "{name: focal, gamma: 2}")
     return {"name": USUAL[task], **chosen}
 
 

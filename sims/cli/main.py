@@ -17,7 +17,7 @@ import click
 import typer
 
 from fedloom.conf import UserError
-from fedloom.conf.errors import FailedError, of_files, unknown
+from fedloom.conf.errors import FailedError, of_files, plain, unknown
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet, show_tables
@@ -254,6 +254,7 @@ def _of_option(error: click.ClickException) -> str:
 
 
 def _say(text: str, code: int) -> int:
+    line = plain(text)  # an error of a user's class may have several lines
     as_json = os.environ.get(VARIABLE) == "json"
-    typer.echo(line_of(text, "error") if as_json else f"fedloom: {text}", err=True)
+    typer.echo(line_of(line, "error") if as_json else f"fedloom: {line}", err=True)
     return code

@@ -6,20 +6,25 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
+from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.networks.base import WEIGHT_OPTIONS
 from fedloom.clients.networks.start import WeightOptions
-from fedloom.clients.objectives import OBJECTIVES, Objective
-from fedloom.clients.training.loss import LOSSES
-from fedloom.clients.training.optimizers import OPTIMIZERS
-from fedloom.clients.training.schedules import SCHEDULES
+from fedloom.clients.objectives import OBJECTIVES
+from fedloom.clients.training.checks import check_handed_on
+from fedloom.clients.training.loss import LOSSES, loss_section
+from fedloom.clients.training.loss import WHERE as LOSS
+from fedloom.clients.training.optimizers import OPTIMIZERS, SGD, optimizer_of
+from fedloom.clients.training.schedules import SCHEDULES, schedule_of
 from fedloom.conf.errors import UserError, nearest, unknown
 from fedloom.conf.load import to_yaml
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
+from fedloom.conf.shorthand import fields_of, is_listed
 from fedloom.conf.sites import SiteConfig
 from fedloom.conf.suggestions import by_word
-from fedloom.conf.values import takes
+from fedloom.conf.values import default_of, takes
+from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.strategies import STRATEGIES
 from fedloom.sims.report.tables import Table
 from fedloom.sims.tracking import TRACKERS
@@ -31,22 +36,38 @@ NAMED: Mapping[str, Registry[Any]] = {
     "tracking": TRACKERS,
 }  # fmt: skip
 SHOWN = ("network", "objective", "strategy")  # shown with all their options
-NO_MODE = Objective.__dataclass_fields__["mode"]  # the field of objectives without modes
 COLUMNS = ["key", "takes", "default", "meaning"]
 
 
 def with_options(config: Config) -> str:
-    """Return the configuration as YAML, with all options of shipped networks, objectives and strategies filled in."""
+    """Return the configuration as YAML, with all options of networks, objectives and strategies filled in.
+
+    Raises UserError for a name or an option that `fedloom run` refuses.
+    """
     sections = {name: _filled(NAMED[name], getattr(config, name), name) for name in SHOWN}
+    _check_training(config)
+    if has_data(config):
+        metrics_of(config)
     return to_yaml(dataclasses.replace(config, **sections))
 
 
+def _check_training(config: Config) -> None:
+    """Raise UserError for a wrong loss, schedule or optimiser."""
+    LOSSES.build(loss_section(config.training), LOSS)
+    schedule_of(config.training)
+    if not isinstance(optimizer_of(config.training), SGD):
+        check_handed_on(config.training)
+
+
 def _filled(registry: Registry[Any], section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not section or not registry.shipped(str(section.get("name"))):
-        return dict(section)
+    """Return a section with all options of its class. A function or module from outside has no further ones."""
+    if not section:
+        return {}
     common = {key: section[key] for key in WEIGHT_OPTIONS if key in section} if where == "network" else {}
     own = {key: value for key, value in section.items() if key not in common}
-    return {"name": section["name"], **dataclasses.asdict(registry.build(own, where)), **common}
+    made = registry.build(own, where)
+    known = dataclasses.asdict(made) if registry.has_fields(str(section["name"])) else own  # type: ignore[call-overload]
+    return {"name": section["name"], **known, **common}
 
 
 def table(section: str = "") -> Table:
@@ -101,7 +122,7 @@ def _section_table(section: str) -> Table:
 def _deeper(section: str, schema: Any) -> str:
     """Return a note that names the keys with keys or options below them."""
     above = f"{section}." if section else ""
-    inner = [field.name for field in dataclasses.fields(schema) if _section(field) or above + field.name in NAMED]
+    inner = [field.name for field in fields_of(schema).values() if _section(field) or above + field.name in NAMED]
     return f"fedloom options KEY lists more of {', '.join(above + name for name in inner)}" if inner else ""
 
 
@@ -151,11 +172,11 @@ def _section(field: dataclasses.Field[Any]) -> Any:
 
 
 def _inside(schema: Any, part: str, where: str) -> Any:
-    sections = {field.name: inner for field in dataclasses.fields(schema) if (inner := _section(field))}
+    sections = {field.name: inner for field in fields_of(schema).values() if (inner := _section(field))}
     above = (*SHOWN, "tracking") if schema is Config else ()
     if part not in sections and not (sections or above):
         raise UserError(f"{where}: is not a section; 'fedloom options {where.rpartition('.')[0]}' lists the keys above it")
-    if part not in (*sections, *above) and part in {field.name for field in dataclasses.fields(schema)}:
+    if part not in (*sections, *above) and part in fields_of(schema):
         parent = " ".join(filter(None, ("fedloom options", where.rpartition(".")[0])))
         raise UserError(f"{where}: is a key, not a section; '{parent}' lists it")
     if part not in sections and schema is Config and (near := by_word(part)) not in {"", part}:
@@ -167,11 +188,15 @@ def _inside(schema: Any, part: str, where: str) -> Any:
 
 
 def _rows(schema: Any) -> Iterator[list[str]]:
-    for field in dataclasses.fields(schema):
-        if field is NO_MODE:
+    for field in fields_of(schema).values():
+        if not is_listed(field):
             continue
         if _section(field):
-            yield [field.name, "a section", "", field.metadata["help"]]
+            yield [field.name, "a section", "", str(field.metadata.get("help", ""))]
             continue
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
-        yield [field.name, takes(field), json.dumps(default, default=str), str(field.metadata.get("help", ""))]
+        default = "" if _required(field) else json.dumps(default_of(field), default=str)
+        yield [field.name, takes(field), default, str(field.metadata.get("help", ""))]
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING

@@ -153,6 +153,22 @@ def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
 
 
 @pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["network=mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
+        (["training.loss=focall"], "unknown loss 'focall'; did you mean 'focal'?"),
+        (["training.loss=0"], "training.loss: got 0, takes a name or a section"),
+        (["training.schedule.name=stepp"], "unknown schedule 'stepp'; did you mean 'step'?"),
+        (["training.optimizer=adamw", "training.momentum=0.5"], "training.momentum: applies to sgd only"),
+        (["evaluation.metrics=[accurracy]"], "unknown metric 'accurracy'"),
+        (["strategy.name=no.such:Thing"], "strategy.name: cannot find module 'no'"),
+    ],
+)
+def test_show_refuses_the_names_and_options_that_a_run_refuses(fedloom: Command, words: list[str], line: str):
+    refused(fedloom("run", "digits", *words, "--show"), line)
+
+
+@pytest.mark.parametrize(
     ("section", "line"),
     [
         ("", "| training | a section |"),

@@ -152,6 +152,38 @@ class Leaves(FedAvg):
 """
 
 
+TWO_LINES = """
+from __future__ import annotations
+from dataclasses import dataclass
+from fedloom.conf.typed import option
+from fedloom.server.strategies.fedavg import FedAvg
+
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    scale: float = option(1.5, "a scale", low=0.0)
+
+    def __post_init__(self):
+        if self.scale == 2.0:
+            from fedloom.conf import UserError
+            raise UserError("the scale is two;\\nchoose another")
+"""
+
+
+def test_a_users_strategy_may_have_annotations_that_are_texts(
+    folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch
+):
+    (folder / "texts.py").write_text(TWO_LINES)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    shown = fedloom("run", "mine.yaml", "strategy.name=texts:Mine", "--show")
+    assert "strategy:\n  name: texts:Mine\n  weighting: samples\n  forgettable: true\n  scale: 1.5\n" in shown.out
+    assert "| scale | a number of at least 0.0 | 1.5 | a scale |" in fedloom("options", "strategy.texts:Mine").out
+    refused(
+        fedloom("run", "mine.yaml", "strategy={name: 'texts:Mine', scale: x}"), "strategy.scale: got 'x', takes a number"
+    )
+    refused(fedloom("run", "mine.yaml", "strategy={name: 'texts:Mine', scale: 2}"), "the scale is two; choose another")
+
+
 WRONG = """
 import torch
 from torch import nn
