@@ -1,20 +1,24 @@
 """Published ways to merge networks: what they promise on a permuted twin, make of unlike networks, and refuse."""
 
 import copy
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.refit.patches import patches, picked
-from fedloom.sims.experiments.comparators import COMPARATORS
+from fedloom.sims.experiments.comparators import COMPARATORS, retrofitting
 from fedloom.sims.experiments.comparators import layers as parts
-from fedloom.sims.experiments.comparators.channels import _assigned, _cca, _zipped
+from fedloom.sims.experiments.comparators.channels import _cca, _zipped, assigned
+from fedloom.sims.experiments.comparators.depths import segment_starts
 from fedloom.sims.experiments.comparators.layers import products, ridge, with_ones
-from fedloom.sims.experiments.comparators.sequential import _kmeans
+from fedloom.sims.experiments.comparators.sequential import _kmeans, clusters
 from tests.fusion.parts import apart, hidden, images, network, outputs, randomised
 
 PROBE = images(24)
@@ -30,6 +34,11 @@ def settled(text: str, seed: int = 0) -> nn.Module:
     return built
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrofitting, "STEPS", 30)
+
+
 @pytest.mark.parametrize("method", COMPARATORS)
 @pytest.mark.parametrize("text", NETWORKS)
 def test_a_permuted_twin_gives_the_function_back(method, text, monkeypatch):
@@ -37,7 +46,11 @@ def test_a_permuted_twin_gives_the_function_back(method, text, monkeypatch):
     built = settled(text)
     before = copy.deepcopy(built.state_dict())
     fused = COMPARATORS[method]([hidden(built, PROBE), built], 1, 1, PROBE)
-    interpolates = method in ("HF-linear", "KF-linear")  # the last layers have more weights than there are rows
+    interpolates = method in (
+        "HF-linear",
+        "KF-linear",
+        "Retrofitting",
+    )  # the last layers have more weights than there are rows
     distance = apart(fused, built, PROBE if interpolates else TEST)
     assert distance < 1e-2  # a BatchNorm that is measured again has the unbiased variance
     torch.testing.assert_close(built.state_dict(), before, rtol=0, atol=0)
@@ -125,9 +138,9 @@ def test_least_squares_keeps_to_the_start_where_nothing_is_known():
 
 
 def test_an_assignment_uses_each_row_once_before_any_again():
-    narrow = _assigned(np.array([[9.0, 8.0, 1.0], [1.0, 2.0, 0.0]]))
+    narrow = assigned(np.array([[9.0, 8.0, 1.0], [1.0, 2.0, 0.0]]))
     assert narrow.tolist() == [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
-    wide = _assigned(np.array([[1.0, 2.0], [5.0, 4.0], [4.0, 0.0]]))
+    wide = assigned(np.array([[1.0, 2.0], [5.0, 4.0], [4.0, 0.0]]))
     assert wide.tolist() == [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
 
 
@@ -154,3 +167,39 @@ def test_kmeans_groups_neurons_that_do_the_same():
     one, two = _kmeans(own, [own, other])
     torch.testing.assert_close(one, torch.diag(torch.tensor([1 / 3, 1 / 2, 1 / 2])))
     assert (two > 0).tolist() == [[False, False, True], [True, False, False], [False, True, False], [True, False, False]]
+
+
+@given(st.integers(1, 7), st.integers(0, 6), st.integers(0, 1000))
+def test_segments_have_the_largest_sum_of_similarities(columns: int, more: int, seed: int):
+    similar = np.random.default_rng(seed).random((columns + more, columns))
+
+    def total(starts: tuple[int, ...]) -> float:
+        ends = (*starts[1:], len(similar))
+        return sum(similar[first:end, column].sum() for column, (first, end) in enumerate(zip(starts, ends, strict=True)))
+
+    starts = tuple(segment_starts(similar))
+    every = [(0, *rest) for rest in combinations(range(1, len(similar)), columns - 1)]
+    assert starts in every and total(starts) == pytest.approx(max(map(total, every)))
+
+
+def test_clusters_are_means_weighted_by_importance():
+    outputs = [torch.tensor([[0.0, 10.0], [0.0, 10.0]]), torch.tensor([[0.3, 9.0], [0.3, 9.0]])]
+    one, other = clusters(outputs, [torch.tensor([1.0, 1.0]), torch.tensor([3.0, 0.0])])
+    torch.testing.assert_close(one, torch.tensor([[0.25, 0.0], [0.0, 1.0]]))
+    torch.testing.assert_close(other, torch.tensor([[0.75, 0.0], [0.0, 0.0]]))
+
+
+def test_retrofitting_weighs_neurons_by_what_the_answer_owes_to_them():
+    """A neuron that no later layer reads has no importance; the networks are as before."""
+    built = network("mlp:widths=[6]", 0, channels=1, size=8)
+    with torch.no_grad():
+        built.get_parameter("head.weight")[:, 2] = 0.0
+    before = copy.deepcopy(built.state_dict())
+    digits = images(40, size=8, channels=1)
+    wiring = retrofitting.wire(built, digits[:1])
+    levels = retrofitting._levels(wiring, retrofitting.norms(wiring, built))
+    _, importance = retrofitting._observed(built, wiring, levels, digits)
+    hidden_level = importance[levels[0].end]
+    assert hidden_level[2] == 0.0 and (hidden_level[[0, 1, 3, 4, 5]] > 0).all()
+    assert all(weight.grad is None for weight in built.parameters())
+    torch.testing.assert_close(built.state_dict(), before, rtol=0, atol=0)

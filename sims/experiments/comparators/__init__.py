@@ -14,6 +14,7 @@ from fedloom.fusion.cla_ot.repair import recompute_statistics
 from fedloom.fusion.refit.patches import patches, picked
 from fedloom.fusion.state import BATCH_NORM
 from fedloom.sims.experiments.comparators.channels import cca_merge, git_rebasin, zipit
+from fedloom.sims.experiments.comparators.depths import identity_expansion, segments
 from fedloom.sims.experiments.comparators.layers import (
     ROWS,
     in_channels,
@@ -25,6 +26,7 @@ from fedloom.sims.experiments.comparators.layers import (
     with_ones,
     written,
 )
+from fedloom.sims.experiments.comparators.retrofitting import retrofit
 from fedloom.sims.experiments.comparators.sequential import hungarian, kmeans
 
 KEPT = 0.9  # RegMean: factor of the Gram matrices' off-diagonals
@@ -115,4 +117,7 @@ COMPARATORS: dict[str, Callable[[Sequence[nn.Module], int, int, Tensor], nn.Modu
     "KF-linear": kmeans,
     "ZipIt": zipit,
     "CCA Merge": cca_merge,
+    "Identity expansion": identity_expansion,
+    "Segments, zipped": segments,
+    "Retrofitting": retrofit,
 }

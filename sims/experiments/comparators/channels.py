@@ -40,7 +40,7 @@ def git_rebasin(networks: Sequence[nn.Module], into: int, depth: int, probe: Ten
     times.
     """
     frame = prepared(networks, into, depth, probe)
-    _refuse_groups(frame, "Git Re-Basin")
+    refuse_groups(frame, "Git Re-Basin")
     goal, known = dict(frame.bodies[into].state_dict()), {name for name, share in frame.shares.items() if share[into]}
     moves = {into: Moves({}, {}, {})}
     for index in sorted(range(len(frame.bodies)), key=lambda index: index != depth):
@@ -63,13 +63,13 @@ def _matched_weights(frame: Frame, index: int, goal: State, known: set[str]) -> 
     state = {name: tensor.double() for name, tensor in parameters.items() if name.rpartition(".")[0] in own}
     where = {(slot.tensor, slot.dim): axis.index for axis in axes for slot in axis.slots}
     size = {axis.index: axis.size for axis in frame.wirings[index].axes}
-    plans = {axis.index: _assigned(np.eye(size[axis.index], frame.size(axis.index))) for axis in axes}
+    plans = {axis.index: assigned(np.eye(size[axis.index], frame.size(axis.index))) for axis in axes}
     generator = torch.Generator(device="cpu").manual_seed(0)
     for _ in range(SWEEPS):
         changed = False
         for k in torch.randperm(len(axes), generator=generator).tolist():
             gain = _gain(axes[k], state, goal, where, plans)
-            new = plans[axes[k].index] if gain is None else _assigned(gain)
+            new = plans[axes[k].index] if gain is None else assigned(gain)
             changed |= not torch.equal(new, plans[axes[k].index])
             plans[axes[k].index] = new
         if not changed:
@@ -95,7 +95,7 @@ def _gain(axis: Axis, state: Mapping[str, Tensor], goal: State, where: Mapping[t
     return None if total is None else total.numpy()
 
 
-def _assigned(gain: np.ndarray) -> Tensor:
+def assigned(gain: np.ndarray) -> Tensor:
     """Return [n, m] with the largest sum: one of n rows for each of m columns. Every row is used before any repeats."""
     plan, unassigned = np.zeros(gain.shape), np.arange(gain.shape[1])
     while len(unassigned):
@@ -116,8 +116,8 @@ def zipit(networks: Sequence[nn.Module], into: int, depth: int, probe: Tensor) -
     its members', times 0.3. Works for any widths.
     """
     frame = prepared(networks, into, depth, probe)
-    _refuse_groups(frame, "ZipIt")
-    values = _by_axis(frame)
+    refuse_groups(frame, "ZipIt")
+    values = by_axis(frame)
     means: list[dict[int, Tensor]] = [{} for _ in frame.bodies]
     members: list[dict[int, Tensor]] = [{} for _ in frame.bodies]
     for axis in (axis.index for axis in frame.structure.axes if not axis.fixed):
@@ -163,9 +163,9 @@ def cca_merge(networks: Sequence[nn.Module], into: int, depth: int, probe: Tenso
     them, because T mixes channels. Needs equal widths.
     """
     frame = prepared(networks, into, depth, probe)
-    _refuse_groups(frame, "CCA Merge")
+    refuse_groups(frame, "CCA Merge")
     refuse_unequal_widths(frame, "CCA Merge")
-    values, behind = _by_axis(frame), norms(frame.structure, frame.bodies[into])
+    values, behind = by_axis(frame), norms(frame.structure, frame.bodies[into])
     frame.fold()
     hidden = [axis.index for axis in frame.structure.axes if not axis.fixed]
     turns = [{} if index == into else {axis: _cca(each[axis], values[into][axis]) for axis in hidden}
@@ -218,7 +218,7 @@ def _set_statistics(network: nn.Module, targets: Mapping[str, tuple[Tensor, Tens
         rescale(network, probe, plain)
 
 
-def _by_axis(frame: Frame) -> list[dict[int, Tensor]]:
+def by_axis(frame: Frame) -> list[dict[int, Tensor]]:
     """Return, for each network, the pre-activations [channels, values] on each axis."""
     values = []
     for wiring in frame.wirings:
@@ -230,7 +230,8 @@ def _by_axis(frame: Frame) -> list[dict[int, Tensor]]:
     return values
 
 
-def _refuse_groups(frame: Frame, name: str) -> None:
+def refuse_groups(frame: Frame, name: str) -> None:
+    """Raise UserError if channels are in groups (GroupNorm). The message has the method's `name` and a layer."""
     for axis in frame.structure.axes:
         if axis.groups > 1:
             raise UserError(

@@ -140,15 +140,33 @@ def _distances(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _kmeans(x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    points, centres = torch.cat([each.T for each in outputs]), outputs[0].T
+    return clusters(outputs, [each.new_ones(each.shape[1]) for each in outputs])
+
+
+def clusters(outputs: Sequence[Tensor], importance: Sequence[Tensor]) -> list[Tensor]:
+    """Group the neurons of several networks by weighted k-means, started at the neurons of the first.
+
+    Args:
+        outputs: The outputs [r, n_i] of each network.
+        importance: The weights [n_i] of its neurons.
+
+    Returns:
+        For each network a matrix [n_i, n_0]. Each column is the weighted mean over a group's neurons in all networks.
+    """
+    points, centres, weights = torch.cat([each.T for each in outputs]), outputs[0].T, torch.cat([*importance])[:, None]
     labels = torch.cdist(points, centres).argmin(dim=1)
     for _ in range(LLOYD):
-        members = F.one_hot(labels, len(centres)).to(points)
+        members = F.one_hot(labels, len(centres)).to(points) * weights
         counts = members.sum(dim=0)
-        means = members.T @ points / counts.clamp(min=1.0)[:, None]
+        means = members.T @ points / _at_least(counts)[:, None]
         centres = torch.where(counts[:, None] > 0, means, centres)
         old, labels = labels, torch.cdist(points, centres).argmin(dim=1)
         if torch.equal(old, labels):
             break
-    members = F.one_hot(labels, len(centres)).to(points)
-    return list((members / members.sum(dim=0).clamp(min=1.0)).split([each.shape[1] for each in outputs]))
+    members = F.one_hot(labels, len(centres)).to(points) * weights
+    return list((members / _at_least(members.sum(dim=0))).split([each.shape[1] for each in outputs]))
+
+
+def _at_least(counts: Tensor) -> Tensor:
+    """Return the weights of groups, with 1 for an empty group."""
+    return torch.where(counts > 0, counts, 1.0)
