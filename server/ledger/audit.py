@@ -157,6 +157,11 @@ def chain(folder: Path) -> Iterator[Problem]:
         yield from _chain(db)
 
 
+def chain_problems(folder: Path) -> list[Problem]:
+    """Return the problem that `chain` yields, or that the ledger cannot be read; empty if its events are unbroken."""
+    return _guarded(LEDGER, chain(folder))
+
+
 def _integrity(db: sqlite3.Connection) -> Iterator[Problem]:
     for (line,) in db.execute("PRAGMA integrity_check(10)"):
         if line != "ok":
@@ -285,7 +290,7 @@ def _went_on(folder: Path, event: int) -> bool:
     try:
         with closing(reading(folder / LEDGER)) as db:
             return db.execute("SELECT max(id) FROM events").fetchone()[0] > event
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         return False
 
 

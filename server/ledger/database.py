@@ -38,7 +38,11 @@ def sqlite_errors(path: Path) -> Iterator[None]:
     try:
         with ledger_errors(path):
             yield
+    except UnicodeDecodeError:  # sqlite3 decodes a message that quotes the damaged file
+        raise LedgerError(f"{path}: is damaged; {_HINTS['SQLITE_CORRUPT']}") from None
     except sqlite3.Error as error:
+        if "Could not decode" in str(error):  # the message quotes the whole column
+            raise LedgerError(f"{path}: is damaged; {_HINTS['SQLITE_CORRUPT']}") from None
         name = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
         hint = _HINTS.get(name)
         raise LedgerError(f"{path}: {error}" + (f"; {hint}" if hint else "")) from None

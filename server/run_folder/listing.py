@@ -179,7 +179,7 @@ def waiting(path: Path) -> list[str]:
             with contextlib.suppress(OSError):  # another user's file
                 known += _lost(path, ledger)
             return known
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         return []
 
 

@@ -39,7 +39,7 @@ def scrubbed(path: Path) -> str:
             while (remainder := _left(database, path)) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return remainder
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         return f"the SuperLink's database cannot be opened ({error}): it may hold messages of the forgotten sites"
 
 

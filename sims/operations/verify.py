@@ -9,9 +9,10 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
+from fedloom.server.ledger.audit import chain_problems
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
-from fedloom.server.unlearning.verification import about, verify, verify_accuracy, verify_signature
+from fedloom.server.unlearning.verification import Finding, about, verify, verify_accuracy, verify_signature
 from fedloom.sims.report.tables import Table
 
 
@@ -37,12 +38,19 @@ def verify_certificate(
     findings += verify_signature(certificate, key) if key else []
     if path is not None and config is not None:
         with Ledger.open(path, server=False) as ledger:
-            findings += verify(certificate, ledger)
+            findings += [_unbroken(path), *verify(certificate, ledger)]
             findings += verify_accuracy(certificate, ledger, lambda: _measured_now(config, path, ledger))
     rows = [[finding.what, finding.verdict, finding.reason] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"
     return Verification(Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good)
+
+
+def _unbroken(path: Path) -> Finding:
+    """Return whether the ledger's events follow each other. `fedloom ledger RUN --check` also checks all files."""
+    problems = chain_problems(path)
+    reason = "; ".join(f"{problem.file}: {problem.what}" for problem in problems)
+    return Finding("the ledger's events follow each other", "mismatch" if problems else "match", reason)
 
 
 def _measured_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.audit import Problem, check
 from fedloom.server.ledger.blobs import file_digest
 from fedloom.server.ledger.tables import link
+from fedloom.server.run_folder.listing import waiting
 from tests.server.ledgers import SITES, Plain, closed, contents, new, problems
 
 FINISHED = ("summary.json", "states/aggregate.safetensors")
@@ -208,3 +210,21 @@ def test_the_files_of_the_last_finish_count_until_the_run_is_resumed(tmp_path: P
         assert check(tmp_path) == []
         ledger.note("finished", {"files": {FINISHED[0]: file_digest(tmp_path / FINISHED[0])}})
     assert problems(tmp_path) == []
+
+
+def test_damage_inside_texts_is_one_line_for_whoever_reads_the_ledger(tmp_path: Path):
+    """SQLite quotes the damaged text in its message, which is then not UTF-8."""
+    finished(tmp_path)
+    path = tmp_path / "ledger.sqlite"
+    whole = path.read_bytes()
+    texts = [match.start() for match in re.finditer(rb"CHECK|CREATE|DEFAULT|contributions|samples|state", whole)]
+    for place in texts[::3]:
+        path.write_bytes(whole[: place + 1] + b"\xff" + whole[place + 2 :])
+        try:
+            with Ledger.open(tmp_path, server=False) as ledger:
+                for read in (ledger.requests, ledger.newest, ledger.last_round):
+                    read()
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, error
+        assert waiting(tmp_path) in ([], ["r1"])
+        assert check(tmp_path), place

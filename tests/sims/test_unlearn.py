@@ -1,8 +1,10 @@
 """Requests to forget, as a user meets them: unlearn, readmit, verify, on runs that are there and beside a server."""
 
+import contextlib
 import json
 import shutil
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -93,6 +95,18 @@ def test_a_network_that_still_holds_the_site_is_no_match(fedloom: Command, run: 
     (run / "states/copy.safetensors").write_bytes(before)
     said = fedloom("verify", certificate, run)
     assert said.code == 0 and "| states/copy.safetensors | not checkable |" in said.out
+
+
+def test_a_ledger_whose_events_are_broken_does_not_match(fedloom: Command, run: Path):
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    assert "| the ledger's events follow each other | match |" in fedloom("verify", run / "certificates/r1.json", run).out
+    with contextlib.closing(sqlite3.connect(run / "ledger.sqlite")) as db, db:
+        for (trigger,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            db.execute(f"DROP TRIGGER {trigger}")  # it refuses changes of events
+        db.execute("UPDATE events SET time = '2020-01-01T00:00:00Z' WHERE id = 1")
+    said = fedloom("verify", run / "certificates/r1.json", run)
+    assert said.code == 1 and "| the ledger's events follow each other | mismatch |" in said.out
+    assert "does not match its digest" in said.out
 
 
 def test_a_baseline_with_the_site_that_is_put_back_is_no_match(fedloom: Command, finished_run: Path, run: Path):
