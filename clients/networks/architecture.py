@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,6 +120,19 @@ def check_own_networks(config: Config) -> None:
                     started(network.state_dict(), path, network)
         except UserError as error:
             raise UserError(f"{site.name} ({site.spec.domain}): {error}") from None
+    _check_unused(config.roster, first)
+
+
+def _check_unused(sites: Sequence[Site], checked: Collection[str]) -> None:
+    """Raise UserError for a network in a list `networks` that is unknown or has a wrong option, and that no site has."""
+    lists = {id(site.spec.networks): site for site in sites if site.spec.networks}  # sites of one entry share it
+    unused = {text: (site, number) for site in lists.values() for number, section in enumerate(site.spec.networks)
+              if (text := json.dumps(section, sort_keys=True)) not in checked}  # fmt: skip
+    for text, (site, number) in unused.items():
+        try:
+            _spec(json.dumps({key: value for key, value in json.loads(text).items() if key not in WEIGHT_OPTIONS}))
+        except UserError as error:
+            raise UserError(f"networks[{number}] of {site.spec.domain}: {error}") from None
 
 
 def _own(site: Site) -> dict[str, Any]:

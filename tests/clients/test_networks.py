@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.clients.networks import NETWORKS, Network, architecture_of, initialise, parameter_count
+from fedloom.clients.networks.architecture import check_own_networks
 from fedloom.clients.networks.plain import StandardisedConv2d
 from fedloom.conf import UserError, load
 from fedloom.fusion.state import State
@@ -178,3 +179,19 @@ def test_options_that_cannot_be_are_refused_by_their_key(overrides, line):
 def test_a_network_without_a_name_is_refused_with_the_names_there_are():
     with pytest.raises(UserError, match=r"network\.name: missing \(one of: .*conv6"):
         architecture_of(dataclasses.replace(load("digits"), network={"width": 1.0})).build()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("{name: mlpp}", r"^networks\[1\] of digits: unknown network 'mlpp'; did you mean 'mlp'\?"),
+        (
+            "{name: mlp, width: x}",
+            r"^networks\[1\] of digits: unknown key 'network\.width'; did you mean 'network\.widths'\?",
+        ),
+    ],
+)
+def test_a_network_in_a_list_that_no_site_has_is_checked(network: str, message: str):
+    config = load("digits", [f"sites=[{{domain: digits, networks: [{{name: mlp}}, {network}]}}]"])
+    with pytest.raises(UserError, match=message):
+        check_own_networks(config)
