@@ -125,6 +125,21 @@ def _converted(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return vars(OmegaConf.to_object(OmegaConf.merge(_typed(schema, tuple(given)), OmegaConf.create(dict(given)))))
 
 
+def value_of(schema: type, name: str, item: Any) -> Any:
+    """Return a value as `build` would store it in the field `name`: '1' and 1 become 1.0 in a field of type float.
+
+    Raises UserError for a value that the field's type does not take. Ranges and choices are not checked.
+    """
+    given = expand_shorthand(schema, {name: item})
+    _check_literal(given, name)
+    if _of_kind(_kinds(schema)[name], given[name]):
+        return given[name]
+    try:
+        return _converted(schema, given)[name]
+    except (OmegaConfBaseException, TypeError) as error:
+        raise _misfit(schema, given, "") or UserError(_in_one_line(error, name)) from None
+
+
 def at_home(instance: T) -> T:
     """Return a dataclass instance with `~` and `~name` at the start of its path fields replaced by the home folder."""
     changed: dict[str, Any] = {}

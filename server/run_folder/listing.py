@@ -25,6 +25,7 @@ from fedloom.server.run_folder.layout import (
     LEDGER,
     LOCK,
     METRICS,
+    SEAL,
     SUMMARY,
     holds_only_config,
     is_begun,
@@ -36,6 +37,7 @@ KEYS = {"experiment", "seed", "rounds", "sites", "population", "network", "objec
 MAX_LISTED = 5  # names in an error message
 MOST_PARSED = 4096  # configurations in memory
 MOST_DEPTH = 4  # levels of folders that are searched for runs
+EMPTY = "is empty"  # the fault of a file
 RUNNING, STOPPED = "running", "stopped"
 ENDED = (FINISHED, "failed", "interrupted")  # the status in a summary
 
@@ -81,13 +83,59 @@ def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
 
 def runs_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[Path]:
     """Yield the folder itself if it is a run, else all runs in it, by name. Baselines belong to their run."""
+    return (folder for folder, fault in _searched(path, depth) if not fault)
+
+
+def damaged_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[tuple[Path, str]]:
+    """Yield each folder that `runs_in` would yield if its config.yaml were readable, with a line on the fault."""
+    return ((folder, fault) for folder, fault in _searched(path, depth) if fault)
+
+
+def _searched(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
+    """Yield the runs in a folder, each with a line on its damaged config.yaml; empty for a sound one."""
     if is_run(path):
-        yield path
+        yield path, ""
+    elif fault := config_fault(path):
+        yield path, fault
     elif depth:
         with contextlib.suppress(OSError):  # unreadable, or just removed
             for inner in sorted(path.iterdir()):
                 if inner.is_dir() and not inner.name.startswith("."):
-                    yield from runs_in(inner, depth - 1)
+                    yield from _searched(inner, depth - 1)
+
+
+def config_fault(path: Path) -> str:
+    """Return a line on the config.yaml of a run that cannot be read; empty for a run, and for a folder without one."""
+    file, own = path / CONFIG, any((path / name).is_file() for name in (LEDGER, SEAL))
+    if is_run(path) or not (own or (file.exists() and any((path / name).exists() for name in (METRICS, SUMMARY)))):
+        return ""
+    text, fault = text_of(file)
+    if not fault:
+        try:
+            tree = read_yaml(text)
+            if isinstance(tree, dict) and not own and "experiment" not in tree:
+                return ""  # another program's
+            lacking = sorted(KEYS - tree.keys()) if isinstance(tree, dict) else []
+            fault = f"lacks {', '.join(lacking[:MAX_LISTED])}" if lacking else "is not a configuration"
+        except (RecursionError, yaml.YAMLError) as error:
+            mark = getattr(error, "problem_mark", None)
+            fault = f"is not valid YAML (line {mark.line + 1})" if mark else "is not valid YAML"
+    return f"{file}: {fault}; restore it from a backup, or delete this folder"
+
+
+def text_of(file: Path) -> tuple[str, str]:
+    """Return a text file's content, and its fault; empty for a sound file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "", "is missing"
+    except IsADirectoryError:
+        return "", "is a folder"
+    except OSError as error:
+        return "", f"cannot be read ({error.strerror})"
+    except UnicodeDecodeError:
+        return "", "is not UTF-8 text"
+    return text, "" if text.strip() else EMPTY
 
 
 def refuse_existing(config: Config, path: Path | None = None) -> None:
@@ -119,9 +167,13 @@ def read_config(path: Path) -> Config:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the records in a run's metrics.jsonl by round, without a line that a crash tore."""
-    records, file = {}, path / METRICS
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+    """Return the records in a run's metrics.jsonl by round, without a line that a crash tore; empty if it cannot be read."""
+    records: dict[int, dict[str, Any]] = {}
+    try:
+        text = (path / METRICS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return records
+    for line in text.splitlines():
         try:
             record = json.loads(line)
             records[int(record["round"])] = record

@@ -1,12 +1,13 @@
 """Check the results in a run's folder as they are read: files may be edited, damaged, or another program's."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.layout import METRICS, SUMMARY
-from fedloom.server.run_folder.listing import read_metrics, read_summary
+from fedloom.server.run_folder.listing import EMPTY, read_metrics, read_summary, text_of
 
 MAX_NUMBER = 1e300  # limit of a number; NaN passes, too
 LOSS, VALIDATION = "loss", "validation"  # keys of a round's record: by site, its training loss, its validation metrics
@@ -46,16 +47,21 @@ def _site(value: Any) -> bool:
     return isinstance(value, Mapping) and _text(value.get("name")) and _text(value.get("domain"))
 
 
+def _has_name(value: Any) -> bool:
+    return isinstance(value, Mapping) and _text(value.get("name", ""))
+
+
 def _has_round(value: Any) -> bool:
     return isinstance(value, Mapping) and _whole(value.get("round"))
 
 
 KEYS = Mapping[str, tuple[str, Check]]  # by key, the expected type and its check
+METRIC = ("table with the first metric's name", _or_none(_has_name))
 OF_SUMMARY: KEYS = {
     "accuracy": ("table of accuracies by network and domain", _or_none(_table_of(_table_of(_number)))),
     "aggregate": ("text", _text),
     "scores": ("table of values by metric, network and domain", _or_none(_table_of(_table_of(_table_of(_number))))),
-    "metric": ("table with the first metric's name", _or_none(lambda value: isinstance(value, Mapping))),
+    "metric": METRIC,
     "best": ("table with the number of a round", _or_none(_has_round)),
     "stopped": ("table with the number of a round", _or_none(_has_round)),
     "classes": ("table by site", _or_none(_table_of(lambda _: True))),
@@ -70,6 +76,7 @@ OF_RECORD: KEYS = {
     "round": ("whole number", _whole),
     "accuracy": ("table of accuracies by domain", _or_none(_table_of(_or_none(_number)))),
     "scores": ("table of values by metric and domain", _or_none(_table_of(_table_of(_or_none(_number))))),
+    "metric": METRIC,
     RECEIVED: ("whole number", _whole),
     "bytes": ("table of pairs of whole numbers by site", _or_none(_table_of(_pair))),
     "seconds": ("number", _or_none(_number)),
@@ -82,10 +89,24 @@ OF_RECORD: KEYS = {
 
 
 def checked_summary(path: Path) -> dict[str, Any]:
-    """Return the content of summary.json; empty if it cannot be read. Raises UserError for a value of a wrong type."""
+    """Return the content of summary.json; empty without one. Raises UserError for a damaged file or a wrong type."""
+    if fault := summary_fault(path):
+        raise UserError(fault)
     summary = read_summary(path)
     _check(summary, OF_SUMMARY, f"{path}: {SUMMARY}")
     return summary
+
+
+def summary_fault(path: Path) -> str:
+    """Return a line on a run's summary.json that cannot be read; empty for a sound one, or without one."""
+    file = path / SUMMARY
+    text, fault = text_of(file) if file.exists() else ("", "")
+    if text and not fault:
+        try:
+            fault = "" if isinstance(json.loads(text), dict) else "is not a JSON object"
+        except (ValueError, RecursionError):
+            fault = "is not valid JSON"
+    return f"{path}: {SUMMARY}: {fault}; `fedloom resume {path}` writes it again" if fault else ""
 
 
 def sound_summary(path: Path) -> dict[str, Any]:
@@ -94,8 +115,14 @@ def sound_summary(path: Path) -> dict[str, Any]:
 
 
 def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the records in metrics.jsonl by round, without torn lines. Raises UserError for a value of a wrong type."""
+    """Return the records in metrics.jsonl by round, without torn lines; empty without the file.
+
+    Raises UserError for a file that has no record, and for a value of a wrong type.
+    """
+    text, fault = text_of(path / METRICS) if (path / METRICS).exists() else ("", "")
     records = read_metrics(path)
+    if not records and (text.strip().partition("\n")[1] or fault not in {"", EMPTY}):  # a run's first line may be torn
+        raise UserError(f"{path}: {METRICS}: {fault or 'has no record of a round'}; run the experiment again")
     for round, record in records.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
     return records
@@ -111,6 +138,14 @@ def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
     each = (record.get("bytes") or {}).values()
     sent, received = (sum(pair[index] for pair in each) for index in (0, 1))
     return sent, record.get(RECEIVED, received)
+
+
+def seconds_of(records: Iterable[Mapping[str, Any]]) -> float:
+    """Return the wall-clock seconds of all rounds in the records, with those that workers need to start in round 1.
+
+    Start-up before round 1, baselines and measurements after the last round do not count.
+    """
+    return sum(float(record.get("seconds") or 0.0) for record in records)
 
 
 def _sound(content: Mapping[str, Any], keys: KEYS) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.comparison.curves import pictures
-from fedloom.sims.comparison.entries import entries_of
+from fedloom.sims.comparison.entries import COSTS, entries_of
 from fedloom.sims.comparison.groups import UNION, Group, grouped, refuse_nothing
 from fedloom.sims.comparison.statistics import paired
 from fedloom.sims.comparison.tables import (
@@ -34,8 +34,6 @@ from fedloom.sims.sweeps.names import text_of
 
 if TYPE_CHECKING:
     import pandas
-
-COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds", "peak_memory")
 
 
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
@@ -89,7 +87,10 @@ class Comparison:
         return table
 
     def runs(self) -> "pandas.DataFrame":
-        """Return a data frame, a row for each run and baseline: group, seed, differing keys, test accuracies, cost."""
+        """Return a data frame, a row for each run and baseline: group, seed, differing keys, test accuracies, cost.
+
+        Defaults are filled in. None: the method does not have this option.
+        """
         import pandas
 
         return pandas.DataFrame(self._runs())
@@ -98,7 +99,7 @@ class Comparison:
         names = [*domains_of(self.groups), UNION]
         return [
             {"row": group.label, "run": str(entry.folder), "seed": entry.config.seed, "baseline": entry.baseline}
-            | {key: entry.everything.get(key) for key in self.differing}
+            | {key: entry.everything.get(key) for key in dict.fromkeys([*self.differing, *group.values])}
             | {name: entry.accuracy.get(name) for name in names}
             | {"rounds": len(entry.metrics), **entry.cost}
             for group in self.groups

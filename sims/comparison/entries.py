@@ -1,32 +1,26 @@
 """Read the runs and baselines to compare from their folders."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedloom.clients.networks.base import NETWORKS
-from fedloom.clients.objectives.base import OBJECTIVES
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import Facts
-from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
-from fedloom.conf.shorthand import fields_of
-from fedloom.server.run_folder.layout import BASELINES, FINISHED, METRICS
-from fedloom.server.run_folder.listing import is_run, read_config, runs_in, status
-from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, traffic_of
+from fedloom.server.run_folder.layout import BASELINES, CONFIG, FINISHED, METRICS
+from fedloom.server.run_folder.listing import RUNNING, config_fault, damaged_in, is_run, read_config, runs_in, status
+from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, seconds_of, summary_fault, traffic_of
 from fedloom.server.run_folder.scores import headline, metric_of, rounds_of
-from fedloom.server.strategies.base import STRATEGIES
+from fedloom.sims.comparison.options import DEFAULT, unset_options, values_of
 from fedloom.sims.report.results import accuracies, has_aggregate, shown, which
 
-NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine")  # sections that do not describe the method
+NOT_METHOD = ("run", "seed", "baselines", "experiment", "engine", "tracking")  # sections that do not describe the method
 NOT_METHOD_KEYS = ("data.root", "data.download", "evaluation.batch", "evaluation.every", "evaluation.metrics")
+COSTS = ("bytes_to_sites", "bytes_from_sites", "seconds", "peak_memory")
 DATA = ("data.", "sites", "population")  # keys of the training data
-REGISTRIES: Mapping[str, Registry[Any]] = {"network": NETWORKS, "objective": OBJECTIVES, "strategy": STRATEGIES}
-DEFAULT = "default"  # the value of a key without a known default that a configuration lacks
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,7 @@ class Entry:
         summary: The content of summary.json.
         metrics: The lines of metrics.jsonl.
         baseline: Whether it is a baseline.
+        unset: Options of its classes that only other runs set, with unknown defaults.
     """
 
     folder: Path
@@ -46,32 +41,24 @@ class Entry:
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     baseline: bool
+    unset: Sequence[str] = ()
 
     @cached_property
     def keys(self) -> dict[str, Any]:
         """The configuration's values that describe data and method, by dotted keys: without folder, engine and seed."""
-        return {key: value for key, value in flat(dataclasses.asdict(self.config)).items()
+        return {key: value for key, value in self.everything.items()
                 if key.partition(".")[0] not in NOT_METHOD and key not in NOT_METHOD_KEYS}  # fmt: skip
 
     @cached_property
     def everything(self) -> dict[str, Any]:
-        """All values of the configuration, by dotted keys."""
-        return flat(dataclasses.asdict(self.config))
+        """All values of the configuration, by dotted keys, with defaults (sims.comparison.options)."""
+        metric = self.metric.name
+        values = values_of(self.config, [metric, *(name for name in self.summary.get("scores") or {} if name != metric)])
+        return values | dict.fromkeys(self.unset, DEFAULT)
 
     def value(self, key: str) -> Any:
-        """Return the value of a dotted key: the configuration's, else the default of this option, else "default"."""
-        if key in self.everything:
-            return self.everything[key]
-        section, _, option = key.rpartition(".")
-        name = self.everything.get(f"{section}.name", "")
-        registry = REGISTRIES.get(section)
-        if registry is None or not (isinstance(name, str) and registry.shipped(name)):  # others' code is not imported here
-            return DEFAULT
-        field = fields_of(registry.get(name)).get(option)
-        if field is None or field.default is not dataclasses.MISSING:
-            return DEFAULT if field is None else field.default
-        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
-        return made if isinstance(made, list | dict) else DEFAULT  # a section has its own keys
+        """Return the value of a dotted key; "default" for an option that the configuration's classes do not have."""
+        return self.everything.get(key, DEFAULT)
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
@@ -111,10 +98,10 @@ class Entry:
     @cached_property
     def cost(self) -> dict[str, float]:
         """Bytes to and from sites, and seconds, of all rounds; the server's peak memory in bytes (NaN: unknown)."""
-        resources = self.summary.get("resources") or {}
-        seconds = sum(float(record.get("seconds") or 0.0) for record in self.metrics)
-        return {"bytes_to_sites": sum(self.bytes(0).values()), "bytes_from_sites": sum(self.bytes(1).values()),
-                "seconds": seconds, "peak_memory": float(resources.get("peak_memory", math.nan))}  # fmt: skip
+        peak = float((self.summary.get("resources") or {}).get("peak_memory", math.nan))
+        sent, received = (sum(self.bytes(direction).values()) for direction in (0, 1))
+        costs = (sent, received, seconds_of(self.metrics)) if self.metrics else (math.nan, math.nan, math.nan)
+        return dict(zip(COSTS, (*costs, peak), strict=True))
 
 
 def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
@@ -123,32 +110,37 @@ def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
     Raises UserError for a folder without runs.
     """
     folders: dict[Path, Path] = {}
+    faults: dict[Path, str] = {}
     for path in paths:
-        runs = list(runs_in(path))
-        if not runs:
+        runs, damaged = list(runs_in(path)), dict(damaged_in(path))
+        if not (runs or damaged):
             raise UserError(f"{path}: contains no run; name folders of runs, or a folder that contains runs")
+        faults |= {folder.resolve(): fault for folder, fault in damaged.items()}
         for folder in runs:
             folders.setdefault(folder.resolve(), folder)
-    unfinished = {path: state for path in folders.values() if (state := status(path)) != FINISHED}
-    notes = [
-        f"{path}: left out, because it is {state}; finish it with `fedloom resume {path}`"
-        for path, state in unfinished.items()
-    ]
-    members = [member for path in folders.values() if path not in unfinished for member in _members(path)]
+    states = {path: status(path) for path in folders.values() if not summary_fault(path)}
+    unfinished = {path: state for path, state in states.items() if state != FINISHED}
+    notes = [_unfinished_note(path, state) for path, state in unfinished.items()]
+    members = [member for path in folders.values() if path not in unfinished for member in _members(path, faults)]
     entries, odd = _readable(members)
+    damaged_notes = [f"{fault}; left out" for fault in faults.values()]
     kept = [entry for entry in entries if entry.accuracy]
-    best = [
-        f"{entry.folder}: test values are those of its network {name}" for entry in kept if (name := which(entry.summary))
-    ]
-    return kept, [*notes, *odd, *_unmeasured_notes(entries), *_incomplete_notes(kept), *best]
+    return _completed(kept), [*notes, *damaged_notes, *odd, *_unmeasured_notes(entries)]
 
 
-def _members(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of a run and of its baselines, and whether it is a baseline."""
+def _unfinished_note(path: Path, state: str) -> str:
+    what = "compare again when it has ended" if state == RUNNING else f"finish it with `fedloom resume {path}`"
+    return f"{path}: left out, because it is {state}; {what}"
+
+
+def _members(path: Path, faults: dict[Path, str]) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of a run and of its baselines, and whether it is a baseline. Add damaged ones to `faults`."""
     yield path, False
     for inner in sorted((path / BASELINES).glob("*")):
         if is_run(inner):
             yield inner, True
+        elif fault := config_fault(inner):
+            faults[inner] = fault
 
 
 def _readable(members: Sequence[tuple[Path, bool]]) -> tuple[list[Entry], list[str]]:
@@ -157,10 +149,25 @@ def _readable(members: Sequence[tuple[Path, bool]]) -> tuple[list[Entry], list[s
     for path, baseline in members:
         try:
             summary, metrics = checked_summary(path), checked_metrics(path)
-            entries.append(Entry(path, read_config(path), summary, list(metrics.values()), baseline))
+            entries.append(_checked(Entry(path, read_config(path), summary, list(metrics.values()), baseline)))
         except UserError as error:
             odd.append(f"{error}; left out")
     return entries, odd
+
+
+def _checked(entry: Entry) -> Entry:
+    """Return the entry. Raises UserError for a named section, such as training.optimizer, of a wrong type."""
+    try:
+        _ = entry.everything
+    except UserError as error:
+        raise UserError(f"{entry.folder / CONFIG}: {error}") from None
+    return entry
+
+
+def _completed(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries, each with the options that others set for the same classes of the user."""
+    unset = unset_options([entry.everything for entry in entries])
+    return [replace(entry, unset=keys) if keys else entry for entry, keys in zip(entries, unset, strict=True)]
 
 
 def _unmeasured_notes(entries: Sequence[Entry]) -> list[str]:
@@ -169,17 +176,13 @@ def _unmeasured_notes(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def _incomplete_notes(entries: Sequence[Entry]) -> list[str]:
-    """Return a note for each entry whose metrics.jsonl lacks rounds."""
+def notes_on(entries: Sequence[Entry]) -> list[str]:
+    """Return a note for each entry whose metrics.jsonl lacks rounds, or whose test values are not of its last network."""
     rounds = {entry.folder: (len(entry.metrics), rounds_of(entry.summary)) for entry in entries}
-    return [f"{folder}: {METRICS} has {recorded} of {of} rounds; cost and curve cover only these"
-            for folder, (recorded, of) in rounds.items() if of is not None and recorded != of]  # fmt: skip
-
-
-def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted keys. Lists are values."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        inside = isinstance(value, Mapping) and value
-        values |= flat(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
-    return values
+    incomplete = [f"{folder}: {METRICS} has {recorded} of {of} rounds; cost and curve cover only these"
+                  for folder, (recorded, of) in rounds.items() if of is not None and recorded != of]  # fmt: skip
+    best = {entry.folder: which(entry.summary) for entry in entries}
+    return [
+        *incomplete,
+        *(f"{folder}: test values are those of its network {name}" for folder, name in best.items() if name),
+    ]

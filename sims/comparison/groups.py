@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import Facts
-from fedloom.sims.comparison.entries import DATA, Entry
+from fedloom.sims.comparison.entries import DATA, Entry, notes_on
+from fedloom.sims.comparison.keys import Naming, checked_keys, differing_keys, distinct, numbered, shortest, signature, texts
 from fedloom.sims.report.spread import Spread, spread
-from fedloom.sims.sweeps.names import label_of
 
-DESCRIPTIVE = ("strategy.name", "objective.name", "objective.mode", "network.name")  # the keys that name a row first
 MOST_NOTES = 10  # notes of the same kind
 UNION = "union"
 
@@ -57,64 +56,32 @@ class Group:
 def grouped(entries: Sequence[Entry], by: Sequence[str]) -> tuple[list[Group], list[str], list[str]]:
     """Group entries by the keys `by` (empty: all that differ, without the seed). Return groups, differing keys, notes.
 
-    Raises UserError for a key in `by` that no configuration has.
+    A key may be a section with a name: `strategy` is `strategy.name`. Raises UserError for a key that no configuration has.
     """
     kept, notes = _comparable(entries)
     kept, doubles = _without_repetition(kept)
-    differing = _differing(kept)
-    keys = _checked_keys(kept, by, notes) if by else _shortest(kept, differing)
+    differing = differing_keys(kept)
+    naming = Naming(kept, checked_keys(kept, by, notes) if by else shortest(kept, differing))
     rows: dict[str, list[Entry]] = {}
     for entry in kept:
-        rows.setdefault(_signature(entry, keys), []).append(entry)
-    groups = [_group(row, keys) for row in rows.values()]
-    mixed = [key for key in differing if any(len({_signature(entry, [key]) for entry in row}) > 1 for row in rows.values())]
+        rows.setdefault(texts(naming.parts(entry)), []).append(entry)
+    labels = numbered([_label(row, naming) for row in rows.values()])
+    groups = [_group(row, label, naming) for row, label in zip(rows.values(), labels, strict=True)]
+    mixed = [key for key in differing if any(distinct(row, [key]) > 1 for row in rows.values())]
     more = [*_data_notes(differing), *_mixed_notes(mixed), *_forgotten_notes(kept), *_apart_notes(groups)]
-    return groups, differing, [*notes, *doubles, *more]
+    return groups, differing, [*notes, *doubles, *notes_on(kept), *more]
 
 
-def _group(row: Sequence[Entry], keys: Sequence[str]) -> Group:
-    values = {key: row[0].value(key) for key in keys}
-    label = label_of(values) or str(row[0].summary.get("method", row[0].folder.name))
+def _label(row: Sequence[Entry], naming: Naming) -> str:
+    label = naming.label(row[0]) or str(row[0].summary.get("method", row[0].folder.name))
+    return label + (" (baseline)" if all(entry.baseline for entry in row) else "")
+
+
+def _group(row: Sequence[Entry], label: str, naming: Naming) -> Group:
     seeds: dict[int, list[Entry]] = {}
     for entry in row:
         seeds.setdefault(entry.config.seed, []).append(entry)
-    baseline = " (baseline)" if all(entry.baseline for entry in row) else ""
-    return Group(label + baseline, values, dict(sorted(seeds.items())))
-
-
-def _signature(entry: Entry, keys: Sequence[str]) -> str:
-    return json.dumps([entry.value(key) for key in keys], sort_keys=True)
-
-
-def _differing(entries: Sequence[Entry]) -> list[str]:
-    """Return the keys of data and method that have several values, the most descriptive first."""
-    keys = sorted(dict.fromkeys(key for entry in entries for key in entry.keys), key=_rank)
-    return [key for key in keys if len({_signature(entry, [key]) for entry in entries}) > 1]
-
-
-def _rank(key: str) -> int:
-    """Return a key's rank among the most descriptive keys. All others share the last rank."""
-    return DESCRIPTIVE.index(key) if key in DESCRIPTIVE else len(DESCRIPTIVE)
-
-
-def _shortest(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
-    """Return the keys that are enough to distinguish the groups."""
-    left = list(keys)
-    number = len({_signature(entry, left) for entry in entries})
-    for key in reversed(keys):
-        fewer = [other for other in left if other != key]
-        if len({_signature(entry, fewer) for entry in entries}) == number:
-            left = fewer
-    return left
-
-
-def _checked_keys(entries: Sequence[Entry], by: Sequence[str], notes: Sequence[str]) -> list[str]:
-    known = dict.fromkeys(key for entry in entries for key in entry.everything)
-    for key in by:
-        if key not in known:
-            left_out = f"; note: {notes[0]}" if notes else ""
-            raise UserError(f"--by: {unknown('key', key, known)}{left_out}")
-    return list(by)
+    return Group(label, naming.values(row[0]), dict(sorted(seeds.items())))
 
 
 def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
@@ -133,18 +100,28 @@ def _comparable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
 
 
 def _without_repetition(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
-    """Return the first entry of each configuration and seed, and a note for each other entry."""
-    kept: dict[str, Entry] = {}
+    """Return the most complete entry of each configuration and seed, in order, and a note for each other entry."""
+    equal: dict[str, list[Entry]] = {}
     keys = list(dict.fromkeys(key for entry in entries for key in entry.keys))
-    notes = []
     for entry in entries:
-        first = kept.setdefault(f"{entry.config.seed} {_signature(entry, keys)}", entry)
-        if first is not entry:
-            here, other = (each.accuracy.get(UNION) for each in (entry, first))
-            metric = entry.metric
-            accuracies = f" ({metric.title}: {metric.text(here)} and {metric.text(other)})" if here != other else ""
-            notes.append(f"{entry.folder}: left out, because {first.folder} has the same configuration and seed{accuracies}")
-    return list(kept.values()), _cut(notes)
+        equal.setdefault(f"{entry.config.seed} {signature(entry, keys)}", []).append(entry)
+    best = [max(each, key=_completeness) for each in equal.values()]  # the first of several
+    notes = [_repeated(entry, one) for one, each in zip(best, equal.values(), strict=True) for entry in each
+             if entry is not one]  # fmt: skip
+    return best, _cut(notes)
+
+
+def _completeness(entry: Entry) -> tuple[bool, int, int]:
+    """Return a larger value for a run that forgot no site, has more rounds in its metrics, or more test values."""
+    return not entry.summary.get("unlearned"), len(entry.metrics), len(entry.accuracy)
+
+
+def _repeated(entry: Entry, other: Entry) -> str:
+    here, there = (each.accuracy.get(UNION) for each in (entry, other))
+    metric = entry.metric
+    accuracies = f" ({metric.title}: {metric.text(here)} and {metric.text(there)})" if here != there else ""
+    more = " and is more complete" if _completeness(other) > _completeness(entry) else ""
+    return f"{entry.folder}: left out, because {other.folder} has the same configuration and seed{more}{accuracies}"
 
 
 def _data_notes(differing: Sequence[str]) -> list[str]:

@@ -93,8 +93,9 @@ def cost_table(groups: Sequence[Group]) -> Table:
         [group.label, _rounds(group), *(amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
     ]
     note = ("Total over all rounds: mean ± standard deviation over runs. Compare seconds only for the same machine, engine "
-            "and load; they include the start of the workers. Peak MB: the server's peak memory, including baselines and, "
-            "with engine.name=inline, the sites.")  # fmt: skip
+            "and load: the wall-clock time of the rounds, without the start-up before them; round 1 includes the start of "
+            "Ray's workers. Peak MB: the server's peak memory, including baselines and, with engine.name=inline, the "
+            "sites.")  # fmt: skip
     return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 
@@ -115,13 +116,14 @@ def amount(cost: Spread, unit: float) -> str:
 
 
 def what_differs(groups: Sequence[Group], differing: Sequence[str]) -> Table:
-    """Return a table of each row's values of the `differing` keys."""
+    """Return a table of each row's values of the `differing` keys; "-": the method does not have this option."""
     rows: list[list[Cell]] = [[group.label, *(_values(group, key) for key in differing)] for group in groups]
     return Table("Differing keys", ["", *differing], rows)
 
 
 def _values(group: Group, key: str) -> str:
-    text = " | ".join(dict.fromkeys(text_of(entry.value(key)) for entry in group.entries))
+    values = (text_of(entry.everything[key]) if key in entry.everything else "-" for entry in group.entries)
+    text = " | ".join(dict.fromkeys(values))
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 1]}…"
 
 

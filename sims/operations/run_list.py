@@ -10,25 +10,28 @@ from fedloom.conf.formatting import count
 from fedloom.conf.metrics import ACCURACY, facts_of
 from fedloom.conf.yaml_text import read_yaml
 from fedloom.server.run_folder.layout import CONFIG, FINISHED
-from fedloom.server.run_folder.listing import runs_in, status, waiting
-from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary
+from fedloom.server.run_folder.listing import RUNNING, damaged_in, runs_in, status, waiting
+from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, summary_fault
 from fedloom.server.run_folder.scores import headline, metric_of
 from fedloom.sims.report.results import shown, which
 from fedloom.sims.report.tables import Cell, Table
 
+DAMAGED = "damaged"  # the status of a run with a file that cannot be read
 MOST_NAMED = 3  # waiting requests in a row
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each run, sorted by path. Raises UserError if the folder does not exist."""
+    """Return a row for each run, also for damaged ones, sorted by path. Raises UserError if the folder does not exist."""
     if not folder.is_dir():
         raise UserError(f"{folder}: the folder does not exist; name a run, or a folder that contains runs")
-    return [row_of(path) for path in runs_in(folder)]
+    rows = [*map(row_of, runs_in(folder)), *(damaged_row(path, fault) for path, fault in damaged_in(folder))]
+    return sorted(rows, key=lambda row: Path(row["run"]))
 
 
 def row_of(path: Path) -> dict[str, Any]:
     """Return the status, method, seed, finished and planned rounds, first metric on all domains and bytes of a run."""
-    config, state, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), status(path), []
+    config, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), list[str]()
+    state = DAMAGED if summary_fault(path) and status(path) != RUNNING else status(path)
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
     method = "/".join(
         str(name) for name in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if name
@@ -57,6 +60,13 @@ def row_of(path: Path) -> dict[str, Any]:
     }
 
 
+def damaged_row(path: Path, fault: str) -> dict[str, Any]:
+    """Return the row of a run whose config.yaml cannot be read. `fault`: a line that says why."""
+    unknown = dict.fromkeys(("seed", "rounds", "test", "validation"))
+    return {"run": str(path), "status": DAMAGED, "method": "", "round": 0, **unknown, "forgotten": [],
+            "waiting": waiting(path), "bytes": size_of(path), "odd": [fault]}  # fmt: skip
+
+
 def _read(read: Callable[[Path], dict[Any, Any]], path: Path, odd: list[str]) -> dict[Any, Any]:
     """Return what `read` reads of a run. For damaged files, return {} and append a line to `odd`."""
     try:
@@ -75,7 +85,7 @@ def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     """Return the rows of `rows_of` as a table."""
     several = any("metric" in row for row in rows)
     cells: list[list[Cell]] = [
-        [row["run"], _standing(row), row["method"], str(row["seed"]), f"{row['round']}/{row['rounds']}",
+        [row["run"], _standing(row), row["method"], *_progress(row),
          *([facts_of(row.get("metric", ACCURACY)).title] if several else []),
          _shown(row, "test"), _shown(row, "validation"), megabytes(row["bytes"])] for row in rows
     ]  # fmt: skip
@@ -83,6 +93,11 @@ def table(rows: Sequence[dict[str, Any]], folder: Path) -> Table:
     note = f"{what} on all domains together. test: at the end. validation: at the last measured round. MB: size on disk."
     columns = ["run", "status", "method", "seed", "rounds", *(["metric"] if several else []), "test", "validation", "MB"]
     return Table(f"Runs in {folder}", columns, cells, note)
+
+
+def _progress(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the seed and the rounds as text; "-" for a run whose configuration cannot be read."""
+    return ("-", "-") if row["rounds"] is None else (str(row["seed"]), f"{row['round']}/{row['rounds']}")
 
 
 def _shown(row: Mapping[str, Any], key: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from fedloom.clients.protocol.packing import PACKINGS
 from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.layout import TABLE_FILES
+from fedloom.server.run_folder.results_schema import seconds_of
 from fedloom.server.run_folder.scores import headline as headline_of
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report import plots
@@ -122,7 +123,7 @@ def _sections(
     details = Details("Configuration", config)
     sections: list[tuple[str, list[Part]]] = [
         ("", [headline(summary, metrics), *_warnings(summary), *([forgotten_table(gone)] if gone else [])]),
-        ("The run", [_run_table(summary), data_table(summary), *_pictures(pictures, "classes.png"), details]),
+        ("The run", [_run_table(summary, metrics), data_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         (f"Test {metric_of(summary).title}", [*accuracy, *different, *_pictures(pictures, "sites.png")]),
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
@@ -144,21 +145,23 @@ def _at_home(summary: Mapping[str, Any]) -> list[Part]:
     return [spread_table(summary), per_site_table(summary), *classes_table(summary)]
 
 
-def _run_table(summary: Mapping[str, Any]) -> Table:
+def _run_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> Table:
     rows = [[key, str(summary[key])] for key in ("experiment", "method", "seed", "rounds", "engine", "status")]
     if packing := PACKINGS.get(summary.get("packed", "")):
         rows += [["packed updates", f"{summary['packed']}: {packing.error}; sums are exact sums of the packed updates"]]
     if stop := summary.get("stopped"):
         rows += [["stopped", f"after round {stop['round']}: {stop.get('reason', '')}"]]
-    return Table("", ["what", "value"], [*rows, *_resources(summary)])
+    return Table("", ["what", "value"], [*rows, *_resources(summary, metrics)])
 
 
-def _resources(summary: Mapping[str, Any]) -> list[list[Cell]]:
-    """Return rows with the run's seconds and, where recorded, the start-up time and the server's peak memory."""
+def _resources(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[list[Cell]]:
+    """Return rows with the run's seconds and, where recorded, those of start-up and rounds, and the server's peak memory."""
     resources = summary.get("resources") or {}
     rows: list[list[Cell]] = [["seconds", f"{summary['seconds']:.1f}"]]
     if "start_up" in resources:
         rows.append(["of these, start-up", f"{resources['start_up']:.1f}"])
+    if metrics:
+        rows.append(["seconds of the rounds", f"{seconds_of(metrics):.1f}"])
     if "peak_memory" in resources:
         rows.append(["peak memory of the server, MB", round(resources["peak_memory"] / 1e6)])
     return rows

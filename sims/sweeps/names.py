@@ -32,9 +32,12 @@ def part_of_name(value: Any) -> str:
     return plain if plain == text else f"{plain}~{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def label_of(values: Mapping[str, Any]) -> str:
-    """Return the label of a group of runs from its values, such as mode=exact, rate=0.01."""
-    short = short_keys(values)
+def label_of(values: Mapping[str, Any], among: Iterable[str] = ()) -> str:
+    """Return the label of a group of runs from its values, such as mode=exact, rate=0.01.
+
+    `among`: the keys of all groups, if they have more; short names are unique among them.
+    """
+    short = short_keys(dict.fromkeys([*among, *values]))
     return ", ".join(f"{short[key]}={_cut(text_of(value))}" for key, value in values.items())
 
 

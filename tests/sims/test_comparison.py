@@ -1,7 +1,6 @@
 """Runs beside each other: the statistics, what is a row, what is told, and the page."""
 
 import csv
-import dataclasses
 import json
 import math
 import shutil
@@ -15,9 +14,7 @@ from hypothesis import strategies as some
 from scipy.stats import ttest_rel
 
 from fedloom import compare, sweep
-from fedloom.conf import load
 from fedloom.conf.errors import UserError
-from fedloom.sims.comparison.entries import REGISTRIES, Entry
 from fedloom.sims.comparison.statistics import paired
 from fedloom.sims.comparison.tables import amount
 from fedloom.sims.report.spread import spread
@@ -294,16 +291,6 @@ def test_an_option_at_its_default_is_the_same_whether_set_or_not(fedloom: Comman
     (other / "config.yaml").write_text(yaml.safe_dump(tree))
     found = last_line(fedloom("compare", run, other, "--json"))
     assert [(row["row"], row["runs"]) for row in found["rows"]] == [("sum_aggregation/exact", 2)]
-
-
-@pytest.mark.parametrize("section", REGISTRIES)
-def test_every_shipped_option_has_a_value_that_json_can_write(section: str):
-    registry = REGISTRIES[section]
-    for name in filter(registry.shipped, registry.names()):
-        entry = Entry(Path("x"), dataclasses.replace(load("digits"), **{section: {"name": name}}), {}, [], baseline=False)
-        assert all(json.dumps(entry.value(f"{section}.{field.name}")) for field in dataclasses.fields(registry.get(name)))
-    odd = Entry(Path("x"), dataclasses.replace(load("digits"), **{section: {"name": ["a"]}}), {}, [], baseline=False)
-    assert odd.value(f"{section}.width") == "default"
 
 
 def test_rows_are_named_by_their_strategy_first(fedloom: Command, run: Path):

@@ -79,6 +79,9 @@ def test_the_run_table_tells_of_start_up_and_memory_where_the_run_does(tmp_path:
                  for name, one in (("new", told), ("old", summary)))  # fmt: skip
     assert "of these, start-up" in page and "2.2" in page and "1234" in page
     assert "start-up" not in old and "peak memory" not in old
+    assert re.search(r"seconds of the rounds</t.>\s*<td[^>]*>6\.0<", page), (
+        "three rounds of two seconds, as `fedloom compare` counts"
+    )
 
 
 def test_report_can_be_written_again(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Runs with files that cannot be read: `compare` and `runs` name them, and go on without them."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedloom import compare
+from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY
+from fedloom.server.run_folder.listing import damaged_in, runs_in
+from fedloom.sims.comparison import entries
+from tests.sims.commands import Command, last_line, refused
+
+GARBAGE = bytes(range(256)) * 4
+
+
+def in_its_place(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    (CONFIG, cut, "lacks "),
+    (CONFIG, lambda file: file.write_text("version: 7\nexperiment: {digits\n"), "is not valid YAML (line"),
+    (CONFIG, lambda file: file.write_text("version: 7\nexperiment: digits\n"), "lacks baselines, data, engine"),
+    (CONFIG, lambda file: file.write_bytes(GARBAGE), "is not UTF-8 text"),
+    (CONFIG, lambda file: file.write_bytes(b""), "is empty"),
+    (CONFIG, lambda file: file.write_text("[1]"), "is not a configuration"),
+    (CONFIG, in_its_place, "is a folder"),
+    (CONFIG, Path.unlink, "is missing"),
+    (SUMMARY, cut, "is not valid JSON"),
+    (SUMMARY, lambda file: file.write_bytes(GARBAGE), "is not UTF-8 text"),
+    (SUMMARY, lambda file: file.write_bytes(b""), "is empty"),
+    (SUMMARY, lambda file: file.write_text("[1]"), "is not a JSON object"),
+    (SUMMARY, in_its_place, "is a folder"),
+    (METRICS, lambda file: file.write_bytes(GARBAGE), "is not UTF-8 text"),
+    (METRICS, lambda file: file.write_text("[1]\n2\n"), "has no record of a round"),
+    (METRICS, lambda file: file.write_text('{"round": 1, "metric": 5}\n'), "metric must be a table with the first"),
+    (METRICS, lambda file: file.write_text('{"round": 1, "metric": {"name": []}}\n'), "metric must be a table"),
+    (METRICS, in_its_place, "is a folder"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def bad(run: Path) -> Path:
+    """A run with a baseline, next to the sound run, with another seed."""
+    place = Path(shutil.copytree(run, run.with_name("bad")))
+    tree = yaml.safe_load((place / CONFIG).read_text())
+    (place / CONFIG).write_text(yaml.safe_dump(tree | {"seed": 9}, sort_keys=False))
+    inner = place / "baselines" / "fedavg"
+    inner.mkdir(parents=True)
+    for name in (CONFIG, SUMMARY, METRICS):
+        shutil.copy(place / name, inner)
+    return place
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), DAMAGE)
+def test_a_damaged_file_is_named(
+    fedloom: Command, run: Path, bad: Path, name: str, damage: Callable[[Path], object], told: str
+):
+    damage(bad / name)
+    shutil.rmtree(bad / "baselines") if name != CONFIG else None
+    said = last_line(fedloom("compare", run.parent, "--json"))
+    assert [entry["run"] for entry in said["runs"]] == [str(run)]
+    (note,) = said["notes"]
+    assert str(bad) in note and name in note and told in note and note.endswith("; left out") and "\n" not in note
+    listed = {row["run"]: row for row in last_line(fedloom("runs", run.parent, "--json"))["runs"]}
+    assert listed.keys() == {str(run), str(bad)} and "odd" not in listed[str(run)]
+    assert listed[str(bad)]["status"] == ("finished" if name == METRICS else "damaged")
+    shown = fedloom("runs", run.parent)
+    assert shown.code == 0 and f"| {bad} | {listed[str(bad)]['status']} |" in shown.out
+    assert any(line.startswith("note: ") and str(bad) in line and told in line for line in shown.out.splitlines())
+    refused(fedloom("compare", bad), "no finished run", told)
+
+
+def test_a_damaged_baseline_is_named(run: Path, bad: Path):
+    (bad / "baselines" / "fedavg" / CONFIG).write_bytes(b"")
+    found, file = compare(run.parent), bad / "baselines" / "fedavg" / CONFIG
+    assert len(found.runs()) == 2
+    assert found.notes == (f"{file}: is empty; restore it from a backup, or delete this folder; left out",)
+
+
+def test_folders_of_other_programs_are_not_damaged_runs(run: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, text in ((CONFIG, "lr: 0.1\n"), (METRICS, "{}\n"), (SUMMARY, "{}")):
+        (other / name).write_text(text)
+    (tmp_path / "config-alone").mkdir()
+    (tmp_path / "config-alone" / CONFIG).write_bytes(GARBAGE)
+    assert not [*damaged_in(tmp_path)] and [*runs_in(tmp_path)] == [run]
+
+
+def test_a_run_that_has_just_begun_is_not_damaged(fedloom: Command, run: Path):
+    (run / SUMMARY).unlink()
+    for torn in ("", '{"round": 1, "acc'):
+        (run / METRICS).write_text(torn)
+        (row,) = last_line(fedloom("runs", run, "--json"))["runs"]
+        assert row["status"] == "stopped" and "odd" not in row
+
+
+def test_of_a_running_run_the_note_says_to_wait(run: Path, bad: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(entries, "status", lambda path: "running" if path == bad else "finished")
+    assert compare(run.parent).notes == (f"{bad}: left out, because it is running; compare again when it has ended",)
+
+
+@pytest.mark.parametrize("complete", ["a", "b"])
+@pytest.mark.parametrize("lack", [{METRICS: 1}, {METRICS: 0}, {"unlearned": ["site-0001"]}])
+def test_of_equal_runs_the_complete_one_stays(run: Path, complete: str, lack: dict):
+    for name in ("a", "b"):
+        place = Path(shutil.copytree(run, run.parent / "both" / name))
+        if name != complete and METRICS in lack:
+            lines = (place / METRICS).read_text().splitlines(keepends=True)
+            (place / METRICS).write_text("".join(lines[: lack[METRICS]]))
+        elif name != complete:
+            (place / SUMMARY).write_text(json.dumps(json.loads((place / SUMMARY).read_text()) | lack))
+    left, right = (run.parent / "both" / name for name in ("a", "b"))
+    for folders in ([left, right], [right, left], [run.parent / "both"]):
+        found = compare(folders)
+        assert [Path(folder).name for folder in found.runs()["run"]] == [complete]
+        other = left if complete == "b" else right
+        assert found.notes == (f"{other}: left out, because {run.parent / 'both' / complete} has the same configuration "
+                               "and seed and is more complete",)  # fmt: skip
+
+
+def test_costs_are_those_of_the_recorded_rounds(run: Path):
+    records = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    (row,) = compare(run).as_json()["rows"]
+    assert row["seconds"] == pytest.approx(math.fsum(record["seconds"] for record in records))
+    assert "wall-clock time of the rounds, without the start-up" in compare(run).text()
+    (run / METRICS).unlink()
+    (row,) = compare(run).as_json()["rows"]
+    assert (
+        row["seconds"] is row["bytes_to_sites"] is None
+        and "| sum_aggregation/exact | 0 | - | - | - |" in compare(run).text()
+    )
