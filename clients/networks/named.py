@@ -12,6 +12,7 @@ import yaml
 from torch import Tensor, nn
 
 from fedloom.clients.data.form import DIMENSIONS, IMAGE, KINDS, Form
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks.base import NETWORKS, check_inputs
 from fedloom.clients.storage.states import read_metadata, write_state
 from fedloom.conf.errors import UserError, plain, unknown
@@ -21,6 +22,7 @@ from fedloom.conf.yaml_text import read_yaml
 FOREIGN = "torchvision:"  # prefix of the names of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON
 RUN_KEY = "network"  # the metadata's key for the section `network` of a run's configuration
+SPLIT_KEY = "split"  # the metadata's key for the SplitRule of the training, as JSON
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,25 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
-    """Write the network's parameters and buffers, and its name in the metadata, to a safetensors file."""
+def save_network(path: Path, network: nn.Module, name: NetworkName, split: SplitRule | None = None) -> None:
+    """Write the network's parameters and buffers to a safetensors file, with what builds it in the metadata.
+
+    `split`: the rule that separated the network's training examples from test examples; None: unknown.
+    """
     built_as = {"name": name.name, "options": dict(name.options), "form": name.form.plain()}
-    write_state(path, network.state_dict(), **{KEY: json.dumps(built_as)})
+    write_state(path, network.state_dict(), **{KEY: json.dumps(built_as)}, **split_metadata(split))
+
+
+def split_metadata(split: SplitRule | None) -> dict[str, str]:
+    """Return the metadata with which a network's file records the split of its training; empty for None."""
+    return {SPLIT_KEY: split.text()} if split else {}
+
+
+def read_split(path: Path) -> SplitRule | None:
+    """Return the split that a network's file records; None if it records none. Raises UserError for an unreadable file."""
+    from fedloom.clients.networks.foreign_files import is_of_torch
+
+    return None if is_of_torch(path) else SplitRule.parsed(read_metadata(path).get(SPLIT_KEY, ""))
 
 
 def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:

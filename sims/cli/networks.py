@@ -89,6 +89,9 @@ def fuse(
     probe: Probe = "cifar10",
     samples: Samples = 200,
     labels: Annotated[str, typer.Option(help="Measure accuracy on the test examples of this domain.")] = "",
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the run that trained the networks, if their files do not record it.", min=0)
+    ] = None,
     refit: Annotated[str, typer.Option(help="How layers are fitted: selection, regression, plans or none.")] = SELECTION,
     width: Annotated[float, typer.Option(help="Width of the result, relative to --into: 1, 1.25, 1.5.")] = 1.0,
     distil: Annotated[int, typer.Option(help="Steps of training on the networks' answers to the images, at the end.")] = 0,
@@ -105,7 +108,7 @@ def fuse(
         from fedloom.sims.operations import fuse_files as fusing
         from fedloom.sims.operations.network_files import NetworkFiles, check_report
 
-    files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
+    files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [], seed=seed)
     if reference and (refit != SELECTION or width != 1.0 or distil):
         raise UserError("--reference: the public code has no --refit, --width and --distil; leave them out")
     settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width, distillation=distil)

@@ -59,12 +59,14 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
         _check_answers(files.paths, names, order.labels)
     names[into] = _widened(names[into], settings.width)
     fused_by = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
-    measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
+    task = files.task(names[0], order.labels)
+    note = files.splits.checked(task, order.search) if order.labels else ""
+    measured = _Measured(files, task, probe, united(files.named or [], into), note)
     with files.named_in_errors():
         weights, fused = _fused(fused_by, measured, order, len(networks))
     form = names[depth].form
     named = replace(names[depth], form=replace(form, outputs=len(fused.classes) or form.outputs))
-    save_network(order.out, fused.network, _name(fused.network, named, names[into]))
+    save_network(order.out, fused.network, _name(fused.network, named, names[into]), files.splits.common)
     tables = [_made(fused, settings, files), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
     if order.search:
         tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
@@ -88,12 +90,16 @@ def _fused(
 
 @dataclass(frozen=True)
 class _Measured:
-    """Accuracies on the images of `task`. Outputs have the names in `files`; those of fused networks are `united`."""
+    """Accuracies on the images of `task`. Outputs have the names in `files`; those of fused networks are `united`.
+
+    `note`: what the user should know about these images.
+    """
 
     files: NetworkFiles
     task: Task
     probe: Tensor
     united: Sequence[str]
+    note: str = ""
 
     def validation(self, network: nn.Module) -> float:
         """Return the accuracy of a fused network on the validation examples."""
@@ -108,7 +114,7 @@ class _Measured:
                  (f"control: {name} alone, fused the same way", self._answering(control, self.united))]  # fmt: skip
         with under_way("measuring"):
             cells = [[name, percent(accuracy(network, self.task, "test"))] for name, network in rows]
-        return Table(f"Accuracy on {self.task.domain}", ["network", "test examples"], cells)
+        return Table(f"Accuracy on {self.task.domain}", ["network", "test examples"], cells, self.note)
 
     def _answering(self, network: nn.Module, own: Sequence[str]) -> nn.Module:
         return self.files.answering(network, own, self.task.domain, self.probe) if own else network

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
 from fedloom.sims.operations.domain_task import Task, probe_set
+from fedloom.sims.operations.file_splits import FileSplits
 
 MAX_NAME_BYTES = 200  # bytes of a file's name; temporary names are longer
 
@@ -35,6 +37,7 @@ class NetworkFiles:
         root: The data folder; "": $FEDLOOM_DATA, or ./data.
         classes: For each network, the names of its outputs, separated by commas; empty: the domain's classes.
         options: The option that names each network, for errors; empty: --network for all.
+        seed: The seed of the runs that trained the networks, for files that do not record it; None: unknown.
     """
 
     paths: Sequence[Path]
@@ -46,6 +49,12 @@ class NetworkFiles:
     root: str = ""
     classes: Sequence[str] = ()
     options: Sequence[str] = ()
+    seed: int | None = None
+
+    @cached_property
+    def splits(self) -> FileSplits:
+        """The splits by which the networks were trained."""
+        return FileSplits.read(self.paths, [path.name for path in self.paths], self.seed)
 
     def by_name(self, text: str) -> str:
         """Return a text with the files' names in place of `network 0`, `network 1`, ..."""
@@ -95,8 +104,8 @@ class NetworkFiles:
             raise UserError(str(error).replace("--network ", f"{option} ")) from error
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
-        """Return the task with a domain's images in the size and channels that the network takes."""
-        return Task(domain or self.domain, name.form.height, name.form.channels == 1, root=self.root)
+        """Return the task with a domain's images in the size and channels that the network takes, split as in its run."""
+        return self.splits.task(Task(domain or self.domain, name.form.height, name.form.channels == 1, root=self.root))
 
     def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
         """Return a network that answers in the domain's classes. `own`: the names of its outputs.
