@@ -136,11 +136,12 @@ class RunFolder:
     def write_network(self, name: str, model: Model, config: Config | None = None, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors. The name must be valid (`is_file_name`).
 
-        Only the user can read the file, unless it is the aggregate: it may be one site's network. The file records the split
-        of `config`, the run's configuration.
+        Only the user can read the file, unless it is the aggregate: it may be one site's network. The file records the
+        network, its form, and the split of `config`, the run's configuration.
         """
         write, split = write_state if name == AGGREGATE else write_private_state, SplitRule.of(config) if config else None
-        facts = {"network": model.architecture.network, **split_metadata(split), **metadata}
+        facts = {"network": model.architecture.network, "form": json.dumps(model.architecture.form.plain())}
+        facts |= {**split_metadata(split), **metadata}
         write(self.path / STATES / f"{name}.safetensors", model.state, **facts)
 
     def best(self) -> dict[str, Any]:

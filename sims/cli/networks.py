@@ -14,8 +14,8 @@ SELECTION, SEARCH = "selection", "search"
 
 Probe = Annotated[str, typer.Option(help="Domain with the training examples on which layers are compared.")]
 Samples = Annotated[int, typer.Option(help="Number of these images.", min=2)]
-Size = Annotated[int, typer.Option(help="Size of the images, if the files have no names of networks.", min=4)]
-Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files have no names of networks.")]
+Size = Annotated[int, typer.Option(help="Size of the images, if the files do not record it.", min=4)]
+Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files do not record it.")]
 Data = Annotated[str, typer.Option("--data", help="Folder with data sets (data.root).")]
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.networks import NetworkName, load_network, parse_name
+from fedloom.clients.networks.misfits import OUTPUTS_OPTION
+from fedloom.clients.networks.named import read_form
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
@@ -82,8 +84,9 @@ class NetworkFiles:
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
         counts = [len(names) for names in named] if named else [classes] * len(self.paths)
-        stated = [parse_name(name, Form.images(channels, self.size, outputs)) if name else None
-                  for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
+        forms = [Form.images(channels, self.size, outputs) for outputs in counts]
+        stated = [parse_name(name, (read_form(path) if path.is_file() else None) or form) if name else None
+                  for name, path, form in zip(self.names, self.paths, forms, strict=False)]  # fmt: skip
         with under_way("reading the networks"):
             loaded = [self._loaded(index, name) for index, (_, name) in enumerate(zip_longest(self.paths, stated))]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
@@ -100,8 +103,10 @@ class NetworkFiles:
         try:
             return load_network(self.paths[index], name)
         except UserError as error:
-            option = self.options[index] if self.options else "--network"
-            raise UserError(str(error).replace("--network ", f"{option} ")) from error
+            if not self.options:
+                raise
+            text = str(error).replace("--network ", f"{self.options[index]} ").replace(OUTPUTS_OPTION, "")  # of `fuse`
+            raise UserError(text) from error
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
         """Return the task with a domain's images in the size and channels that the network takes, split as in its run."""

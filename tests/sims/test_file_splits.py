@@ -67,9 +67,8 @@ def test_accuracy_is_that_of_the_run_with_its_seed(fuse, root):
 
 
 def test_files_in_a_runs_folder_record_the_split_too(fuse, root):
-    named = ["--network", "mlp:widths=[12]", "--network", "mlp:widths=[12]", "--size", "8", "--grey"]
     states = [f"s3/states/site-000{number}.safetensors" for number in (0, 1)]
-    code, out, _ = fuse(*states, "--labels", "digits", *named)
+    code, out, _ = fuse(*states, "--labels", "digits")
     assert code == 0 and of_run(root / "s3", "site-0000") in accuracies(out).values() and "seed" not in out
     assert {read_split(file) for file in (root / "s3/states").iterdir()} == {RULE}
 

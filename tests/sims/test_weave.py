@@ -123,6 +123,12 @@ def test_names_on_the_command_line(weave, folder):
     assert code == 0 and load_network(folder / "fused.safetensors")[1].options == {"widths": [8, 6]}
 
 
+def test_a_file_that_records_its_form_has_it_under_another_name_too(weave, folder):
+    words = ("a", "b", "--into", "2", *GIVEN, "--network", "mlp:widths=[12,10,8]", "--out", "made.safetensors")
+    assert weave("fuse", *words).code == 0  # without --size 8 --grey
+    assert load_network(folder / "made.safetensors")[1].form == load_network(folder / "b.safetensors")[1].form
+
+
 PAIRS = [("a", "b", "1"), ("a", "b", "b"), ("r18", "r34", "2"), ("r34", "r18", "r18.safetensors"), ("v11", "v13", "v13"),
          ("bare", "bare2", "1"), ("n18", "n34", "2"), ("n34", "n18", "2")]  # fmt: skip
 
@@ -223,6 +229,15 @@ BAD = [
     (["align", "a", "nameless"], "does not name its network and the form of its inputs. Add --network-b NAME"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8]"], "tensor 'head.weight' is [10, 6], takes [10, 8]"),
+    (
+        ["align", "nameless", "b", "--network-a", "mlp:widths=[8,6]", "--size", "16"],
+        "tensor 'extractor.1.weight' is [8, 64], takes [8, 256]; that is mlp for images of 1 x 16 x 16 with 10 outputs. "
+        "The file fits images of 1 x 8 x 8 with 10 outputs: use --size 8",
+    ),
+    (
+        ["align", "nameless", "b", "--network-a", "mlp:widths=[8,6]", "--probe", "cifar100"],
+        "The file fits images of 1 x 8 x 8 with 10 outputs: use a --probe domain of 10 classes",
+    ),
     (["align", "nameless", "b", "--network-a", "mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
     (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
     (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
