@@ -14,7 +14,7 @@ from fedloom.fusion.cla_ot.matching import Pins, looked_at, match_seen, pairs_of
 from fedloom.fusion.cla_ot.moves import Moves, carried, moved
 from fedloom.fusion.cla_ot.plans import Body, axis_moves, layer_moves
 from fedloom.fusion.cla_ot.repair import Statistics, Target, in_basis, mixture, repair, running, watched
-from fedloom.fusion.distillation import Distillation, imitate
+from fedloom.fusion.distillation import Distillation, check_images, imitate
 from fedloom.fusion.graph.channels import Unit, Wiring, wire
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.graph.tracing import evaluating
@@ -38,6 +38,8 @@ class Fusion:
         self.every = -(-len(probe) // settings.repair_samples) if settings.repair_samples else 1
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
+        if settings.distillation:
+            check_images(probe)
         for index, network in enumerate(networks):
             check_numbers(index, network)
         self.wirings = wired(networks, probe)
@@ -63,17 +65,14 @@ class Fusion:
         self._lap("balance")
         complete = [Body(body.network, wiring, view.features)
                  for body, wiring, view in zip(bodies, self.bodies, views, strict=True)]  # fmt: skip
-        if self.settings.refit == "selection":
+        if self.settings.distil_from == "into":
+            made = self._alone(complete, weights)
+        elif self.settings.refit == "selection":
             made = self._selected(complete, weights)
         else:
             made = self._averaged(bodies, views, weights)
         result = with_state(self.networks[self.depth], made.state, like=complete[self.into].network).eval()
-        notes: list[str] = []
-        agreed: Agreement | None = None
-        if self.settings.refit != "none":
-            notes, agreed = self._refitted(result, complete, made.mixture, weights)
-        elif self.settings.repair:
-            notes = self._repaired(result, made.statistics, made.shares)
+        notes, agreed = self._fitted(result, complete, made, weights)
         if self.settings.distillation:
             imitate(result, self.networks, weights, self.probe, Distillation(self.settings.distillation, rate=5e-4))
             agreed = None
@@ -116,6 +115,11 @@ class Fusion:
         costs, plans = tuple(move.costs for move in moves), tuple(move.outgoing for move in moves)
         return Made(state, targets, plans, costs, tuple(aligned), statistics, shares)
 
+    def _alone(self, bodies: list[Body], weights: list[float]) -> Made:
+        """The network `into` alone, at the depth of the result."""
+        state = {name: tensor.clone() for name, tensor in bodies[self.into].network.state_dict().items()}
+        return Made(state, Planned([{} for _ in bodies], weights), tuple({} for _ in bodies))
+
     def _selected(self, bodies: list[Body], weights: list[float]) -> Made:
         """Combine selected channels of all networks."""
         order = [self.into, *(index for index in range(len(bodies)) if index != self.into)]
@@ -129,6 +133,16 @@ class Fusion:
         plans = [{name: choices[axis].rows(order.index(index))[0] for name, axis in writers.items()}
                  for index in range(len(bodies))]  # fmt: skip
         return Made(state, Selected(choices, order, weights), tuple(plans))
+
+    def _fitted(
+        self, result: nn.Module, bodies: list[Body], made: Made, weights: list[float]
+    ) -> tuple[list[str], Agreement | None]:
+        """Refit or repair the result in place, as the settings say. Return what `_refitted` returns."""
+        if self.settings.distil_from == "into":
+            return [], None
+        if self.settings.refit != "none":
+            return self._refitted(result, bodies, made.mixture, weights)
+        return (self._repaired(result, made.statistics, made.shares) if self.settings.repair else []), None
 
     def _refitted(
         self, result: nn.Module, bodies: list[Body], mixture: Mixture, weights: list[float]
