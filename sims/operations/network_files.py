@@ -56,11 +56,16 @@ class NetworkFiles:
     @cached_property
     def splits(self) -> FileSplits:
         """The splits by which the networks were trained."""
-        return FileSplits.read(self.paths, [path.name for path in self.paths], self.seed)
+        return FileSplits.read(self.paths, self.shown, self.seed)
+
+    @cached_property
+    def shown(self) -> list[str]:
+        """The files' names, with as many of their folders as distinguish them."""
+        return distinct(self.paths)
 
     def by_name(self, text: str) -> str:
         """Return a text with the files' names in place of `network 0`, `network 1`, ..."""
-        names = {f"network {index}": path.name for index, path in enumerate(self.paths)}
+        names = {f"network {index}": name for index, name in enumerate(self.shown)}
         return re.sub(r"\bnetwork \d+\b", lambda match: names.get(match[0], match[0]), text)
 
     @contextmanager
@@ -99,6 +104,11 @@ class NetworkFiles:
         with under_way(f"reading images of {self.domain}"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
+    def few(self, probe: Tensor) -> str:
+        """Return a note if the domain has fewer images than the user wants; empty otherwise."""
+        less = f"--samples {self.samples}: {self.domain} has only {len(probe)} training examples, and all were used"
+        return less if len(probe) < self.samples else ""
+
     def _loaded(self, index: int, name: NetworkName | None) -> tuple[nn.Module, NetworkName]:
         try:
             return load_network(self.paths[index], name)
@@ -124,6 +134,34 @@ class NetworkFiles:
                 raise UserError(f"--classes: '{name}' is not a class of {domain}, which has "
                                 f"{', '.join(wanted[:12])}{', ...' * (len(wanted) > 12)}")  # fmt: skip
         return in_classes([network], [own], wanted, probe)[0]
+
+
+def distinct(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path that no other path has; equal paths have equal ends."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+
+    def length(own: tuple[str, ...]) -> int:
+        others = {other for other in parts if other != own}
+        return next(n for n in range(1, len(own) + 1) if all(own[-n:] != other[-n:] for other in others))
+
+    return [str(Path(*own[-length(own) :])) for own in parts]
+
+
+def number(paths: Sequence[Path], text: str, option: str) -> int:
+    """Return the index of the file that `text` names: by path, name, stem or number from 1.
+
+    Raises UserError naming the option if it names none, or several.
+    """
+    names = distinct(paths)
+    for keys in ([(str(path), name) for path, name in zip(paths, names, strict=True)],
+                 [(path.name, path.stem, str(index)) for index, path in enumerate(paths, 1)]):  # fmt: skip
+        places = [index for index, known in enumerate(keys) if text in known]
+        if len({names[index] for index in places}) > 1:
+            several = ", ".join(names[index] for index in places)
+            raise UserError(f"{option}: '{text}' names {several}; use one of these, or a number from 1 to {len(paths)}")
+        if places:
+            return places[0]
+    raise UserError(f"{option}: '{text}' is not one of the networks; takes {', '.join(names)} or their number")
 
 
 def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()) -> None:

@@ -61,6 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(path / f"{stem}.safetensors", text, size, channels)
     write(path / "seven.safetensors", "mlp:widths=[8,6]", 8, 1, classes=7)
     write(path / "nameless.safetensors", "mlp:widths=[8,6]", 8, 1, named=False)
+    for name, source in (("x/same", "a"), ("y/same", "b"), ("y/other", "seven"), ("y/seven", "seven")):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / f"{name}.safetensors").write_bytes((path / f"{source}.safetensors").read_bytes())
     (path / "broken.safetensors").write_bytes(b"no state at all")
     return path
 
@@ -203,6 +206,33 @@ def test_three_networks(weave, folder):
     assert {"extractor.1", "extractor.3"} <= set(column(out, 0))
 
 
+def test_files_of_one_name_are_shown_with_their_folders(weave):
+    code, out, _ = weave("align", "x/same", "y/same", *GIVEN)
+    assert code == 0 and "x/same.safetensors" in out and "layer of y/same.safetensors" in out
+    words = ("fuse", "x/same", "y/same", "--into", "y/same", *GIVEN, "--labels", "digits", "--out", "made.safetensors")
+    code, out, _ = weave(*words)
+    assert code == 0 and column(out, 0)[1:3] == ["x/same.safetensors", "y/same.safetensors"]
+    assert "control: y/same.safetensors alone" in out and "of x/same.safetensors, " in out
+
+
+def test_fewer_images_than_wanted_are_noted(weave):
+    for words in (("align", "a", "b"), ("fuse", "a", "b", "--into", "1", "--out", "made.safetensors")):
+        code, out, _ = weave(*words, "--probe", "digits", "--samples", "5000")
+        assert code == 0 and "--samples 5000: digits has only 1294 training examples, and all were used" in out
+        assert "--samples" not in weave(*words, *GIVEN).out
+
+
+def test_a_distillation_starts_where_the_option_says(weave, folder):
+    states = []
+    for more in ([], ["--distil", "3"], ["--distil", "3", "--distil-from", "into"]):
+        code, out, _ = weave("fuse", "r18", "r34", "--into", "2", *GIVEN, "--out", "made.safetensors", *more)
+        assert code == 0 and ("| distilled from | r34.safetensors |" in out) is ("into" in more[-1:])
+        assert ("| refit | selection |" in out) is ("into" not in more[-1:])
+        states.append(load_network(folder / "made.safetensors")[0].get_parameter("head.weight"))
+    assert not torch.equal(states[0], states[1]) and not torch.equal(states[1], states[2])
+    assert (states[2] - load_network(folder / "r34.safetensors")[0].get_parameter("head.weight")).abs().max() < 0.01
+
+
 def test_wider(weave, folder):
     code, out, _ = weave("fuse", "a", "b", "--into", "1", *GIVEN, "--width", "1.5", "--out", "made.safetensors")
     assert code == 0 and "| parameters |" in out and "of a.safetensors, " in out
@@ -259,11 +289,33 @@ BAD = [
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),
     (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is not one of the networks"),
-    (["fuse", "a", "--into", "1"], "use two or more"),
+    (["fuse", "a", "--into", "1"], "fuse: a.safetensors is the only file; use two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
     (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
-    (["fuse", "a", "b", "--into", "1", "--refit", "all"], "fusion refit: got 'all', takes one of: none, plans, regression"),
-    (["fuse", "a", "b", "--into", "1", "--width", "2", "--refit", "plans"], "fusion width: got 2 with refit 'plans'"),
+    (["fuse", "a", "b", "--into", "1", "--refit", "all"], "--refit: got 'all', takes one of: none, plans, regression"),
+    (["fuse", "a", "b", "--into", "1", "--width", "2", "--refit", "plans"], "--width: got 2 with refit 'plans'"),
+    (["fuse", "a", "b", "--into", "1", "--distil", "-3"], "fedloom: --distil: got -3, takes a number, or 0 for none"),
+    (
+        ["fuse", "a", "b", "--into", "1", "--distil", "3", "--distil-from", "c"],
+        "fedloom: --distil-from: got 'c', takes one of: ",
+    ),
+    (["fuse", "a", "b", "--into", "1", "--distil-from", "into"], "fedloom: --distil-from: got 'into' with distillation 0"),
+    (["fuse", "a", "b", "--into", "1", "--distil-from", "into", "--reference"], "the public code has no --refit"),
+    (["fuse", "a"], "fuse: a.safetensors is the only file; use two or more"),
+    (["fuse", "a", "b"], "--into: is missing; name the file with the widths of the result: --into a.safetensors"),
+    (
+        ["fuse", "x/same", "y/same", "--into", "same"],
+        "--into: 'same' names x/same.safetensors, y/same.safetensors; use one of these, or a number from 1 to 2",
+    ),
+    (
+        ["fuse", "x/same", "y/same", "--into", "z"],
+        "--into: 'z' is not one of the networks; takes x/same.safetensors, y/same",
+    ),
+    (["fuse", "x/same", "y/other", "--into", "1"], "fedloom: other.safetensors has 7 classes, the others 10"),
+    (
+        ["fuse", "seven", "y/seven", "--into", "1", "--classes", "network 9,x", "--classes", "0,1"],
+        "/seven.safetensors: 2 class",
+    ),
     (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere does not exist"),
