@@ -44,10 +44,13 @@ def is_index(index: object, networks: int) -> bool:
 
 def check_places(networks: int, into: int, depth: int) -> None:
     """Raise UserError unless there are two or more networks, and the indices `into` and `depth` are in range."""
-    if networks < 2 or not all(is_index(index, networks) for index in (into, depth)):
-        raise UserError(
-            f"fuse: {networks} networks, into={into}, depth={depth}; use two or more networks, and indices from 0"
-        )
+    if networks < 2:
+        raise UserError(f"fuse: got {networks} network{'s' * (networks != 1)}; use two or more")
+    for name, index in (("into", into), ("depth", depth)):
+        if not is_index(index, networks):
+            raise UserError(
+                f"fuse: {name}={index!r}; takes the index of one of the {networks} networks: 0 to {networks - 1}"
+            )
 
 
 def check_numbers(index: int, network: nn.Module) -> None:

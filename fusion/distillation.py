@@ -1,8 +1,8 @@
 """Knowledge distillation: train a network on the answers of others, with or without labels."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +72,9 @@ def distil(
 ) -> None:  # fmt: skip
     """Train a network, in place, to return the teachers' `answers` on `inputs` [k, ...].
 
-    The network's training mode stays unchanged. `answers`, `labels`: as in `distillation_loss`. Raise UserError if the
-    numbers of inputs and answers differ, or are below 2.
+    Training modes and gradients (`grad`) of the network stay unchanged. `answers`, `labels`: as in `distillation_loss`.
+
+    Raise UserError if the numbers of inputs and answers differ, or are below 2.
     """
     if len(inputs) != len(answers) or len(inputs) < 2:
         raise UserError(f"distillation: {len(inputs)} inputs and {len(answers)} answers; use equal numbers, at least two")
@@ -97,7 +98,8 @@ def imitate(
 
     Each step draws `settings.batch` images (at most all), mirrors half of them, and shifts each by up to an eighth of its
     size. The teachers answer for these views, so a few hundred images suffice (Beyer et al. 2022). All parameters of the
-    student are trained. The teachers stay unchanged. Draws are the same in each call.
+    student are trained. The teachers stay unchanged, and so do the student's training modes, `grad` and `requires_grad`.
+    Draws are the same in each call.
 
     Args:
         student: A classifier that returns logits [k, classes].
@@ -109,11 +111,8 @@ def imitate(
     Raises:
         UserError: The inputs are not images, or fewer than two.
     """
-    if images.ndim != 4 or len(images) < 2:
-        raise UserError(f"distillation: got inputs {list(images.shape)}, takes at least two images [k, channels, h, w]")
+    check_images(images)
     generator = torch.Generator().manual_seed(0)
-    needed = {weight: weight.requires_grad for weight in student.parameters()}
-    student.requires_grad_(True)
 
     def loss() -> Tensor:
         drawn = torch.randperm(len(images), generator=generator)[: settings.batch]
@@ -128,23 +127,43 @@ def imitate(
         for teacher in teachers:
             stack.enter_context(undisturbed(teacher))
             stack.enter_context(evaluating(teacher))
+        stack.enter_context(_restored(student))
+        student.requires_grad_(True)
         _descend(student, loss, settings)
-    for weight, was in needed.items():
-        weight.requires_grad_(was)
+
+
+def check_images(images: Tensor) -> None:
+    """Raise UserError unless these are two or more images [k, channels, h, w]."""
+    if images.ndim != 4 or len(images) < 2:
+        raise UserError(f"distillation: got inputs {list(images.shape)}, takes at least two images [k, channels, h, w]")
+
+
+@contextmanager
+def _restored(network: nn.Module) -> Iterator[None]:
+    """At the end of the context, restore the training mode of each module, and `requires_grad` and `grad` of parameters."""
+    modes = {module: module.training for module in network.modules()}
+    needed = {weight: (weight.requires_grad, weight.grad) for weight in network.parameters()}
+    try:
+        yield
+    finally:
+        for module, was in modes.items():
+            module.training = was
+        for weight, (was, gradient) in needed.items():
+            weight.requires_grad_(was)
+            weight.grad = gradient
 
 
 def _descend(student: nn.Module, loss: Callable[[], Tensor], settings: Distillation) -> None:
-    """Minimise a loss by Adam, in training mode, with a falling rate. The network's mode stays unchanged."""
-    was = student.training
+    """Minimise a loss by Adam, in training mode, with a falling rate. The network's modes and gradients stay unchanged."""
     optimiser = torch.optim.Adam([weight for weight in student.parameters() if weight.requires_grad], settings.rate)
-    student.train()
-    for step in range(settings.steps):
-        for group in optimiser.param_groups:
-            group["lr"] = settings.rate * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
-        optimiser.zero_grad()
-        loss().backward()
-        optimiser.step()
-    student.train(was)
+    with _restored(student):
+        student.train()
+        for step in range(settings.steps):
+            for group in optimiser.param_groups:
+                group["lr"] = settings.rate * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
+            optimiser.zero_grad()
+            loss().backward()
+            optimiser.step()
 
 
 def _views(images: Tensor, generator: torch.Generator) -> Tensor:

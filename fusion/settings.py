@@ -8,6 +8,7 @@ from fedloom.fusion.cla_ot.transport import TransportSettings
 
 KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}
 BASES = ("activations", "weights", "same")
+STARTS = ("fused", "into")
 REFITS = ("none", "plans", "regression", "selection")
 
 
@@ -35,6 +36,8 @@ class FusionSettings:
         distillation: Steps of training on the networks' mean answer to the probe images, mirrored and shifted, at the
             end; 0: none. A few hundred help networks with BatchNorm, and take longer than all the rest. `Fused.agreement`
             is then measured on images that the result was trained on.
+        distil_from: The network that this training starts from: the "fused" one, or `into` alone at the result's depth.
+            `into` leaves out refit and repair.
         answers: What the last layer returns: logits of "classes", or "values", which are averaged.
         map: For two networks, the alignment to use instead of a comparison, as `optimal_alignment` returns it.
     """
@@ -53,12 +56,13 @@ class FusionSettings:
     refit: str = "selection"
     width: float = 1.0
     distillation: int = 0
+    distil_from: str = "fused"
     answers: str = "classes"
     map: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         takes = {"comparison": ("cka", "wasserstein", "neurons"), "relu": tuple(SIGNS), "basis": BASES,
-                 "refit": REFITS, "answers": ("classes", "values")}  # fmt: skip
+                 "refit": REFITS, "distil_from": STARTS, "answers": ("classes", "values")}  # fmt: skip
         for name, values in takes.items():
             if getattr(self, name) not in values:
                 raise UserError(f"fusion {name}: got '{getattr(self, name)}', takes one of: {', '.join(values)}")
@@ -74,6 +78,9 @@ class FusionSettings:
                 raise UserError(f"fusion {name}: got {getattr(self, name)}, takes a number, or 0 for {meaning}")
         if self.distillation and self.answers != "classes":
             raise UserError(f"fusion distillation: needs logits of classes, but answers is '{self.answers}'; leave one out")
+        if self.distil_from == "into" and not (self.distillation and self.width == 1.0):
+            got = f"got 'into' with distillation {self.distillation} and width {self.width:g}"
+            raise UserError(f"fusion distil_from: {got}, takes 'into' with a distillation above 0 and width 1")
         if not 0.0 < self.width < float("inf") or (self.width != 1.0 and self.refit != "selection"):
             raise UserError(f"fusion width: got {self.width:g} with refit '{self.refit}', takes a number above 0 with refit "
                             "'selection', else 1")  # fmt: skip

@@ -1,6 +1,7 @@
 """Training, validation and test examples of a domain. They depend only on the seed and the domain's name."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,8 +12,44 @@ from fedloom.clients.data.schema import CLASS
 from fedloom.clients.data.sources import OFFICIAL, Labels, Positions
 from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import generator
+from fedloom.conf.schema import Config
 
 TEST_SHARE = 0.2  # if the source has no test part
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """What decides the split of a domain, besides the domain itself: keys of a run's configuration.
+
+    Attributes:
+        seed: `seed`.
+        validation: `data.validation`.
+        validation_limit: `data.validation_limit`.
+    """
+
+    seed: int
+    validation: float
+    validation_limit: int
+
+    @classmethod
+    def of(cls, config: Config) -> "SplitRule":
+        """Return the rule of a configuration."""
+        return cls(config.seed, config.data.validation, config.data.validation_limit)
+
+    @classmethod
+    def parsed(cls, text: str) -> "SplitRule | None":
+        """Return the rule in JSON that `text` wrote; None for other texts."""
+        try:
+            rule = cls(**json.loads(text))
+            whole = type(rule.seed) is type(rule.validation_limit) is int
+            valid = 0 <= rule.seed < 2**63 and 0 <= rule.validation <= 0.5 and 1 <= rule.validation_limit < 2**63
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return rule if whole and valid else None
+
+    def text(self) -> str:
+        """Return the rule as JSON, for a file's metadata."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +118,13 @@ def at_most(place: Place, selection: Selection, limit: int, seed: int) -> Select
     return selection.at(drawn)
 
 
+def has_test_part(place: Place) -> bool:
+    """Return whether the source has a test part, which is the same for every seed."""
+    return place.source.parts == OFFICIAL
+
+
 def _train_test(place: Place, seed: int) -> tuple[Selection, Selection]:
-    if place.source.parts == OFFICIAL:
+    if has_test_part(place):
         train, test = (Selection(part, np.arange(len(_labels(place, part)))) for part in OFFICIAL)
         return train, test
     selection = Selection(place.source.parts[0], np.arange(len(_labels(place, place.source.parts[0]))))

@@ -3,24 +3,30 @@
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from fedloom.clients.data.form import DIMENSIONS, IMAGE, KINDS, Form
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks.base import NETWORKS, check_inputs
 from fedloom.clients.storage.states import read_metadata, write_state
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.plugins import is_reference
 from fedloom.conf.yaml_text import read_yaml
+from fedloom.fusion.state import State
 
 FOREIGN = "torchvision:"  # prefix of the names of torchvision's classification networks
 KEY = "built_as"  # the metadata's key for the NetworkName, as JSON
 RUN_KEY = "network"  # the metadata's key for the section `network` of a run's configuration
+FORM_KEY = "form"  # the metadata's key for the form of a run's network, as JSON
+DEFAULT, OTHER_SIZE = Form.images(3, 32, 10), (48, 48)  # where the search for a form starts; a size that only some take
+SPLIT_KEY = "split"  # the metadata's key for the SplitRule of the training, as JSON
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,23 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def save_network(path: Path, network: nn.Module, name: NetworkName) -> None:
-    """Write the network's parameters and buffers, and its name in the metadata, to a safetensors file."""
+def save_network(path: Path, network: nn.Module, name: NetworkName, split: SplitRule | None = None) -> None:
+    """Write the network's parameters and buffers to a safetensors file, with what builds it in the metadata.
+
+    `split`: the rule that separated the network's training examples from test examples; None: unknown.
+    """
     built_as = {"name": name.name, "options": dict(name.options), "form": name.form.plain()}
-    write_state(path, network.state_dict(), **{KEY: json.dumps(built_as)})
+    write_state(path, network.state_dict(), **{KEY: json.dumps(built_as)}, **split_metadata(split))
+
+
+def split_metadata(split: SplitRule | None) -> dict[str, str]:
+    """Return the metadata with which a network's file records the split of its training; empty for None."""
+    return {SPLIT_KEY: split.text()} if split else {}
+
+
+def read_split(path: Path) -> SplitRule | None:
+    """Return the split that a network's file records; None if it records none. Raises UserError for an unreadable file."""
+    return SplitRule.parsed(_metadata(path).get(SPLIT_KEY, ""))
 
 
 def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module, NetworkName]:
@@ -102,15 +121,20 @@ def load_network(path: Path, name: NetworkName | None = None) -> tuple[nn.Module
     if not path.is_file():
         raise UserError(f"{path}: the file does not exist. Pass the path of a network's .safetensors or .pt file.")
     from fedloom.clients.networks.foreign_files import in_names_of, read_tensors  # training needs no files
+    from fedloom.clients.networks.misfits import Stated, check_fit
 
-    name = name or _read_name(path)
+    recorded, metadata = name is None, _metadata(path)
     state = read_tensors(path)
+    if name is None and KEY not in metadata and not {RUN_KEY, FORM_KEY} <= metadata.keys():
+        raise _unnamed(path, metadata, state)
+    name = built_as = name or _read_name(path, metadata)
     try:
         network = name.build()
     except UserError as error:
         raise UserError(f"{path}: {plain(str(error))}") from None
     state = in_names_of(network, state)
-    _check(path, state, network.state_dict(), name.name)
+    stated = Stated(name.name, name.form, lambda form: replace(built_as, form=form).build(), recorded)
+    check_fit(path, state, network.state_dict(), stated)
     network.load_state_dict(state)
     for key, tensor in network.state_dict().items():
         if not torch.isfinite(tensor).all():
@@ -134,30 +158,68 @@ def _foreign(name: NetworkName) -> nn.Module:
         return models.get_model(name.name.removeprefix(FOREIGN), weights=None, num_classes=name.form.outputs)
 
 
-def _read_name(path: Path) -> NetworkName:
+def read_form(path: Path) -> Form | None:
+    """Return the form of the network that a file records; None if it records none. Raises UserError if unreadable."""
+    try:
+        fields = _fields(_metadata(path))
+        return _read_form(fields) if fields else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _metadata(path: Path) -> dict[str, str]:
     from fedloom.clients.networks.foreign_files import is_of_torch
 
-    metadata = {} if is_of_torch(path) else read_metadata(path)
-    if KEY not in metadata:
-        hint = _hint(metadata.get(RUN_KEY, ""))
-        raise UserError(f"{path}: does not name its network and the form of its inputs. Add --network {hint}")
+    return {} if is_of_torch(path) else read_metadata(path)
+
+
+def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return name, options and form in a file's metadata; empty without them. Raises ValueError, TypeError or KeyError."""
+    if KEY in metadata:
+        return dict(json.loads(metadata[KEY]))
+    if RUN_KEY not in metadata or FORM_KEY not in metadata:
+        return {}
+    options = dict(json.loads(metadata[RUN_KEY]))
+    return {"name": options.pop("name"), "options": options, "form": json.loads(metadata[FORM_KEY])}
+
+
+def _read_name(path: Path, metadata: Mapping[str, str]) -> NetworkName:
     try:
-        fields = json.loads(metadata[KEY])
+        fields = _fields(metadata)
         name = NetworkName(fields["name"], fields["options"], _read_form(fields))
     except (KeyError, TypeError, ValueError, RecursionError):
         name = None
     if name is None or not isinstance(name.name, str) or not isinstance(name.options, dict):
-        raise UserError(f"{path}: its metadata '{KEY}' is not a valid network's name. Add --network NAME[:KEY=VALUE,...]")
-    foreign = name.name.startswith(FOREIGN)
-    if untrusted := next(
-        (reference for reference in _named({"name": name.name, **name.options}) if is_reference(reference) and not foreign),
-        "",
-    ):
+        raise UserError(f"{path}: its metadata '{KEY if KEY in metadata else FORM_KEY}' is not a valid network's name. "
+                        "Add --network NAME[:KEY=VALUE,...]")  # fmt: skip
+    if untrusted := _untrusted(name):
         fault = f"has the network '{plain(untrusted)}' of another package, which is not imported unless you say so"
         raise UserError(
             f"{path}: {fault}. If you trust it, add --network {_hint(json.dumps({'name': name.name, **name.options}))}"
         )
     return name
+
+
+def _untrusted(name: NetworkName) -> str:
+    """Return the first network of another package that building would import; empty without one."""
+    foreign, section = name.name.startswith(FOREIGN), {"name": name.name, **name.options}
+    return next((each for each in _named(section) if is_reference(each) and not foreign), "")
+
+
+def _unnamed(path: Path, metadata: Mapping[str, str], state: State) -> UserError:
+    """Return an error for a file that does not record its network or its form, with the options to add as far as known."""
+    from fedloom.clients.networks.misfits import FORM_OPTIONS, Stated, fits, fitting_form
+
+    section, form = metadata.get(RUN_KEY, ""), f", {FORM_OPTIONS}"
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
+        options = dict(json.loads(section))
+        name = NetworkName(str(options.pop("name")), options, DEFAULT)
+        if not _untrusted(name):
+            stated = Stated(name.name, DEFAULT, lambda form: replace(name, form=form).build())
+            fitting = fitting_form(stated, state)
+            if fitting and not fits(stated, state, replace(fitting, shape=(fitting.channels, *OTHER_SIZE))):
+                form = f" --size {fitting.height}" + " --grey" * (fitting.channels == 1)
+    return UserError(f"{path}: does not name its network and the form of its inputs. Add --network {_hint(section)}{form}")
 
 
 def _read_form(fields: Mapping[str, Any]) -> Form:
@@ -193,17 +255,3 @@ def _hint(section: str) -> str:
         return "NAME[:KEY=VALUE,...]"
     arguments = ",".join(f"{key}={json.dumps(item, separators=(',', ':')).strip(chr(34))}" for key, item in options.items())
     return shlex.quote(f"{name}:{arguments}" if arguments else str(name))
-
-
-def _check(path: Path, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
-    other = f"if the file's network is not {name}, add --network NAME[:KEY=VALUE,...]"
-    for key, tensor in wanted.items():
-        if key not in state:
-            raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is missing; {other}")
-        if state[key].shape != tensor.shape:
-            raise UserError(f"{path}: tensor '{key}' is {list(state[key].shape)}, takes {list(tensor.shape)}; {other}")
-        if state[key].dtype != tensor.dtype and not (tensor.is_floating_point() and state[key].is_floating_point()):
-            raise UserError(f"{path}: tensor '{key}' has the type {state[key].dtype}, takes {tensor.dtype}; {other}")
-    for key, tensor in state.items():
-        if key not in wanted:
-            raise UserError(f"{path}: tensor '{key}' {list(tensor.shape)} is unknown; {other}")

@@ -1,6 +1,7 @@
 """Checks of the section `training` before a run starts."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.data.schema import CLASS, NEXT
 from fedloom.clients.networks import Architecture, form_of
 from fedloom.clients.networks.initial import initial_state
+from fedloom.clients.networks.named import read_split
 from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.augmentation import check_augmentation
@@ -133,5 +135,16 @@ def start_notes(experiment: Experiment) -> list[str]:
         return []
     from fedloom.clients.networks.start import start_lines  # imported only where it is used
 
-    return [line for path, site in experiment.starts.items()
-            for line in start_lines(path, experiment.architecture(site).build())]  # fmt: skip
+    lines: list[str] = []
+    for path, site in experiment.starts.items():
+        lines += [*start_lines(path, experiment.architecture(site).build()), *_other_split(path, experiment)]
+    return lines
+
+
+def _other_split(path: str, experiment: Experiment) -> list[str]:
+    """Return a line if the network in a file was trained with another seed than the run's."""
+    record, seed = read_split(Path(path)), experiment.config.seed
+    if record is None or record.seed == seed:
+        return []
+    return [f"network.start: {path} was trained with seed {record.seed}. It has seen test examples of seed {seed} if it was "
+            f"trained on a domain of this run that has no test part. Then set seed={record.seed}"]  # fmt: skip

@@ -81,7 +81,7 @@ class Measured:
     def network(self, name: str) -> None:
         """Write and measure the network with this name in `models`."""
         model = self.evaluator.with_statistics(self.models[name])
-        self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, display_name=name)
+        self.folder.write_network(AGGREGATE if name == self.aggregate else name, model, self.config, display_name=name)
         own = [site for site in self.sites if site.name == name]
         self.measure(None, name, model, own or self._users(model.architecture), OWN if own else AGGREGATE)
         self.facts |= model.facts

@@ -46,7 +46,7 @@ class Course:
         if value is None or (before and self.metric.worth(value) <= self.metric.worth(before["value"])):
             return
         facts = {"round": str(record["round"]), "metric": self.metric.name, "value": repr(value)}
-        folder.write_network(BEST, evaluator.with_statistics(state.aggregate()), **facts)
+        folder.write_network(BEST, evaluator.with_statistics(state.aggregate()), evaluator.config, **facts)
 
     @property
     def reason(self) -> str:

@@ -255,7 +255,7 @@ class TrainingRun:
         for name in models:
             if name not in sites:
                 self.folder.write_network(AGGREGATE if name == self.state.display_name else name, models[name],
-                                          display_name=name)  # fmt: skip
+                                          self.config, display_name=name)  # fmt: skip
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:

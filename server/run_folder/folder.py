@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.clients.data.found import Encoding
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import Model
+from fedloom.clients.networks.named import split_metadata
 from fedloom.clients.storage.states import read_metadata, read_state, write_bytes, write_private_state, write_state
 from fedloom.conf import to_yaml
 from fedloom.conf.errors import UserError
@@ -131,13 +133,16 @@ class RunFolder:
         """Return the content of summary.json; empty if it cannot be read."""
         return read_summary(self.path)
 
-    def write_network(self, name: str, model: Model, **metadata: str) -> None:
+    def write_network(self, name: str, model: Model, config: Config | None = None, **metadata: str) -> None:
         """Write a network's final state to states/<name>.safetensors. The name must be valid (`is_file_name`).
 
-        Only the user can read the file, unless it is the aggregate: it may be one site's network.
+        Only the user can read the file, unless it is the aggregate: it may be one site's network. The file records the
+        network, its form, and the split of `config`, the run's configuration.
         """
-        write = write_state if name == AGGREGATE else write_private_state
-        write(self.path / STATES / f"{name}.safetensors", model.state, network=model.architecture.network, **metadata)
+        write, split = write_state if name == AGGREGATE else write_private_state, SplitRule.of(config) if config else None
+        facts = {"network": model.architecture.network, "form": json.dumps(model.architecture.form.plain())}
+        facts |= {**split_metadata(split), **metadata}
+        write(self.path / STATES / f"{name}.safetensors", model.state, **facts)
 
     def best(self) -> dict[str, Any]:
         """Return the round, metric and validation value of the run's best network; empty if it has none."""

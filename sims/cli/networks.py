@@ -1,5 +1,7 @@
 """Commands on networks: `networks`, `align` and `fuse` for files, `export`, `heads` and `transfer-head` for runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +12,26 @@ from fedloom.sims.cli.options import RunPath, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, steps_shown, waiting
 
 app = typer.Typer()
-SELECTION, SEARCH = "selection", "search"
+SELECTION, SEARCH, FUSED = "selection", "search", "fused"
+OPTIONS = {"fusion refit:": "--refit:", "fusion width:": "--width:", "fusion distillation:": "--distil:",
+           "fusion distil_from:": "--distil-from:"}  # fmt: skip
 
 Probe = Annotated[str, typer.Option(help="Domain with the training examples on which layers are compared.")]
 Samples = Annotated[int, typer.Option(help="Number of these images.", min=2)]
-Size = Annotated[int, typer.Option(help="Size of the images, if the files have no names of networks.", min=4)]
-Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files have no names of networks.")]
+Size = Annotated[int, typer.Option(help="Size of the images, if the files do not record it.", min=4)]
+Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files do not record it.")]
 Data = Annotated[str, typer.Option("--data", help="Folder with data sets (data.root).")]
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Put the options' names in place of the settings' names that start messages of UserErrors."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        setting = next((name for name in OPTIONS if text.startswith(name)), "")
+        raise UserError(text.replace(setting, OPTIONS.get(setting, ""), 1)) from error
 
 
 @app.command()
@@ -73,7 +88,9 @@ def align(
 @app.command()
 def fuse(
     networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors, .pt).")],
-    into: Annotated[str, typer.Option(help="The file, or its number (1, 2, ...), with the widths of the result.")],
+    into: Annotated[
+        str, typer.Option(help="The file, or its number (1, 2, ...), with the widths of the result. Required.")
+    ] = "",
     depth: Annotated[
         str, typer.Option(help="The file, or its number, with the layers of the result. Default: --into.")
     ] = "",
@@ -89,9 +106,13 @@ def fuse(
     probe: Probe = "cifar10",
     samples: Samples = 200,
     labels: Annotated[str, typer.Option(help="Measure accuracy on the test examples of this domain.")] = "",
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the run that trained the networks, if their files do not record it.", min=0)
+    ] = None,
     refit: Annotated[str, typer.Option(help="How layers are fitted: selection, regression, plans or none.")] = SELECTION,
     width: Annotated[float, typer.Option(help="Width of the result, relative to --into: 1, 1.25, 1.5.")] = 1.0,
     distil: Annotated[int, typer.Option(help="Steps of training on the networks' answers to the images, at the end.")] = 0,
+    distil_from: Annotated[str, typer.Option(help="Where --distil starts: fused, or into (the network of --into).")] = FUSED,
     reference: Annotated[bool, typer.Option("--reference", help="Fuse like the public code of CLAFusion.")] = False,
     size: Size = 32,
     grey: Grey = False,
@@ -105,10 +126,12 @@ def fuse(
         from fedloom.sims.operations import fuse_files as fusing
         from fedloom.sims.operations.network_files import NetworkFiles, check_report
 
-    files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [])
-    if reference and (refit != SELECTION or width != 1.0 or distil):
-        raise UserError("--reference: the public code has no --refit, --width and --distil; leave them out")
-    settings = FusionSettings.reference() if reference else FusionSettings(refit=refit, width=width, distillation=distil)
+    files = NetworkFiles(networks, network or [], probe, samples, size, grey, root, classes or [], seed=seed)
+    if reference and (refit != SELECTION or width != 1.0 or distil or distil_from != FUSED):
+        raise UserError("--reference: the public code has no --refit, --width, --distil and --distil-from; leave them out")
+    with _options_named():
+        chosen = FusionSettings(refit=refit, width=width, distillation=distil, distil_from=distil_from)
+    settings = FusionSettings.reference() if reference else chosen
     written = check_report(out) if report else None
     search = weights == SEARCH
     shares = None if search else numbers(weights, "--weights")

@@ -128,9 +128,10 @@ class Comparison:
         return _written(path, "\n".join(table.latex() for table in self.tables()))
 
     def write_pictures(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write the curves as PNG, SVG and PDF files to a folder, and return the paths of the PNGs."""
+        """Write the curves as PNG, SVG and PDF files to a folder, and return the paths of all files."""
         try:
-            return [picture.path for picture in pictures(self.groups, Path(folder).expanduser(), KINDS)]
+            drawn = pictures(self.groups, Path(folder).expanduser(), KINDS)
+            return [picture.path.with_suffix(f".{kind}") for picture in drawn for kind in KINDS]
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
 

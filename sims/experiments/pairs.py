@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import random_flip, to_float
 from fedloom.clients.data.form import Form
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import NetworkName, initialise, load_network, parse_name, save_network
 from fedloom.clients.training.learner import descend
 from fedloom.clients.training.recipe import recipe_of
@@ -102,7 +103,7 @@ def trained(folder: Path, name: NetworkName, task: Task, recipe: Recipe, seed: i
     network = name.build()
     initialise(network, torch_generator(seed, name.name, "initial"))
     train(network, task, recipe, name.name, str(seed))
-    save_network(path, network.eval(), name)
+    save_network(path, network.eval(), name, SplitRule.of(task.config()))
     return network
 
 

@@ -31,11 +31,10 @@ def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool,
         cost, [u.name for u in first.units], [u.name for u in second.units], pairs, [u.group for u in first.units], out
     )
     rows = [[index, u.name, *_partner(index, pairs, second.units, cost), u.group] for index, u in enumerate(first.units)]
-    head = ["#", str(files.paths[0].name), f"layer of {files.paths[1].name}", "cost", "group"]
+    head = ["#", files.shown[0], f"layer of {files.shown[1]}", "cost", "group"]
     total = sum(cost[i, j] for i, j in pairs.items())
-    return Table(
-        "Alignment", head, rows, f"{comparison} over {len(probe)} samples of {files.domain}; cost of the map {total:.4f}"
-    )
+    note = f"{comparison} over {len(probe)} samples of {files.domain}; cost of the map {total:.4f}"
+    return Table("Alignment", head, rows, ". ".join(filter(None, [note, files.few(probe)])))
 
 
 def _partner(index: int, pairs: dict[int, int], units: Sequence, cost: np.ndarray) -> list[str]:

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import Architecture, Model, NetworkName, save_network
+from fedloom.clients.networks.named import read_split
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError, unknown
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
@@ -55,12 +57,12 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
             raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
         evaluator, model, parts = ledger.steady(read)
     model = evaluator.with_statistics(model)
-    save_network(out, evaluator.loaded(model), name_of(model.architecture))
+    save_network(out, evaluator.loaded(model), name_of(model.architecture), SplitRule.of(config))
     tables = [Table("Made of", ["site", "coefficient"], parts)]
     if order.measure:
         metric, values = evaluator.metrics.first, next(iter(evaluator.table(model, "test").values()), {})
         rows = [[domain, metric.text(value)] for domain, value in values.items()]
-        tables.append(Table(f"Test {metric.title}", ["domain", metric.title], rows))
+        tables.append(Table(f"Test {metric.title}", ["domain", metric.title], rows, _start_note(order.start, config.seed)))
     return tables
 
 
@@ -77,6 +79,15 @@ def check_out(out: Path, run: Path, option: str = "--out") -> None:
         raise UserError(f"{option}: got {out}, takes the path of a file in an existing folder")
     if Path(os.path.realpath(run)) in Path(os.path.realpath(out)).parents:
         raise UserError(f"{option}: got {out}, which is inside the run's folder; use another folder")
+
+
+def _start_note(start: Path | None, seed: int) -> str:
+    """Return a note if the network of `--start` was trained with another seed than the run's."""
+    record = read_split(start) if start else None
+    if record is None or record.seed == seed:
+        return ""
+    return (f"{start} was trained with seed {record.seed}, the run with {seed}: it may have seen these test examples. "
+            "Start from a network of this run")  # fmt: skip
 
 
 def _check(order: CompositionOrder, run: Path, out: Path) -> None:

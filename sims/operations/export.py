@@ -4,7 +4,7 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.clients.data import outputs
 from fedloom.clients.data.form import IMAGE, TOKENS
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.data.standardise import Standardisation, first_schema
 from fedloom.clients.networks import HeadView, form_of
 from fedloom.conf.errors import UserError
@@ -165,6 +166,7 @@ def _facts(folder: Path, config: Config, name: str, network: nn.Module, order: E
         "run": folder.name,
         "network": name,
         "architecture": config.network,
+        "split": asdict(SplitRule.of(config)),
         "license": order.license,
         "digest": digest(network.state_dict()),
         "certificates": [path.stem for path in sorted((folder / CERTIFICATES).glob("*.json"))] if own else [],

@@ -20,7 +20,7 @@ from fedloom.fusion.results import Fused
 from fedloom.fusion.search import best_weights
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.operations.domain_task import Task, accuracy
-from fedloom.sims.operations.network_files import NetworkFiles, check_out
+from fedloom.sims.operations.network_files import NetworkFiles, check_out, number
 from fedloom.sims.report.tables import Table, percent
 
 
@@ -29,7 +29,7 @@ class FusionOrder:
     """The network to make from networks in files.
 
     Attributes:
-        into: The file (its name, or its number from 1) that sets the widths.
+        into: The file (its path, name, or number from 1) that sets the widths.
         depth: The file that sets the layers; "": the same as `into`.
         out: The file to write.
         weights: The networks' weights in the average; None: equal, or with `search` the best ones.
@@ -47,8 +47,12 @@ class FusionOrder:
 
 def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings) -> list[Table]:
     """Fuse the networks in files, save the result to `order.out`, and return the report's tables."""
-    into = _number(files.paths, order.into, "--into")
-    depth = _number(files.paths, order.depth, "--depth") if order.depth else into
+    if len(files.paths) < 2:
+        raise UserError(f"fuse: {files.paths[0]} is the only file; use two or more")
+    if not order.into:
+        raise UserError(f"--into: is missing; name the file with the widths of the result: --into {files.shown[0]}")
+    into = number(files.paths, order.into, "--into")
+    depth = number(files.paths, order.depth, "--depth") if order.depth else into
     check_out(order.out, taken=files.paths)
     if order.labels:
         find(order.labels)
@@ -59,19 +63,25 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
         _check_answers(files.paths, names, order.labels)
     names[into] = _widened(names[into], settings.width)
     fused_by = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
-    measured = _Measured(files, files.task(names[0], order.labels), probe, united(files.named or [], into))
+    task = files.task(names[0], order.labels)
+    note = files.splits.checked(task, order.search) if order.labels else ""
+    measured = _Measured(files, task, probe, united(files.named or [], into), note)
     with files.named_in_errors():
         weights, fused = _fused(fused_by, measured, order, len(networks))
     form = names[depth].form
     named = replace(names[depth], form=replace(form, outputs=len(fused.classes) or form.outputs))
-    save_network(order.out, fused.network, _name(fused.network, named, names[into]))
-    tables = [_made(fused, settings, files), *([_costs(fused, files)] if any(fused.costs) else []), _seconds(fused)]
+    save_network(order.out, fused.network, _name(fused.network, named, names[into]), files.splits.common)
+    tables = [
+        _made(fused, settings, files, into, probe),
+        *([_costs(fused, files)] if any(fused.costs) else []),
+        _seconds(fused),
+    ]
     if order.search:
-        tables.insert(0, Table("Weights", [path.name for path in files.paths], [[f"{share:.2f}" for share in weights or []]],
+        tables.insert(0, Table("Weights", files.shown, [[f"{share:.2f}" for share in weights or []]],
                                f"chosen on validation examples of {order.labels}"))  # fmt: skip
     if order.labels:
         control = fused_by(weights=[float(index == into) for index in range(len(networks))]).network
-        tables.insert(0, measured.table(networks, fused.network, control, files.paths[into].name))
+        tables.insert(0, measured.table(networks, fused.network, control, files.shown[into]))
     return tables
 
 
@@ -88,12 +98,16 @@ def _fused(
 
 @dataclass(frozen=True)
 class _Measured:
-    """Accuracies on the images of `task`. Outputs have the names in `files`; those of fused networks are `united`."""
+    """Accuracies on the images of `task`. Outputs have the names in `files`; those of fused networks are `united`.
+
+    `note`: what the user should know about these images.
+    """
 
     files: NetworkFiles
     task: Task
     probe: Tensor
     united: Sequence[str]
+    note: str = ""
 
     def validation(self, network: nn.Module) -> float:
         """Return the accuracy of a fused network on the validation examples."""
@@ -103,12 +117,12 @@ class _Measured:
         """Return the table of accuracies. `control`: fused in the same way from the network `name` alone."""
         own = self.files.named or [()] * len(networks)
         answering = [self._answering(network, names) for network, names in zip(networks, own, strict=True)]
-        rows = [(path.name, network) for path, network in zip(self.files.paths, answering, strict=True)]
+        rows = list(zip(self.files.shown, answering, strict=True))
         rows += [("all of them (ensemble)", Ensemble(answering)), ("fused", self._answering(fused, self.united)),
                  (f"control: {name} alone, fused the same way", self._answering(control, self.united))]  # fmt: skip
         with under_way("measuring"):
             cells = [[name, percent(accuracy(network, self.task, "test"))] for name, network in rows]
-        return Table(f"Accuracy on {self.task.domain}", ["network", "test examples"], cells)
+        return Table(f"Accuracy on {self.task.domain}", ["network", "test examples"], cells, self.note)
 
     def _answering(self, network: nn.Module, own: Sequence[str]) -> nn.Module:
         return self.files.answering(network, own, self.task.domain, self.probe) if own else network
@@ -135,21 +149,24 @@ def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: 
                             "name the outputs of each network with --classes, or leave --labels out")  # fmt: skip
 
 
-def _made(fused: Fused, settings: FusionSettings, files: NetworkFiles) -> Table:
+def _made(fused: Fused, settings: FusionSettings, files: NetworkFiles, into: int, probe: Tensor) -> Table:
+    alone = settings.distil_from == "into"
     rows = [
-        ["refit", settings.refit],
+        ["distilled from", files.shown[into]] if alone else ["refit", settings.refit],
         ["parameters", f"{fused.parameters:,}"],
         ["seconds", f"{sum(fused.seconds.values()):.1f}"],
         *([["classes", ", ".join(fused.classes)]] if fused.classes else []),
     ]
-    return Table("The fused network", ["", ""], rows, files.by_name(". ".join(fused.notes)))
+    return Table(
+        "The fused network", ["", ""], rows, ". ".join(filter(None, [files.few(probe), *map(files.by_name, fused.notes)]))
+    )
 
 
 def _costs(fused: Fused, files: NetworkFiles) -> Table:
     moving = [k for k, costs in enumerate(fused.costs) if costs]
     layers = fused.costs[moving[0]] if moving else {}
     rows = [[layer, *(f"{fused.costs[k].get(layer, math.nan):.4g}" for k in moving)] for layer in layers]
-    return Table("Transport cost of each axis", ["written by", *(files.paths[k].name for k in moving)], rows)
+    return Table("Transport cost of each axis", ["written by", *(files.shown[k] for k in moving)], rows)
 
 
 def _seconds(fused: Fused) -> Table:
@@ -173,12 +190,3 @@ def _widened(name: NetworkName, width: float) -> NetworkName:
             return wider
     raise UserError(f"--width {width:g}: no named network has {width:g} times the channels of {name.name} (scaled widths "
                     "are multiples of 8), so its file could not be loaded; use another, or fuse in Python")  # fmt: skip
-
-
-def _number(paths: Sequence[Path], text: str, option: str) -> int:
-    for index, path in enumerate(paths):
-        if text in (str(path), path.name, path.stem, str(index + 1)):
-            return index
-    raise UserError(
-        f"{option}: '{text}' is not one of the networks; takes {', '.join(path.name for path in paths)} or their number"
-    )

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.form import IMAGE, Form
 from fedloom.clients.networks import NetworkName, load_network, parse_name
+from fedloom.clients.networks.misfits import OUTPUTS_OPTION
+from fedloom.clients.networks.named import read_form
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
 from fedloom.sims.operations.domain_task import Task, probe_set
+from fedloom.sims.operations.file_splits import FileSplits
 
 MAX_NAME_BYTES = 200  # bytes of a file's name; temporary names are longer
 
@@ -35,6 +39,7 @@ class NetworkFiles:
         root: The data folder; "": $FEDLOOM_DATA, or ./data.
         classes: For each network, the names of its outputs, separated by commas; empty: the domain's classes.
         options: The option that names each network, for errors; empty: --network for all.
+        seed: The seed of the runs that trained the networks, for files that do not record it; None: unknown.
     """
 
     paths: Sequence[Path]
@@ -46,10 +51,21 @@ class NetworkFiles:
     root: str = ""
     classes: Sequence[str] = ()
     options: Sequence[str] = ()
+    seed: int | None = None
+
+    @cached_property
+    def splits(self) -> FileSplits:
+        """The splits by which the networks were trained."""
+        return FileSplits.read(self.paths, self.shown, self.seed)
+
+    @cached_property
+    def shown(self) -> list[str]:
+        """The files' names, with as many of their folders as distinguish them."""
+        return distinct(self.paths)
 
     def by_name(self, text: str) -> str:
         """Return a text with the files' names in place of `network 0`, `network 1`, ..."""
-        names = {f"network {index}": path.name for index, path in enumerate(self.paths)}
+        names = {f"network {index}": name for index, name in enumerate(self.shown)}
         return re.sub(r"\bnetwork \d+\b", lambda match: names.get(match[0], match[0]), text)
 
     @contextmanager
@@ -73,8 +89,9 @@ class NetworkFiles:
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
         counts = [len(names) for names in named] if named else [classes] * len(self.paths)
-        stated = [parse_name(name, Form.images(channels, self.size, outputs)) if name else None
-                  for name, outputs in zip(self.names, counts, strict=False)]  # fmt: skip
+        forms = [Form.images(channels, self.size, outputs) for outputs in counts]
+        stated = [parse_name(name, (read_form(path) if path.is_file() else None) or form) if name else None
+                  for name, path, form in zip(self.names, self.paths, forms, strict=False)]  # fmt: skip
         with under_way("reading the networks"):
             loaded = [self._loaded(index, name) for index, (_, name) in enumerate(zip_longest(self.paths, stated))]
         networks, names = [network for network, _ in loaded], [name for _, name in loaded]
@@ -87,16 +104,23 @@ class NetworkFiles:
         with under_way(f"reading images of {self.domain}"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
+    def few(self, probe: Tensor) -> str:
+        """Return a note if the domain has fewer images than the user wants; empty otherwise."""
+        less = f"--samples {self.samples}: {self.domain} has only {len(probe)} training examples, and all were used"
+        return less if len(probe) < self.samples else ""
+
     def _loaded(self, index: int, name: NetworkName | None) -> tuple[nn.Module, NetworkName]:
         try:
             return load_network(self.paths[index], name)
         except UserError as error:
-            option = self.options[index] if self.options else "--network"
-            raise UserError(str(error).replace("--network ", f"{option} ")) from error
+            if not self.options:
+                raise
+            text = str(error).replace("--network ", f"{self.options[index]} ").replace(OUTPUTS_OPTION, "")  # of `fuse`
+            raise UserError(text) from error
 
     def task(self, name: NetworkName, domain: str = "") -> Task:
-        """Return the task with a domain's images in the size and channels that the network takes."""
-        return Task(domain or self.domain, name.form.height, name.form.channels == 1, root=self.root)
+        """Return the task with a domain's images in the size and channels that the network takes, split as in its run."""
+        return self.splits.task(Task(domain or self.domain, name.form.height, name.form.channels == 1, root=self.root))
 
     def answering(self, network: nn.Module, own: Sequence[str], domain: str, probe: Tensor) -> nn.Module:
         """Return a network that answers in the domain's classes. `own`: the names of its outputs.
@@ -110,6 +134,34 @@ class NetworkFiles:
                 raise UserError(f"--classes: '{name}' is not a class of {domain}, which has "
                                 f"{', '.join(wanted[:12])}{', ...' * (len(wanted) > 12)}")  # fmt: skip
         return in_classes([network], [own], wanted, probe)[0]
+
+
+def distinct(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path that no other path has; equal paths have equal ends."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+
+    def length(own: tuple[str, ...]) -> int:
+        others = {other for other in parts if other != own}
+        return next(n for n in range(1, len(own) + 1) if all(own[-n:] != other[-n:] for other in others))
+
+    return [str(Path(*own[-length(own) :])) for own in parts]
+
+
+def number(paths: Sequence[Path], text: str, option: str) -> int:
+    """Return the index of the file that `text` names: by path, name, stem or number from 1.
+
+    Raises UserError naming the option if it names none, or several.
+    """
+    names = distinct(paths)
+    for keys in ([(str(path), name) for path, name in zip(paths, names, strict=True)],
+                 [(path.name, path.stem, str(index)) for index, path in enumerate(paths, 1)]):  # fmt: skip
+        places = [index for index, known in enumerate(keys) if text in known]
+        if len({names[index] for index in places}) > 1:
+            several = ", ".join(names[index] for index in places)
+            raise UserError(f"{option}: '{text}' names {several}; use one of these, or a number from 1 to {len(paths)}")
+        if places:
+            return places[0]
+    raise UserError(f"{option}: '{text}' is not one of the networks; takes {', '.join(names)} or their number")
 
 
 def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedloom.clients.data import class_meanings, label
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import Architecture, Model, architecture_of, save_network
 from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.components.sharing import EXTRACTOR, HEAD
@@ -83,7 +84,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
         evaluator, model, rows = ledger.steady(read)
     if has_data(config):
         model = evaluator.with_statistics(model)
-    save_network(out, evaluator.loaded(model), name_of(model.architecture))
+    save_network(out, evaluator.loaded(model), name_of(model.architecture), SplitRule.of(config))
     if any(name.endswith("running_mean") for name in model.state):
         rows.append(["BatchNorm's statistics", STATISTICS[config.evaluation.statistics]])
     return Table("Recombined", ["what", ""], rows)

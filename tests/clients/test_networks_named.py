@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,8 @@ def test_files_of_a_run_say_which_flag_to_give(tmp_path, section, text):
     write_state(path, built.state_dict(), network=json.dumps(section), display_name="sum")
     with pytest.raises(UserError) as caught:
         load_network(path)
-    assert str(caught.value).endswith(f"Add --network {shlex.quote(text)}")
+    form = " --size 32 --grey" if section["name"] == "mlp" else ", --size N, and --grey for grey images"
+    assert str(caught.value).endswith(f"Add --network {shlex.quote(text)}{form}")
     assert load_network(path, parse_name(text, Form.images(1, 32, 7)))[1].name == section["name"]
 
 
@@ -171,7 +173,7 @@ def test_files_of_a_run_say_which_flag_to_give(tmp_path, section, text):
 def test_files_of_anyone_ask_for_a_name(tmp_path, section):
     path = tmp_path / "a.safetensors"
     write_state(path, {"w": torch.ones(1)}, **({} if section is None else {"network": section}))
-    with pytest.raises(UserError, match=r"Add --network NAME\[:KEY=VALUE,\.\.\.\]$"):
+    with pytest.raises(UserError, match=r"Add --network NAME\[:KEY=VALUE,\.\.\.\], --size N, and --grey for grey images$"):
         load_network(path)
 
 
@@ -243,6 +245,41 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, changes, line):
         load_network(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MISFITS = [
+    ("mlp:widths=[12]", (1, 16, 10), "mlp:widths=[12]", (3, 32, 10),
+     "tensor 'extractor.1.weight' is [12, 256], takes [12, 3072]; that is mlp for images of 3 x 32 x 32 with 10 outputs. "
+     "The file fits images of 1 x 16 x 16 with 10 outputs: use --size 16, and add --grey"),
+    ("lenet", (3, 28, 7), "lenet", (3, 32, 10),
+     "The file fits images of 3 x 28 x 28 with 7 outputs: use --size 28, and name its outputs with --classes, or use a "
+     "--probe domain of 7 classes"),
+    ("conv6", (3, 32, 10), "conv6", (1, 32, 10), "The file fits images of 3 x 32 x 32 with 10 outputs: leave --grey out"),
+    ("mlp:widths=[12]", (3, 8, 10), "mlp:widths=[9]", (3, 8, 10),
+     "tensor 'extractor.1.weight' is [12, 192], takes [9, 192]; that is mlp for images of 3 x 8 x 8 with 10 outputs; "
+     "correct the options in --network NAME[:KEY=VALUE,...], or the form with --size N, and --grey for grey images"),
+    ("mlp:widths=[12,8]", (3, 8, 10), "mlp:widths=[12]", (3, 8, 10),
+     "if the file's network is not mlp with these options, add --network"),
+    ("lenet", (3, 32, 10), "mlp", (3, 32, 10), "if the file's network is not mlp with these options, add --network"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "form", "stated", "other", "line"), MISFITS)
+def test_an_error_says_whether_network_options_or_form_are_wrong(tmp_path, text, form, stated, other, line):
+    built = parse_name(text, Form.images(*form)).build()
+    initialise(built, torch.Generator().manual_seed(0))
+    write_state(tmp_path / "a.safetensors", built.state_dict())
+    with pytest.raises(UserError) as caught:
+        load_network(tmp_path / "a.safetensors", parse_name(stated, Form.images(*other)))
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert ("not mlp with these options" in str(caught.value)) is line.startswith("if the file's")
+
+
+def test_a_file_whose_own_metadata_are_wrong_is_damaged(tmp_path):
+    wrong: dict[str, Any] = {"head.bias": torch.ones(8)}
+    saved(tmp_path / "a.safetensors", **wrong)
+    with pytest.raises(UserError, match=r"the file says that it is conv6 .* with 7 outputs, so it is damaged"):
+        load_network(tmp_path / "a.safetensors")
 
 
 def test_a_missing_tensor_is_named(tmp_path):

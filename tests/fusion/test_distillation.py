@@ -146,6 +146,71 @@ def test_a_distilled_fusion_is_nearer_to_the_joint_answer_and_the_same_in_each_c
     )
 
 
+def standing(network: nn.Module) -> tuple[list[bool], list[tuple[bool, Tensor | None]]]:
+    """The training mode of each module, and what each parameter has of gradients."""
+    modes = [module.training for module in network.modules()]
+    return modes, [(parameter.requires_grad, parameter.grad) for parameter in network.parameters()]
+
+
+@pytest.mark.parametrize("settings", [FusionSettings(distillation=2), FusionSettings(refit="none", distillation=2),
+                                      FusionSettings(distillation=2, distil_from="into"), FusionSettings()])  # fmt: skip
+@pytest.mark.parametrize("weights", [None, [1.0, 0.0]])
+def test_no_network_has_other_gradients_modes_or_weights_after_a_fusion(settings, weights):
+    networks = [convolutional(2), convolutional(3)]
+    for each in networks:
+        each.train()[1].eval()  # a frozen BatchNorm
+        first = each.get_parameter("0.weight")
+        first.grad = torch.ones_like(first)
+        each[5].weight.requires_grad_(False)
+    before = [standing(each) for each in networks]
+    states = [copy.deepcopy(each.state_dict()) for each in networks]
+    made = fuse(networks, into=0, probe=pictures(32), weights=weights, settings=settings).network
+    for each, was, state in zip(networks, before, states, strict=True):
+        modes, gradients = standing(each)
+        assert modes == was[0]
+        assert all(new[0] == old[0] and new[1] is old[1] for new, old in zip(gradients, was[1], strict=True))
+        assert all(torch.equal(state[name], tensor) for name, tensor in each.state_dict().items())
+    modes, gradients = standing(made)
+    assert not any(modes) and all(gradient is None for _, gradient in gradients)
+    assert [needed for needed, _ in gradients] == [needed for needed, _ in before[0][1]]
+
+
+def test_a_student_has_its_own_modes_and_gradients_after_a_distillation():
+    student, seen = convolutional(1).train(), pictures(16)
+    student[1].eval()
+    first = student.get_parameter("0.weight")
+    first.grad = torch.ones_like(first)
+    before = standing(student)
+    distil(student, seen, torch.zeros(16, 4), Distillation(steps=2), torch.Generator())
+    modes, gradients = standing(student)
+    assert modes == before[0] and all(new[1] is old[1] for new, old in zip(gradients, before[1], strict=True))
+    with pytest.raises(RuntimeError):
+        imitate(student, [nn.Flatten()], [1.0], seen, Distillation(steps=2))
+    assert standing(student)[0] == before[0] and student[0].weight.grad is not None
+
+
+def test_a_distillation_from_into_starts_at_that_network():
+    networks, probe = [convolutional(2), convolutional(3)], pictures(64)
+    start = convolutional(2)
+    imitate(start, networks, [0.5, 0.5], probe, Distillation(20, rate=5e-4))
+    made = fuse(networks, into=0, probe=probe, settings=FusionSettings(distillation=20, distil_from="into"))
+    expected = start.state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in made.network.state_dict().items())
+    assert made.pairs[1] and not any(made.plans) and "distil" in made.seconds
+
+
+def test_a_distillation_from_into_has_the_depth_of_another_network():
+    deep = nn.Sequential(nn.Flatten(), *(nn.Linear(64, 64), nn.ReLU()) * 2, nn.Linear(64, 4)).eval()
+    shallow = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
+    probe = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    deep[3] = nn.Linear(64, 64)
+    settings = FusionSettings(distillation=5, distil_from="into")
+    made = fuse([shallow, deep], into=0, depth=1, probe=probe, settings=settings).network
+    assert [tuple(tensor.shape) for tensor in made.parameters()][::2] == [(9, 64), (9, 9), (4, 9)]
+    goal = joint([shallow, deep], [0.5, 0.5], probe)
+    assert off(made, goal, probe) < off(shallow, goal, probe)
+
+
 def test_dropout_draws_the_same_in_each_call_and_leaves_the_callers_generator():
     made = []
     for seed in (1, 2):
@@ -164,3 +229,8 @@ def test_only_classifiers_of_images_are_distilled():
         FusionSettings(distillation=-1)
     with pytest.raises(UserError, match="fusion distillation: needs logits of classes"):
         FusionSettings(distillation=5, answers="values")
+    for options in ({}, {"distillation": 5, "width": 1.5}):
+        with pytest.raises(UserError, match="fusion distil_from: got 'into' with distillation"):
+            FusionSettings(distil_from="into", **options)
+    with pytest.raises(UserError, match="fusion distil_from: got 'b', takes one of: fused, into"):
+        FusionSettings(distillation=5, distil_from="b")

@@ -92,14 +92,17 @@ def test_weights_of_the_average(weights):
     assert said.startswith("fuse: weights [") and said.endswith("use one for each, not negative, not all 0")
 
 
-@pytest.mark.parametrize("places", [{"into": 2}, {"into": -1}, {"into": 0, "depth": 2}, {"into": 0, "depth": -1}])
-def test_places_out_of_range(places):
+@pytest.mark.parametrize(("places", "shown"), [({"into": 2}, "into=2"), ({"into": -1}, "into=-1"),
+                                               ({"into": "b"}, "into='b'"), ({"into": True}, "into=True"),
+                                               ({"into": 0, "depth": 2}, "depth=2"),
+                                               ({"into": 0, "depth": -1}, "depth=-1")])  # fmt: skip
+def test_places_out_of_range(places, shown):
     said = refusal([network(MLP), network(MLP, 1)], **places)
-    assert said.startswith("fuse: 2 networks, into=") and said.endswith("use two or more networks, and indices from 0")
+    assert said == f"fuse: {shown}; takes the index of one of the 2 networks: 0 to 1"
 
 
 def test_a_single_network():
-    assert "use two or more" in refusal([network(MLP)])
+    assert refusal([network(MLP)]) == "fuse: got 1 network; use two or more"
 
 
 def test_networks_without_hidden_layers():

@@ -11,7 +11,7 @@ from fedloom.clients.app import app
 from fedloom.clients.objectives import resolve
 from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
-from fedloom.fusion import pipeline
+from fedloom.fusion import steps
 from fedloom.fusion.pipeline import fuse
 from fedloom.server.run.experiment import check, run_experiment
 from fedloom.server.run.training_run import one_round
@@ -60,7 +60,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.comparisons = 0
-        solve, match = ot.emd, pipeline.match_seen
+        solve, match = ot.emd, steps.match_seen
 
         def solved(*args, **options):
             self.plans += 1
@@ -71,7 +71,7 @@ class Counted:
             return match(*args, **options)
 
         monkeypatch.setattr(ot, "emd", solved)
-        monkeypatch.setattr(pipeline, "match_seen", matched)
+        monkeypatch.setattr(steps, "match_seen", matched)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import load_network
 from fedloom.clients.storage.states import read_state, write_state
 from fedloom.conf import UserError, load
@@ -106,6 +107,15 @@ def test_a_start_that_cannot_be_read_is_refused_and_one_of_another_type_is_taken
     write_state(tmp_path / "half.safetensors", {name: tensor.bfloat16() for name, tensor in state.items()})
     compose(run, CompositionOrder([ONE], start=tmp_path / "half.safetensors", force=True, measure=False), out)
     assert all(tensor.dtype == state[name].dtype for name, tensor in read_state(out).items())
+
+
+def test_a_start_of_another_seed_has_a_note(run: Path, tmp_path: Path) -> None:
+    state = read_state(run / "states" / "aggregate.safetensors")
+    for seed in (0, 7):
+        start = tmp_path / f"{seed}.safetensors"
+        write_state(start, state, split=SplitRule(seed, 0.1, 1000).text())
+        tables = compose(run, CompositionOrder([ONE], start=start, force=True), tmp_path / "net.safetensors")
+        assert (f"{start} was trained with seed 7, the run with 0" in tables[-1].note) is (seed == 7)
 
 
 def test_the_runs_own_files_are_not_overwritten(run: Path) -> None:

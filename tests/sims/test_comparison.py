@@ -146,6 +146,7 @@ def test_tables_and_curves_in_files(fedloom: Command, swept: Path, tmp_path: Pat
     assert files["--markdown"].read_text() == "\n".join(table.markdown() for table in tables)
     latex = files["--latex"].read_text()
     assert latex.count(r"\begin{tabular}") == len(tables) and r"$\pm$" in latex and "±" not in latex and "95\\%" in latex
+    assert all(f"written: {files['--pictures'] / 'rounds'}.{kind}" in said.out for kind in ("png", "svg", "pdf"))
     assert {path.name for path in files["--pictures"].iterdir()} == {"rounds.png", "rounds.svg", "rounds.pdf"}
     refused(fedloom("compare", swept, "--latex", tmp_path / "nowhere" / "a.tex"), "cannot be written")
 

@@ -38,7 +38,7 @@ if path.endswith(".onnx"):
     import onnx, onnxruntime
     facts = {each.key: each.value for each in onnx.load(path).metadata_props}
     facts = {key: facts[key] if key in ("license", "digest") else json.loads(facts[key]) for key in
-             ("license", "digest", "certificates", "inputs", "outputs")}
+             ("license", "digest", "certificates", "inputs", "outputs", "split")}
     (outputs,) = onnxruntime.InferenceSession(path).run(None, {"inputs": x})
 else:
     import torch
@@ -78,6 +78,7 @@ def test_exported_files_load_without_fedloom(fedloom: Command, run: Path, tmp_pa
         assert facts["digest"] == digest(result.network.state_dict())
         assert facts["inputs"]["shape"] == ["batch", 1, 8, 8] and "pixel / 127.5 - 1" in facts["inputs"]["scale"]
         assert facts["outputs"]["names"] == result.class_names()
+        assert facts["split"] == {"seed": 0, "validation": 0.1, "validation_limit": 1000}
     card = (tmp_path / "net.md").read_text()
     assert "| site-0001 | withdrawn |" in card and "| site-0000 | digits | 40 |" in card
     assert 'torch.export.load("net.pt2").module()' in card and "CC-BY-4.0" in card and "accuracy" in card

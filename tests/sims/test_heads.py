@@ -10,7 +10,9 @@ import torch
 from fedloom.clients.data import test_images as images_of
 from fedloom.clients.data import to_float
 from fedloom.clients.data.form import Form
+from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import Architecture, HeadView, load_network
+from fedloom.clients.networks.named import read_split
 from fedloom.clients.objectives import resolve
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
@@ -101,6 +103,7 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     assert f"{percent(matrix(done).of(A, A))} on {A}'s test examples" in said.out
     assert "| 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in said.out and "the statistics of each batch" in said.out
     network, name = load_network(out)
+    assert read_split(out) == SplitRule.of(read_config(done))
     whose = {"extractor.": read_state(done / "states" / f"{A}.safetensors"),
              "head.": read_state(done / "states" / f"{B}.safetensors")}  # fmt: skip
     for key, tensor in network.state_dict().items():

@@ -61,6 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(path / f"{stem}.safetensors", text, size, channels)
     write(path / "seven.safetensors", "mlp:widths=[8,6]", 8, 1, classes=7)
     write(path / "nameless.safetensors", "mlp:widths=[8,6]", 8, 1, named=False)
+    for name, source in (("x/same", "a"), ("y/same", "b"), ("y/other", "seven"), ("y/seven", "seven")):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / f"{name}.safetensors").write_bytes((path / f"{source}.safetensors").read_bytes())
     (path / "broken.safetensors").write_bytes(b"no state at all")
     return path
 
@@ -121,6 +124,12 @@ def test_names_on_the_command_line(weave, folder):
     assert code == 0 and column(out, 2) == ["extractor.1", "-", "extractor.3"]
     code, *_ = weave("fuse", "nameless", "b", "--into", "2", *GIVEN, *named, "--network", "mlp:widths=[8,6]")
     assert code == 0 and load_network(folder / "fused.safetensors")[1].options == {"widths": [8, 6]}
+
+
+def test_a_file_that_records_its_form_has_it_under_another_name_too(weave, folder):
+    words = ("a", "b", "--into", "2", *GIVEN, "--network", "mlp:widths=[12,10,8]", "--out", "made.safetensors")
+    assert weave("fuse", *words).code == 0  # without --size 8 --grey
+    assert load_network(folder / "made.safetensors")[1].form == load_network(folder / "b.safetensors")[1].form
 
 
 PAIRS = [("a", "b", "1"), ("a", "b", "b"), ("r18", "r34", "2"), ("r34", "r18", "r18.safetensors"), ("v11", "v13", "v13"),
@@ -197,6 +206,33 @@ def test_three_networks(weave, folder):
     assert {"extractor.1", "extractor.3"} <= set(column(out, 0))
 
 
+def test_files_of_one_name_are_shown_with_their_folders(weave):
+    code, out, _ = weave("align", "x/same", "y/same", *GIVEN)
+    assert code == 0 and "x/same.safetensors" in out and "layer of y/same.safetensors" in out
+    words = ("fuse", "x/same", "y/same", "--into", "y/same", *GIVEN, "--labels", "digits", "--out", "made.safetensors")
+    code, out, _ = weave(*words)
+    assert code == 0 and column(out, 0)[1:3] == ["x/same.safetensors", "y/same.safetensors"]
+    assert "control: y/same.safetensors alone" in out and "of x/same.safetensors, " in out
+
+
+def test_fewer_images_than_wanted_are_noted(weave):
+    for words in (("align", "a", "b"), ("fuse", "a", "b", "--into", "1", "--out", "made.safetensors")):
+        code, out, _ = weave(*words, "--probe", "digits", "--samples", "5000")
+        assert code == 0 and "--samples 5000: digits has only 1294 training examples, and all were used" in out
+        assert "--samples" not in weave(*words, *GIVEN).out
+
+
+def test_a_distillation_starts_where_the_option_says(weave, folder):
+    states = []
+    for more in ([], ["--distil", "3"], ["--distil", "3", "--distil-from", "into"]):
+        code, out, _ = weave("fuse", "r18", "r34", "--into", "2", *GIVEN, "--out", "made.safetensors", *more)
+        assert code == 0 and ("| distilled from | r34.safetensors |" in out) is ("into" in more[-1:])
+        assert ("| refit | selection |" in out) is ("into" not in more[-1:])
+        states.append(load_network(folder / "made.safetensors")[0].get_parameter("head.weight"))
+    assert not torch.equal(states[0], states[1]) and not torch.equal(states[1], states[2])
+    assert (states[2] - load_network(folder / "r34.safetensors")[0].get_parameter("head.weight")).abs().max() < 0.01
+
+
 def test_wider(weave, folder):
     code, out, _ = weave("fuse", "a", "b", "--into", "1", *GIVEN, "--width", "1.5", "--out", "made.safetensors")
     assert code == 0 and "| parameters |" in out and "of a.safetensors, " in out
@@ -223,6 +259,15 @@ BAD = [
     (["align", "a", "nameless"], "does not name its network and the form of its inputs. Add --network-b NAME"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8,5]"], "tensor 'extractor.3.weight' is [6, 8], takes [5, 8]"),
     (["align", "nameless", "b", "--network-a", "mlp:widths=[8]"], "tensor 'head.weight' is [10, 6], takes [10, 8]"),
+    (
+        ["align", "nameless", "b", "--network-a", "mlp:widths=[8,6]", "--size", "16"],
+        "tensor 'extractor.1.weight' is [8, 64], takes [8, 256]; that is mlp for images of 1 x 16 x 16 with 10 outputs. "
+        "The file fits images of 1 x 8 x 8 with 10 outputs: use --size 8",
+    ),
+    (
+        ["align", "nameless", "b", "--network-a", "mlp:widths=[8,6]", "--probe", "cifar100"],
+        "The file fits images of 1 x 8 x 8 with 10 outputs: use a --probe domain of 10 classes",
+    ),
     (["align", "nameless", "b", "--network-a", "mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
     (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
     (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
@@ -244,11 +289,33 @@ BAD = [
     (["fuse", "a", "b", "--into", "c"], "--into: 'c' is not one of the networks; takes a.safetensors, b.safetensors"),
     (["fuse", "a", "b", "--into", "0"], "--into: '0' is not one of the networks"),
     (["fuse", "a", "b", "--into", "1", "--depth", "3"], "--depth: '3' is not one of the networks"),
-    (["fuse", "a", "--into", "1"], "use two or more"),
+    (["fuse", "a", "--into", "1"], "fuse: a.safetensors is the only file; use two or more"),
     (["fuse", "a", "b", "--into", "1", "--weights", "a,b"], "--weights: got 'a,b', takes numbers such as 0.3,0.7"),
     (["fuse", "a", "b", "--into", "1", "--weights", "search"], "--weights search: needs --labels"),
-    (["fuse", "a", "b", "--into", "1", "--refit", "all"], "fusion refit: got 'all', takes one of: none, plans, regression"),
-    (["fuse", "a", "b", "--into", "1", "--width", "2", "--refit", "plans"], "fusion width: got 2 with refit 'plans'"),
+    (["fuse", "a", "b", "--into", "1", "--refit", "all"], "--refit: got 'all', takes one of: none, plans, regression"),
+    (["fuse", "a", "b", "--into", "1", "--width", "2", "--refit", "plans"], "--width: got 2 with refit 'plans'"),
+    (["fuse", "a", "b", "--into", "1", "--distil", "-3"], "fedloom: --distil: got -3, takes a number, or 0 for none"),
+    (
+        ["fuse", "a", "b", "--into", "1", "--distil", "3", "--distil-from", "c"],
+        "fedloom: --distil-from: got 'c', takes one of: ",
+    ),
+    (["fuse", "a", "b", "--into", "1", "--distil-from", "into"], "fedloom: --distil-from: got 'into' with distillation 0"),
+    (["fuse", "a", "b", "--into", "1", "--distil-from", "into", "--reference"], "the public code has no --refit"),
+    (["fuse", "a"], "fuse: a.safetensors is the only file; use two or more"),
+    (["fuse", "a", "b"], "--into: is missing; name the file with the widths of the result: --into a.safetensors"),
+    (
+        ["fuse", "x/same", "y/same", "--into", "same"],
+        "--into: 'same' names x/same.safetensors, y/same.safetensors; use one of these, or a number from 1 to 2",
+    ),
+    (
+        ["fuse", "x/same", "y/same", "--into", "z"],
+        "--into: 'z' is not one of the networks; takes x/same.safetensors, y/same",
+    ),
+    (["fuse", "x/same", "y/other", "--into", "1"], "fedloom: other.safetensors has 7 classes, the others 10"),
+    (
+        ["fuse", "seven", "y/seven", "--into", "1", "--classes", "network 9,x", "--classes", "0,1"],
+        "/seven.safetensors: 2 class",
+    ),
     (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere does not exist"),
