@@ -24,7 +24,7 @@ from fedloom.sims.report.tables import Table
 
 INTO, DEPTH = 1, 0  # places among the parents
 PARTS = ("test", "validation")
-PARENTS = tuple(f"parent {number}" for number in range(1, 5))
+PARENTS = ("parent 1", "parent 2", "parent 3", "parent 4")
 Results = Mapping[str, Sequence[Mapping[str, float]]]  # by pair and seed: by method, where there is a network
 
 
