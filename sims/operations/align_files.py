@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedloom.conf.errors import unknown
 from fedloom.conf.progress import under_way
 from fedloom.fusion.cla_ot.matching import layer_costs, match_units
 from fedloom.fusion.graph.channels import wire
@@ -12,6 +13,7 @@ from fedloom.sims.operations.network_files import NetworkFiles, check_out
 from fedloom.sims.report.plots import alignment_figure
 from fedloom.sims.report.tables import Table
 
+COMPARISONS = ("cka", "wasserstein", "neurons")
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -21,6 +23,8 @@ def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool,
     `comparison`: the measure of similarity. `pin_first`, `pin_last`: force the first, the last layers to match.
     """
     check_out(out, PICTURES)
+    if comparison not in COMPARISONS:
+        raise unknown("--comparison", comparison, COMPARISONS)
     (a, b), _, probe = files.load()
     with under_way("comparing layers"), files.named_in_errors():
         first, second = wire(a, probe[:1]), wire(b, probe[:1])

@@ -20,7 +20,7 @@ from fedloom.fusion.results import Fused
 from fedloom.fusion.search import best_weights
 from fedloom.fusion.settings import FusionSettings
 from fedloom.sims.operations.domain_task import Task, accuracy
-from fedloom.sims.operations.network_files import NetworkFiles, check_out, number
+from fedloom.sims.operations.network_files import NetworkFiles, check_out, image_domain, number
 from fedloom.sims.report.tables import Table, percent
 
 
@@ -55,7 +55,7 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     depth = number(files.paths, order.depth, "--depth") if order.depth else into
     check_out(order.out, taken=files.paths)
     if order.labels:
-        find(order.labels)
+        image_domain(order.labels, "--labels", labelled=True)
     elif order.search:
         raise UserError("--weights search: needs --labels, the domain whose validation examples choose them")
     networks, names, probe = files.load()

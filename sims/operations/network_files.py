@@ -11,14 +11,16 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedloom.clients.data.domains import find
+from fedloom.clients.data.domains import Domain, find
 from fedloom.clients.data.form import IMAGE, Form
+from fedloom.clients.data.schema import CLASS
 from fedloom.clients.networks import NetworkName, load_network, parse_name
 from fedloom.clients.networks.misfits import OUTPUTS_OPTION
 from fedloom.clients.networks.named import read_form
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
+from fedloom.server.run_folder.listing import is_run
 from fedloom.sims.operations.domain_task import Task, probe_set
 from fedloom.sims.operations.file_splits import FileSplits
 
@@ -66,6 +68,7 @@ class NetworkFiles:
     def by_name(self, text: str) -> str:
         """Return a text with the files' names in place of `network 0`, `network 1`, ..."""
         names = {f"network {index}": name for index, name in enumerate(self.shown)}
+        text = re.sub(r"^fuse: weights ", "--weights: ", text)
         return re.sub(r"\bnetwork \d+\b", lambda match: names.get(match[0], match[0]), text)
 
     @contextmanager
@@ -85,7 +88,7 @@ class NetworkFiles:
 
     def load(self) -> tuple[list[nn.Module], list[NetworkName], Tensor]:
         """Return networks, their names and the images to compare layers on. Raises UserError naming the file or option."""
-        channels, classes, named = 1 if self.grey else 3, find(self.domain).classes, self.named
+        channels, classes, named = 1 if self.grey else 3, image_domain(self.domain, "--probe").classes, self.named
         if len(self.names) > len(self.paths):
             raise UserError(f"--network: {len(self.names)} names for {len(self.paths)} files")
         counts = [len(names) for names in named] if named else [classes] * len(self.paths)
@@ -101,7 +104,7 @@ class NetworkFiles:
                 raise UserError(f"{path}: is for {name.form}, {self.paths[0]} for {names[0].form}")
             if name.form.height != name.form.width or name.form.channels not in (1, 3):
                 raise UserError(f"{path}: is for {name.form}; takes a network for square images of 1 or 3 channels")
-        with under_way(f"reading images of {self.domain}"):
+        with under_way(f"reading images of {self.domain}"), _prefixed("--probe"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def few(self, probe: Tensor) -> str:
@@ -134,6 +137,28 @@ class NetworkFiles:
                 raise UserError(f"--classes: '{name}' is not a class of {domain}, which has "
                                 f"{', '.join(wanted[:12])}{', ...' * (len(wanted) > 12)}")  # fmt: skip
         return in_classes([network], [own], wanted, probe)[0]
+
+
+def image_domain(name: str, option: str, labelled: bool = False) -> Domain:
+    """Return a domain of images. Raises UserError naming the option for one that is unknown, or has other inputs.
+
+    `labelled`: whether its targets must be classes.
+    """
+    domain = find(name)
+    if domain.schema.kind != IMAGE:
+        raise UserError(f"{option}: {name} has inputs of the kind {domain.schema.kind}, takes a domain of images")
+    if labelled and domain.schema.task != CLASS:
+        raise UserError(f"{option}: {name} has targets of the kind {domain.schema.task}, takes a domain with classes")
+    return domain
+
+
+@contextmanager
+def _prefixed(option: str) -> Iterator[None]:
+    """Put the option before the messages of UserErrors about a domain that are raised in the context."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{option}: {error}" if str(error).startswith("domain '") else str(error)) from error
 
 
 def distinct(paths: Sequence[Path]) -> list[str]:
@@ -170,6 +195,8 @@ def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()
         raise UserError(f"--out: the folder {out.parent} does not exist; make it, or name another")
     if out.is_dir() or not out.name or (out.exists() and not out.is_file()):
         raise UserError(f"--out: {out} is not a path of a file; name a new file")
+    if run := next((folder for folder in out.resolve().parents if is_run(folder)), None):
+        raise UserError(f"--out: {out} is inside the folder of the run {run.name}; use another folder")
     if any(out.resolve() == path.resolve() for path in taken):
         raise UserError(f"--out: {out} is one of the networks to fuse; choose another name")
     if (

@@ -12,6 +12,7 @@ from PIL import Image
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks import initialise, load_network, parse_name, save_network
 from fedloom.clients.storage.states import write_state
+from fedloom.conf import load, to_yaml
 from fedloom.fusion.baselines import Ensemble
 from fedloom.sims.operations.domain_task import Task, accuracy
 from tests.sims.commands import FEDLOOM, Command
@@ -64,6 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, source in (("x/same", "a"), ("y/same", "b"), ("y/other", "seven"), ("y/seven", "seven")):
         (path / name).parent.mkdir(exist_ok=True)
         (path / f"{name}.safetensors").write_bytes((path / f"{source}.safetensors").read_bytes())
+    (path / "run/states").mkdir(parents=True)
+    (path / "run/config.yaml").write_text(to_yaml(load("digits", [])))
     (path / "broken.safetensors").write_bytes(b"no state at all")
     return path
 
@@ -270,7 +273,18 @@ BAD = [
     ),
     (["align", "nameless", "b", "--network-a", "mlpp"], "unknown network 'mlpp'; did you mean 'mlp'?"),
     (["align", "nameless", "b", "--network-a", "mlp:width=3"], "unknown key 'network.width'"),
-    (["align", "a", "b", "--comparison", "cca"], "no comparison of 'preactivation' by 'cca'"),
+    (["align", "a", "b", "--comparison", "cca"], "unknown --comparison 'cca'; did you mean 'cka'? (known: cka, "),
+    (["align", "a", "b", "--probe", "wine"], "--probe: wine has inputs of the kind features, takes a domain of images"),
+    (["align", "a", "b", "--probe", "stl10"], "--probe: domain 'stl10': nothing at "),
+    (["align", "a", "b", "--out", "run/map.png"], "--out: run/map.png is inside the folder of the run run; use another"),
+    (
+        ["fuse", "a", "b", "--into", "1", "--labels", "wine"],
+        "--labels: wine has inputs of the kind features, takes a domain",
+    ),
+    (
+        ["fuse", "a", "b", "--into", "1", "--out", "run/states/f.safetensors"],
+        "is inside the folder of the run run; use another",
+    ),
     (["align", "a", "b", "--probe", "digit"], "unknown domain 'digit'; did you mean 'digits'?"),
     (["align", "a", "b", "--data", "/nowhere"], "data.root: /nowhere is not an existing folder"),
     (["align", "a", "b", "--out", "nowhere/map.png"], "--out: the folder nowhere does not exist"),
@@ -316,8 +330,8 @@ BAD = [
         ["fuse", "seven", "y/seven", "--into", "1", "--classes", "network 9,x", "--classes", "0,1"],
         "/seven.safetensors: 2 class",
     ),
-    (["fuse", "a", "b", "--into", "1", "--weights", "1"], "weights [1.0] for 2 networks"),
-    (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "weights [-1.0, 2.0] for 2 networks"),
+    (["fuse", "a", "b", "--into", "1", "--weights", "1"], "fedloom: --weights: [1.0] for 2 networks"),
+    (["fuse", "a", "b", "--into", "1", "--weights", "-1,2"], "fedloom: --weights: [-1.0, 2.0] for 2 networks"),
     (["fuse", "a", "b", "--into", "1", "--out", "nowhere/f.safetensors"], "--out: the folder nowhere does not exist"),
     (["fuse", "a", "b", "--into", "1", "--labels", "digit"], "unknown domain 'digit'"),
     (
