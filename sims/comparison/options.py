@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from fedloom.clients.networks.base import NETWORKS
 from fedloom.clients.networks.start import WeightOptions
-from fedloom.clients.objectives.base import OBJECTIVES, Objective
+from fedloom.clients.objectives.base import OBJECTIVES
 from fedloom.clients.objectives.components.auxiliary import AUXILIARY
 from fedloom.clients.objectives.layer_selection.learners import BASE_LEARNERS
 from fedloom.clients.objectives.layer_selection.search import SEARCHES
@@ -21,9 +21,10 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import DEFAULTS, facts_of
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
-from fedloom.conf.shorthand import fields_of
+from fedloom.conf.shorthand import fields_of, is_listed
 from fedloom.conf.sites import SiteConfig, parse_entries
 from fedloom.conf.typed import PLAIN, value_of
+from fedloom.conf.values import default_of
 from fedloom.server.strategies.base import STRATEGIES
 
 DEFAULT = "default"  # the value of an option whose default is not known
@@ -34,7 +35,6 @@ SECTIONS: Mapping[str, Registry[Any]] = {
 PARTS: Mapping[str, Registry[Any]] = {
     "of": NETWORKS, "head": NETWORKS, "learner": BASE_LEARNERS, "search": SEARCHES, "auxiliary": AUXILIARY,
 }  # fmt: skip
-NO_MODE = Objective.__dataclass_fields__["mode"]  # the field of objectives without modes
 
 
 def values_of(config: Config, metrics: Sequence[str] = ()) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def filled(registry: Registry[Any], section: Mapping[str, Any]) -> dict[str, Any
     schemas: list[type] = [registry.get(name)] if isinstance(name, str) and registry.shipped(name) else []
     schemas += [WeightOptions] if registry is NETWORKS and name else []
     known = {key: _option(schema, field, section) for schema in schemas for key, field in fields_of(schema).items()
-             if field is not NO_MODE}  # fmt: skip
+             if is_listed(field)}  # fmt: skip
     return {"name": name, **known, **{key: _even(item) for key, item in section.items() if key not in {"name", *known}}}
 
 
@@ -83,10 +83,8 @@ def _option(schema: type, field: dataclasses.Field[Any], section: Mapping[str, A
             value = value_of(schema, field.name, section[field.name])
         except UserError:  # of another version, or edited: compared as written
             return _even(section[field.name])
-    elif field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
     else:
-        value = None if field.default is dataclasses.MISSING else field.default
+        value = default_of(field)
     registry = PARTS.get(field.name)
     if registry and isinstance(value, list):
         return [filled(registry, each) if isinstance(each, Mapping) else each for each in value]
