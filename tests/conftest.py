@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+# A shell that starts the tests in the background makes them ignore Ctrl-C, with which tests interrupt runs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes that tests start find all modules compiled, also where Python must not write them beside the sources.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
