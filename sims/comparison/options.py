@@ -174,7 +174,7 @@ def _inside(values: Mapping[str, Any], section: str) -> Iterable[str]:
 
 
 def naming_key(values: Mapping[str, Any], key: str) -> str:
-    """Return the key of the name that decides whether the section of `key` has this option; `key` if there is none."""
+    """Return the key of the name that decides whether the section of `key` has this option; without one, `key`."""
     above = key.removesuffix(".name")
     while above := above.rpartition(".")[0]:
         if f"{above}.name" in values:
