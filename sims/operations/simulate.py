@@ -23,7 +23,7 @@ from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import carry_out, check, finished
-from fedloom.server.run_folder.folder import RunFolder, holds, read_config, refuse_existing
+from fedloom.server.run_folder.folder import read_config, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
 from fedloom.server.run_folder.scores import rounds_of
 from fedloom.server.strategies.defaults import with_default_objective
@@ -135,20 +135,6 @@ def with_rounds(config: Config, overrides: Sequence[str]) -> Config:
             raise UserError(f"rounds: got {plain(word.partition('=')[2])!r}, takes a whole number from 1 to {MOST_ROUNDS}")
         config = dataclasses.replace(config, rounds=rounds)
     return config
-
-
-def simulate_once(config: Config, *, listener: Watcher | None = None) -> dict[str, Any]:
-    """Return the summary of a finished run of exactly this configuration, or run it from the start.
-
-    Raises UserError if a run of that name has another configuration.
-    """
-    folder, config = Path(config.run.root) / config.run.name, with_default_objective(config)
-    if holds(folder, absolute_paths(config)):
-        summary = RunFolder(folder).summary()
-        if summary.get("status") == "finished":
-            return summary
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=True))
-    return simulate(config, listener=listener)
 
 
 def _check_engine(config: Config) -> None:

@@ -17,9 +17,10 @@ from fedloom.conf.load import VERSION
 from fedloom.conf.package import copy_package
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.tables import FORMAT, OLDEST
-from fedloom.server.run_folder.folder import CONFIG, RunFolder, read_config, refuse_existing
+from fedloom.server.run_folder.folder import CONFIG, RunFolder, holds, read_config, refuse_existing
+from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations.ledger import audit
-from fedloom.sims.operations.simulate import resume, simulate_once
+from fedloom.sims.operations.simulate import absolute_paths, resume
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.operations.verify import verify_certificate
 from fedloom.sims.report.report import write_report
@@ -117,7 +118,8 @@ def test_an_older_run_of_the_same_configuration_is_not_run_again(left: Path):
     config = read_config(left)
     resume(left)
     before = contents(left)
-    assert simulate_once(config)["status"] == "finished"
+    assert holds(left, absolute_paths(with_default_objective(config)))
+    assert resume(left)["status"] == "finished"
     assert contents(left) == before
 
 
