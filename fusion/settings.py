@@ -81,6 +81,8 @@ class FusionSettings:
         if self.distil_from == "into" and not (self.distillation and self.width == 1.0):
             got = f"got 'into' with distillation {self.distillation} and width {self.width:g}"
             raise UserError(f"fusion distil_from: {got}, takes 'into' with a distillation above 0 and width 1")
+        if self.distil_from == "into" and self.refit in ("regression", "plans"):
+            raise UserError(f"fusion refit: got '{self.refit}', has no effect with distil_from 'into'; leave one out")
         if not 0.0 < self.width < float("inf") or (self.width != 1.0 and self.refit != "selection"):
             raise UserError(f"fusion width: got {self.width:g} with refit '{self.refit}', takes a number above 0 with refit "
                             "'selection', else 1")  # fmt: skip

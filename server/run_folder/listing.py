@@ -71,6 +71,8 @@ def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
 
     `to`: what will be done, for the message. `alone`: a configuration alone is enough.
     """
+    if fault := config_fault(path):
+        raise UserError(fault)
     if not (tree := _tree(path)):
         raise UserError(f"{path} is not a run of fedloom (by its {CONFIG}); it will not be {to}")
     if strange := strange_in(path, tree):

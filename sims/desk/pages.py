@@ -26,7 +26,7 @@ streams: set[int] = set()  # the pages that follow a run now
 @router.get("/")
 def runs(request: Request, at: At, by: By) -> HTMLResponse:
     """List all runs."""
-    return page(request, "runs.html", runs=at.runs.all())
+    return page(request, "runs.html", runs=at.runs.all(), damaged=at.runs.damaged())
 
 
 @router.get("/runs/{run}")

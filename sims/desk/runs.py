@@ -12,7 +12,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.ledger.database import LEDGER
 from fedloom.server.run_folder.layout import CONFIG, METRICS, SEAL, SUMMARY
-from fedloom.server.run_folder.listing import RUNNING, busy, is_run, runs_in
+from fedloom.server.run_folder.listing import RUNNING, busy, damaged_in, is_run, runs_in
 from fedloom.sims.operations.run_list import row_of
 
 T = TypeVar("T")
@@ -99,17 +99,13 @@ class Runs:
     """Read access to the runs in and below a folder."""
 
     root: Path
-    _listed: tuple[float, dict[str, Path]] = (0.0, {})
+    _listed: tuple[float, dict[str, Path], list[str]] = (0.0, {}, [])
     _cache: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def paths(self) -> dict[str, Path]:
         """Return the folder of each run, by its id."""
-        with self._lock:
-            if time.monotonic() - self._listed[0] > LISTED_SECONDS or not self._listed[1]:
-                found = {id_of(self.root, path): path for path in runs_in(self.root)}
-                self._listed = time.monotonic(), found
-            return self._listed[1]
+        return self._list()[0]
 
     def path(self, id: str) -> Path:
         """Return the folder of a listed run. Raises MissingError for others: an id is never used as a path."""
@@ -121,6 +117,10 @@ class Runs:
     def all(self) -> list[Run]:
         """Return all runs that can be read, by id."""
         return [run for id in self.paths() if (run := self._readable(id))]
+
+    def damaged(self) -> list[str]:
+        """Return a line for each run whose config.yaml cannot be read. Such runs are not in the list."""
+        return self._list()[1]
 
     def get(self, id: str) -> Run:
         """Return one run. Raises UserError if it does not exist or cannot be read."""
@@ -147,6 +147,14 @@ class Runs:
         for name in {str(self.root.resolve()), str(self.root)} - {"."}:
             text = text.replace(f"{name}/", "")
         return text
+
+    def _list(self) -> tuple[dict[str, Path], list[str]]:
+        with self._lock:
+            if time.monotonic() - self._listed[0] > LISTED_SECONDS or not self._listed[1]:
+                found = {id_of(self.root, path): path for path in runs_in(self.root)}
+                faults = [self.without_root(fault) for _, fault in damaged_in(self.root)]
+                self._listed = time.monotonic(), found, faults
+            return self._listed[1:]
 
     def _readable(self, id: str) -> Run | None:
         try:

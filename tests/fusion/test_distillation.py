@@ -232,5 +232,7 @@ def test_only_classifiers_of_images_are_distilled():
     for options in ({}, {"distillation": 5, "width": 1.5}):
         with pytest.raises(UserError, match="fusion distil_from: got 'into' with distillation"):
             FusionSettings(distil_from="into", **options)
+    with pytest.raises(UserError, match="fusion refit: got 'plans', has no effect with distil_from 'into'; leave one out"):
+        FusionSettings(distillation=5, distil_from="into", refit="plans")
     with pytest.raises(UserError, match="fusion distil_from: got 'b', takes one of: fused, into"):
         FusionSettings(distillation=5, distil_from="b")

@@ -88,6 +88,12 @@ def test_a_damaged_baseline_is_named(run: Path, bad: Path):
     assert found.notes == (f"{file}: is empty; restore it from a backup, or delete this folder; left out",)
 
 
+def test_a_run_with_a_damaged_configuration_is_not_removed(fedloom: Command, bad: Path):
+    (bad / CONFIG).write_text("[1]")
+    refused(fedloom("rm", bad, "--yes"), f"{bad / CONFIG}: is not a configuration; restore it")
+    assert bad.is_dir()
+
+
 def test_folders_of_other_programs_are_not_damaged_runs(run: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()

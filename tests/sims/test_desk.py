@@ -210,6 +210,15 @@ def test_a_damaged_run_does_not_hide_the_others(folder: Folder):
         assert client.get(f"/runs/broken{page}").status_code in (200, 404, 409), page
 
 
+def test_a_run_with_a_damaged_configuration_is_named(folder: Folder):
+    (folder.root / "broken").mkdir()
+    (folder.root / "broken" / "ledger.sqlite").write_bytes(b"")
+    (folder.root / "broken" / "config.yaml").write_text("name: [")
+    page = browser(folder, "viewer").get("/").text
+    assert "digits" in page and "broken/config.yaml: is not valid YAML (line 1)" in page
+    assert str(folder.root) not in page
+
+
 @pytest.mark.parametrize(("words", "reason"), [
     (["--host", "0.0.0.0"], "--cert and --key"), (["--host", "example.org"], "--cert and --key"),
     (["--cert", "x.pem"], "name both"), (["--cert", "x.pem", "--key", "y.pem"], "cannot be used"),
