@@ -1,5 +1,6 @@
 """Detection of changed files. A process's caches of a domain are valid only while its files are unchanged."""
 
+import functools
 import hashlib
 import os
 from collections import OrderedDict
@@ -9,6 +10,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
+
+from fedloom.conf.schema import Config
 
 MOST_MOMENTS = 8
 
@@ -125,3 +128,21 @@ def _entries(path: Path, name: str, above: frozenset[tuple[int, int]]) -> Iterat
             yield from _entries(Path(entry.path), f"{name}/{entry.name}", above | {identity})
         else:
             yield f"{name}/{entry.name}", entry
+
+
+def while_same(state: Callable[[Config], object]) -> Callable[[Callable[[Config], T]], Callable[[Config], T]]:
+    """Return a decorator that caches function(config) while state(config), a digest of files, is unchanged."""
+
+    def decorated(function: Callable[[Config], T]) -> Callable[[Config], T]:
+        key = f"_{function.__module__}.{function.__qualname__}"
+
+        @functools.wraps(function)
+        def remembered(config: Config) -> T:
+            cache, now = vars(config), state(config)
+            if key not in cache or cache[key][0] != now:
+                cache[key] = now, function(config)
+            return cache[key][1]
+
+        return remembered
+
+    return decorated

@@ -15,10 +15,9 @@ from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.found import short
-from fedloom.clients.data.listing import held, once
+from fedloom.clients.data.listing import held, once, while_same
 from fedloom.clients.data.own import Own, check_files, left_out, notes
 from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
-from fedloom.clients.data.remembered import while_same
 from fedloom.clients.data.schema import CLASS, WORD
 from fedloom.clients.data.sources import Labels, Positions
 from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split, strata

@@ -6,9 +6,8 @@ from itertools import accumulate, combinations
 
 from fedloom.clients.data.domains import DOMAINS, find
 from fedloom.clients.data.found import short
-from fedloom.clients.data.listing import held
+from fedloom.clients.data.listing import held, while_same
 from fedloom.clients.data.own import state_of
-from fedloom.clients.data.remembered import while_same
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site, SiteConfig

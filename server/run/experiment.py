@@ -10,119 +10,32 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fedloom.clients.data import remarks, site_sizes
-from fedloom.clients.data.listing import held
+from fedloom.clients.data import remarks
 from fedloom.clients.data.own import digests, encoding_of
-from fedloom.clients.evaluation.metrics import metrics_of
-from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
-from fedloom.clients.networks.architecture import check_own_networks
-from fedloom.clients.networks.base import SelfStarting
-from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
-from fedloom.clients.objectives import Experiment, objective_of, resolve
+from fedloom.clients.objectives import objective_of
 from fedloom.clients.protocol.packing import NONE
-from fedloom.clients.training.checks import check_sizes, check_training, check_weights, start_notes
+from fedloom.clients.training.checks import start_notes
 from fedloom.clients.training.torch_setup import ordinary
-from fedloom.conf.errors import FailedError, UserError, plain
-from fedloom.conf.machine import uncollected
-from fedloom.conf.metrics import TARGETS
-from fedloom.conf.schema import Config, StoppingConfig
-from fedloom.conf.sites import BEST
-from fedloom.fusion.exact import ExactSumError, check_range
-from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data, site_rows
+from fedloom.conf.errors import FailedError, plain
+from fedloom.conf.machine import forget_peak, peak_memory
+from fedloom.conf.schema import Config
+from fedloom.server.evaluation.evaluator import Evaluator, has_data, site_rows
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.blobs import file_digest
 from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.feature_statistics import check as check_standardise
 from fedloom.server.rounds.listener import Listener, Listeners
-from fedloom.server.rounds.privacy import check_hidden, hidden
-from fedloom.server.rounds.schedules import check_asked
+from fedloom.server.rounds.privacy import hidden
 from fedloom.server.rounds.transport import MOST_REASON
+from fedloom.server.run.checks import check, with_mode
 from fedloom.server.run.final_evaluation import OWN, counted
-from fedloom.server.run.resource_usage import Spent
+from fedloom.server.run.measurement import measure
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import SUMMARY, RunFolder, read_config, refuse_existing
 from fedloom.server.run_folder.layout import FINISHED
 from fedloom.server.run_folder.scores import SCORES
-from fedloom.server.strategies import STRATEGIES, slots_of
-from fedloom.server.strategies.base import check_named
 from fedloom.server.unlearning.client_erasure import outstanding
-
-
-@held()
-@uncollected()
-def check(config: Config) -> None:
-    """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
-    _check_method(config)
-    check_own_networks(config)
-    check_hidden(config)
-    if has_data(config):
-        site_sizes(config)
-    experiment = resolve(config)
-    _check_task(experiment)
-    for mode in config.baselines:
-        objective_of(with_mode(config, mode))
-    architectures = experiment.architectures
-    for architecture in architectures:
-        _check_start(architecture, config.federation.scale_bits)
-    check_standardise(experiment)
-    check_training(experiment, architectures)
-    if has_data(config):
-        check_sizes(experiment)
-    if config.network:
-        NETWORKS.build(architecture_of(config).options, "network")  # checked even if no site has it
-    check_weights(experiment)
-    STRATEGIES.build(config.strategy, "strategy").check(experiment)
-    slots_of(experiment)
-    if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
-        raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation examples; set data.validation above 0")
-    if config.evaluation.statistics == BATCH and config.evaluation.batch < MIN_BATCH:
-        raise UserError(
-            f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
-        )
-    if config.stopping != StoppingConfig() or config.evaluation.keep == BEST:
-        from fedloom.server.run.stopping import check_stopping  # imported only where it is used
-
-        check_stopping(experiment)
-    metrics_of(config)
-    check_asked(config)
-
-
-def _check_task(experiment: Experiment) -> None:
-    """Raise UserError if the method or the loss does not take the targets of the data."""
-    if experiment.task not in (fitting := experiment.objective.targets):
-        name, takes = experiment.config.objective.get("name"), " or ".join(TARGETS[task] for task in fitting)
-        raise UserError(f"objective.name: '{name}' takes {takes}, but the targets here are {TARGETS[experiment.task]}; "
-                        "choose another method, such as fedavg or sum_aggregation")  # fmt: skip
-    _ = experiment.loss
-
-
-def _check_start(architecture: Architecture, bits: int) -> None:
-    """Raise UserError if a user's network starts with values that the exact sums cannot hold."""
-    network = architecture.build()
-    if isinstance(network, SelfStarting):
-        try:
-            check_range(network.state_dict(), bits)
-        except ExactSumError as error:
-            fault = f"network: '{architecture.options['name']}': {error}, so it cannot be summed"
-            raise UserError(f"{fault}; register it with persistent=False if it is constant, or scale it") from None
-
-
-def _check_method(config: Config) -> None:
-    """Raise UserError for unknown names, and for partial sums without workers that can add them up."""
-    check_named(config)
-    if config.federation.partial_sums and config.engine.name == "flower":
-        raise UserError("federation.partial_sums: needs the run's own workers (engine.name=ray); leave it off")
-    if config.federation.node_store and not (config.federation.partial_sums and config.engine.name == "ray"):
-        raise UserError("federation.node_store: nodes store what their workers add up; set federation.partial_sums=true "
-                        "and engine.name=ray")  # fmt: skip
-
-
-def with_mode(config: Config, mode: str) -> Config:
-    """Return the configuration of a baseline: the same experiment with objective.mode=`mode`."""
-    own = {"initialisation": "own"} if mode == "independent" else {}
-    return dataclasses.replace(config, objective={**config.objective, "mode": mode, **own}, baselines=[])
 
 
 def run_experiment(grid: Grid, config: Config, listener: Listener, began: float | None = None) -> dict[str, Any]:
@@ -213,7 +126,7 @@ def _measured(config: Config, method: TrainingRun, listener: Listener) -> dict[s
     """Measure all networks on test examples, and check the sums. Return entries for the summary."""
     listener.note("measuring on test examples")
     began = time.monotonic()
-    found = method.measure()
+    found = measure(method)
     if has_data(config):
         found["classes"] = counted(config, method.state.members())
     done = "networks measured and sums checked" if found["checks"] else "networks measured"
@@ -271,7 +184,7 @@ def _run_baseline(
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
         method.train(channel, listener)
-        results = method.measure()
+        results = measure(method)
         check_sums(method.folder.path, results)
         per_site = results["per_site"].items()
         results["per_site"] = {f"{mode}: {role}" if role == OWN else mode: scores for role, scores in per_site}
@@ -314,3 +227,30 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
         **({"privacy": ways} if (ways := hidden(config)) else {}),
         **({"packed": config.federation.packed} if config.federation.packed != NONE else {}),
     }
+
+
+class Spent(Listener):
+    """Counts the resources of a session since `began` (time.monotonic), and adds those of an earlier summary."""
+
+    def __init__(self, began: float, before: Mapping[str, Any]) -> None:
+        resources = before.get("resources")
+        self.began, self._before = began, resources if isinstance(resources, Mapping) else {}
+        self._begun = False
+        forget_peak()  # the peak of an earlier run in this process
+        self._seconds, self._start_up = _number(before.get("seconds")), _number(self._before.get("start_up"))
+
+    def started(self, run: str, sites: int, rounds: int, note: str) -> None:
+        """Count the time until the rounds begin as the start-up."""
+        if not self._begun:
+            self._begun, self._start_up = True, self._start_up + time.monotonic() - self.began
+
+    def entries(self) -> dict[str, Any]:
+        """Return the entries for the summary: seconds, start-up seconds, and peak memory in bytes."""
+        peak = max(peak_memory(), int(_number(self._before.get("peak_memory"))))
+        seconds = self._seconds + time.monotonic() - self.began
+        return {"seconds": seconds, "resources": {"start_up": self._start_up, "peak_memory": peak}}
+
+
+def _number(value: Any) -> float:
+    """Return the number, or zero if an edited summary has something else."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0

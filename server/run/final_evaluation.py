@@ -60,7 +60,7 @@ class Measured:
     """Measures a method's networks one by one, and writes each into the run's folder.
 
     If sites measure, one question has several networks. `scores`: returns models' scores at their users
-    (TrainingRun.scores). `sites`: the sites that are evaluated one by one.
+    (measurement.scores). `sites`: the sites that are evaluated one by one.
     """
 
     def __init__(self, state: ServerState, folder: RunFolder, evaluator: Evaluator, scores: Scoring) -> None:

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
-from fedloom.clients.data import class_names, variant
 from fedloom.clients.data.listing import held
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment, resolve
 from fedloom.conf import to_json
-from fedloom.conf.metrics import CLASS
 from fedloom.conf.schema import Config
-from fedloom.conf.sites import BEST, PERSONAL, Site
-from fedloom.server.evaluation.evaluator import Evaluator, has_data
-from fedloom.server.evaluation.per_client_metrics import at_sites, costs, different_networks
+from fedloom.conf.sites import BEST, Site
+from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.ledger.database import LEDGER, begun
@@ -31,7 +28,7 @@ from fedloom.server.rounds.loop import RoundLoop, recalibration_round
 from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.final_evaluation import Measured, NetworkScores, check_models, common_names
+from fedloom.server.run.final_evaluation import check_models
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.run_folder.results_schema import LOSS, VALIDATION
@@ -68,9 +65,9 @@ class TrainingRun:
     experiment: Experiment = field(init=False)
     state: ServerState = field(init=False)
     course: "Course | None" = None
-    loop: RoundLoop | None = None  # from `begin` on
-    erasure: Erasure | None = None  # in a real federation: asks nodes to delete their stores
-    request_id: str = ""  # the request whose outcome the caller reports
+    loop: RoundLoop | None = None
+    erasure: Erasure | None = None
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         self.folder.check(self.ledger.run().config)
@@ -277,74 +274,6 @@ class TrainingRun:
                 if gone & record.get(key, {}).keys():
                     del record[key]
         self.folder.write_metrics(records.values())
-
-    def scores(self, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:
-        """Return each model's metrics by domain, and its scores on its users' test examples. None: sites' own networks.
-
-        The result is empty if no connected site can measure it.
-        """
-        if self.config.evaluation.where == "server" and None not in models:
-            return [NetworkScores(self.evaluator.table(model, "test"), self.evaluator.at_sites(model, sites))
-                    for model, sites in zip(models, users, strict=True) if model is not None]  # fmt: skip
-        if self.loop is None:
-            return [NetworkScores({}, {}) for _ in models]
-        measuring, by_model = self.loop.sites, self.loop.sites.scores(models, "test")
-        of_users = [{site.name: scores[site.name] for site in sites if site.name in scores}
-                    for scores, sites in zip(by_model, users, strict=True)]  # fmt: skip
-        return [NetworkScores(measuring.table(scores), own) for scores, own in zip(by_model, of_users, strict=True)]
-
-    @held()
-    def measure(self) -> dict[str, Any]:
-        """Measure and write all the method's networks, and the aggregate without each site; return entries for the summary.
-
-        Every contribution is read once, and checked against the sums.
-        """
-        state, measured = self.state, Measured(self.state, self.folder, self.evaluator, self.scores)
-        members = {site.name for site in state.members()}
-        self.folder.write_standardisation(state.features.records())
-        for name in measured.models:
-            if name not in members:
-                measured.network(name)
-        if best := self.folder.best():
-            measured.measure(None, BEST, Model(state.aggregate().architecture, self.folder.best_state()))
-        checks, again = state.checks(measured.site)
-        backwards: dict[str, dict[str, float]] = {}
-        if again is not None and measured.aggregate:
-            measured.measure(backwards, "", state.aggregate(again))
-        if not measured.models or state.strategy.personal:
-            measured.measure(None, PERSONAL, None, measured.sites)
-        measured.measure_queued()
-        return {
-            "aggregate": measured.aggregate,
-            **measured.entries(),
-            **({BEST: best} if best else {}),
-            "reversed": backwards.get("", {}),
-            "forgotten": measured.forgotten,
-            "per_site": measured.per_site(),
-            "digest": state.digest(),
-            "checks": checks,
-            "traces": {trace.location: trace.reason for trace in state.residue()},
-            **self._of_different_networks(),
-            **state.strategy.summary_entries(state.view()),
-            **measured.facts,
-            **({"class_names": names} if (names := self._class_names()) else {}),
-        }
-
-    def _class_names(self) -> dict[str, str]:
-        """Return the members' class names by number. Sites with their own data report them when they enrol."""
-        members = self.state.members()
-        if has_data(self.config):
-            return common_names(self.config, map(class_names, {variant(site.spec): site.spec for site in members}.values()))
-        return common_names(self.config, self.loop.transport.participants.enrolled_names(members) if self.loop else ())
-
-    def _of_different_networks(self) -> dict[str, Any]:
-        """Return accuracies at the sites and costs, if sites have different architectures and the server has the images."""
-        sites = self.state.members()
-        classes = self.evaluator.metrics.kind == CLASS
-        if self.config.evaluation.where != "server" or not different_networks(self.config, sites) or not classes:
-            return {}
-        models, name = self.state.models(), self.experiment.objective.mode
-        return {"at_sites": {name: at_sites(self.evaluator, sites, models)}, "costs": costs(self.evaluator, sites, models)}
 
 
 def one_round(loop: RoundLoop, number: int, restoration: Restoration | None = None) -> dict[str, Any]:

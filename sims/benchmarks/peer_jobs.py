@@ -8,11 +8,7 @@ of each.
 
 import json
 import multiprocessing
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +23,6 @@ from torch import Tensor, nn
 HERE = "fedloom.sims.benchmarks.peer_jobs"
 SITES, ASKED, IMAGES, BATCH, RATE = 100, 20, 60, 32, 0.05
 WORKERS = 2
-LIMIT = 1200  # seconds of a peer's process
 SUMS = ("engine.name=ray", f"engine.workers={WORKERS}", "federation.partial_sums=true")
 UNSTORED = "strategy.forgettable=false"
 
@@ -309,39 +304,6 @@ PEERS = {
     "Fedloom, inline, not forgettable": inline_unstored, "Fedloom, Ray, partial sums, not forgettable": ray_unstored,
     "Flower": flower, "pfl-research, one process": pfl, "pfl-research, two processes": pfl,
 }  # fmt: skip
-TORCHRUN = "pfl-research, two processes"
-NEEDS = {"pfl-research, one process": "pfl", TORCHRUN: "pfl"}  # the package
-
-
-def measure(peer: str, size: str, rounds: int, python: str = "") -> list[float]:
-    """Run a peer's job in a new process, and return the seconds of each round but the first three.
-
-    `size`: a key of SIZES. `python`: the Python of an environment with the peer's package; "": this one.
-
-    Raises:
-        RuntimeError: The process failed; the message is its last line. Or it took more than LIMIT seconds.
-    """
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORKERS}"] if peer == TORCHRUN else []
-    command = [python or sys.executable, "-P", *several, __file__, peer, size, str(rounds)]
-    with (
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as errors,
-    ):  # pipes stay open in processes left over
-        done = subprocess.Popen(
-            command, stdout=out, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
-        )
-        try:
-            done.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(done.pid, signal.SIGKILL)
-            done.wait()
-            raise RuntimeError(f"not finished in {LIMIT} s") from None
-        out.seek(0)
-        errors.seek(0)
-        lines, said = [line for line in out if line.startswith("[")], errors.read().strip()
-    if done.returncode or not lines:
-        raise RuntimeError((said or "no message").splitlines()[-1])
-    return json.loads(lines[-1])[3:]
 
 
 if __name__ == "__main__":

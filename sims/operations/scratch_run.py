@@ -16,7 +16,8 @@ from fedloom.server.rounds.listener import Listener, LogListener
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
-from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.checks import check
+from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.sims.engines import open_engine

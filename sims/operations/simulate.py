@@ -22,7 +22,8 @@ from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
-from fedloom.server.run.experiment import carry_out, check, finished
+from fedloom.server.run.checks import check
+from fedloom.server.run.experiment import carry_out, finished
 from fedloom.server.run_folder.folder import read_config, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
 from fedloom.server.run_folder.scores import rounds_of

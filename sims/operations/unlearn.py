@@ -19,6 +19,7 @@ from fedloom.server.ledger.database import BusyError
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
 from fedloom.server.run.experiment import BY_METHOD, check_sums, head
+from fedloom.server.run.measurement import measure
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.results_schema import sound_summary
@@ -261,7 +262,7 @@ def _measure_again(method: TrainingRun, listener: Listener) -> None:
         old["classes"] = {site: numbers for site, numbers in counts.items() if site in members}
     listener.note("measuring on the test examples")
     with _measuring(method, listener):
-        summary = {**old, **head(method.config, method.ledger), **method.measure()}
+        summary = {**old, **head(method.config, method.ledger), **measure(method)}
     try:
         check_sums(method.folder.path, summary)
     except FailedError:

@@ -23,7 +23,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.conf.schema import TrainingConfig
 from fedloom.fusion.state import State, digest
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from fedloom.clients.networks import (
 from fedloom.clients.networks.initial import initial_state
 from fedloom.conf import Config, UserError, load
 from fedloom.conf.randomness import torch_generator
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 
 MODULE = '''
 from dataclasses import dataclass

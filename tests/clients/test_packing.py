@@ -16,7 +16,7 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import UserError
 from fedloom.fusion.exact import quantise
 from fedloom.fusion.state import digest
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import WatchedApp, close_all, contribution, set_up, small, sum_of_contributions
 

@@ -25,7 +25,7 @@ from fedloom.fusion.state import digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import AWAY, Problem, check
 from fedloom.server.rounds.listener import LogListener
-from fedloom.server.run.experiment import check as check_config
+from fedloom.server.run.checks import check as check_config
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import open_engine
 from fedloom.sims.engines.node_store import NodeStore

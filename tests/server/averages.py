@@ -5,7 +5,7 @@ from pathlib import Path
 from fedloom.conf import load
 from fedloom.conf.schema import Config
 from fedloom.fusion.state import State, digest
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.defaults import with_default_objective
 from tests.server.parts import Run, set_up
 

@@ -14,7 +14,7 @@ from fedloom.fusion.arithmetic import to_state
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.audit import check as audit
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.sims.benchmarks.soak_replies import changed, entry
 from fedloom.sims.engines.inline import InlineGrid
 from tests.server.arithmetics import (

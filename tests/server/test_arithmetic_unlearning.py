@@ -11,6 +11,7 @@ from fedloom.conf import Config
 from fedloom.fusion.arithmetic import is_statistic
 from fedloom.fusion.state import State, digest
 from fedloom.server.ledger.audit import check
+from fedloom.server.run.measurement import measure
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import receive
 from tests.server.arithmetics import (
@@ -164,7 +165,7 @@ def test_the_summary_of_a_run_that_goes_on_leaves_the_forgotten_site_out(finishe
     config = copied(finished.config, tmp_path)
     forget(config, ["two"])
     with method_of(config) as method:
-        found = method.measure()
+        found = measure(method)
     assert list(found["accuracy"]) == ["composed", "half", "sum", "fused", "one", "three"]
     assert found["coefficients"] == {"one": 0.4, "three": 0.4}
     assert found["forgotten"].keys() == {"one", "three"}

@@ -22,7 +22,8 @@ from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check as audit
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.checks import check
+from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.strategies.architectures import group_by_site, groups_of
 from fedloom.server.strategies.base import strategy_of

@@ -8,7 +8,7 @@ import torch
 from fedloom.clients.protocol.messages import ROUND, SITE
 from fedloom.clients.protocol.reply_checks import Bounds
 from fedloom.conf import UserError
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.sims.benchmarks.soak_replies import LAYER, changed, entry
 from tests.server.parts import WatchedApp, set_up, small, sum_of_contributions
 

@@ -15,7 +15,7 @@ from fedloom.fusion.arithmetic import Alpha
 from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.arithmetic import start_of
 from fedloom.server.strategies.coefficients import Search, worth
 from tests.server.arithmetics import (

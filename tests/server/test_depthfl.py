@@ -15,7 +15,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.in_parts import REFERENCE
 from tests.server.arithmetics import one_core, same
 from tests.server.runs import copied, method_of

@@ -13,7 +13,7 @@ from fedloom.clients.storage.states import read_state
 from fedloom.conf import Config, UserError
 from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check
-from fedloom.server.run.experiment import check as refuse
+from fedloom.server.run.checks import check as refuse
 from fedloom.server.strategies import strategy_of
 from fedloom.server.strategies.fedbuff import Arrivals
 from fedloom.server.unlearning.requests import receive

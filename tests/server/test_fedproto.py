@@ -19,7 +19,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.fedproto import FedProto
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server.arithmetics import one_core, same

@@ -23,7 +23,8 @@ from fedloom.conf.schema import Config
 from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.schedules import Sampling
-from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.checks import check
+from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.averaging import NETWORKS
 from fedloom.server.strategies.defaults import with_default_objective

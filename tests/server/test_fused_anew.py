@@ -13,7 +13,8 @@ from fedloom.conf import Config, load
 from fedloom.conf.errors import UserError
 from fedloom.fusion import steps
 from fedloom.fusion.pipeline import fuse
-from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.checks import check
+from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of
 from fedloom.server.strategies.base import strategy_of

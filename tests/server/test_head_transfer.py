@@ -20,7 +20,7 @@ from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.exact import ExactSum, quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check as audit
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.base import strategy_of
 from fedloom.server.strategies.components.classes import SiteClasses, decoded, encoded
 from fedloom.server.strategies.components.head_transfer import HeadTransfer, check_common

@@ -165,7 +165,7 @@ def test_a_strategy_whose_name_is_no_text_is_told(given: str):
 
 
 def test_robust_aggregation_that_could_not_be_subtracted_is_refused(tmp_path: Path):
-    from fedloom.server.run.experiment import check
+    from fedloom.server.run.checks import check
 
     for words in (["strategy={name: trimmed_mean}"], ["strategy.weighting=median"]):
         with pytest.raises(UserError, match=r"is not a sum, so no site could be subtracted.*federation\.largest_weight"):

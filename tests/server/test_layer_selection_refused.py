@@ -12,7 +12,7 @@ from fedloom.clients.objectives import resolve
 from fedloom.clients.objectives.layer_selection.session import CHOSEN, COUNTS, MASS, SELECTION
 from fedloom.clients.protocol.messages import RIGHT, SITE, TOTAL, TRAIN, read_order
 from fedloom.conf.errors import UserError
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.base import strategy_of
 from fedloom.sims.benchmarks.soak_replies import changed, entry, metrics
 from tests.server.arithmetics import one_core

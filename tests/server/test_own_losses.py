@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.clients.training.loss import CrossEntropy
 from fedloom.conf import UserError
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.sims.api import config_of
 from tests.sims.other_data import cancer, diabetes, labels, next_tokens, sequences
 

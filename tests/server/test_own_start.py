@@ -20,7 +20,8 @@ from fedloom.fusion.discriminant import discriminant, scaled
 from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.settings import FusionSettings
 from fedloom.fusion.state import digest
-from fedloom.server.run.experiment import check, run_experiment
+from fedloom.server.run.checks import check
+from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run.training_run import one_round
 from fedloom.server.strategies.architectures import groups_of, reference_of
 from fedloom.server.strategies.base import strategy_of as any_strategy_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedloom.clients.objectives import resolve
 from fedloom.conf.errors import UserError
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.server.strategies.by_architecture import averaged
 from fedloom.server.strategies.fedrolex import FedRolex
 from fedloom.server.strategies.in_parts import REFERENCE

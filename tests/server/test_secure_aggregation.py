@@ -23,7 +23,7 @@ from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import digest
 from fedloom.server.ledger.audit import check
 from fedloom.server.rounds.privacy import check_hidden
-from fedloom.server.run.experiment import check as check_start
+from fedloom.server.run.checks import check as check_start
 from fedloom.server.strategies import slots_of, strategy_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.fulfilment import Unlearning

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from fedloom.server.run.resource_usage import Spent
+from fedloom.server.run.experiment import Spent
 
 
 def test_a_session_counts_from_its_command_on_and_tells_what_was_start_up():

@@ -36,7 +36,7 @@ from fedloom.fusion.state import digest
 from fedloom.fusion.wide import mean_and_deviation, wide_sums
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger.audit import check
-from fedloom.server.run.experiment import check as check_config
+from fedloom.server.run.checks import check as check_config
 from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES

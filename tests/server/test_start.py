@@ -16,7 +16,7 @@ from fedloom.clients.objectives import resolve
 from fedloom.clients.storage.states import read_state, write_state
 from fedloom.conf import Config, UserError
 from fedloom.fusion.state import State
-from fedloom.server.run.experiment import check as refuse
+from fedloom.server.run.checks import check as refuse
 from fedloom.sims.operations.options import table
 from fedloom.sims.operations.simulate import absolute_paths, simulate
 from tests.server.parts import Recorder, folder

@@ -12,7 +12,7 @@ from fedloom import run as run_it
 from fedloom.clients.storage.states import read_metadata, read_state
 from fedloom.conf import Config, UserError
 from fedloom.server.ledger.audit import check
-from fedloom.server.run.experiment import check as refuse
+from fedloom.server.run.checks import check as refuse
 from fedloom.server.run_folder.folder import SUMMARY
 from fedloom.sims.operations.run_list import rows_of, table
 from tests.server import kills

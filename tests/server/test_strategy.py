@@ -16,7 +16,7 @@ from fedloom.conf import UserError
 from fedloom.fusion.exact import dequantise, quantise
 from fedloom.fusion.state import digest
 from fedloom.server.ledger import LedgerError
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.sims.benchmarks.soak_replies import changed, entry
 from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import (

@@ -9,7 +9,7 @@ import torch
 from fedloom.clients.data import Examples
 from fedloom.clients.networks import Model
 from fedloom.conf import UserError
-from fedloom.server.run.experiment import check
+from fedloom.server.run.checks import check
 from fedloom.sims.benchmarks import attacks
 from fedloom.sims.benchmarks.attack_sites import PATCH, TARGET, flipped, planted, triggered
 from fedloom.sims.benchmarks.attacks import (

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fedloom.clients.data import site_sizes
 from fedloom.conf import UserError
-from fedloom.sims.benchmarks import engine_cases, engines, faults, peer_jobs, processes, soak_plan, unlearning
+from fedloom.sims.benchmarks import engine_cases, engines, faults, peer_jobs, peers, processes, soak_plan, unlearning
 from fedloom.sims.benchmarks.engine_cases import CASES, FLOWER, Case, Job, read_job
 from fedloom.sims.benchmarks.engine_measure import Row, measure
 from fedloom.sims.benchmarks.engines import BARS, bars_table, rows_table
@@ -253,15 +253,15 @@ def test_subtraction_and_commit_of_a_removal_are_parts_of_one_and_the_same(tmp_p
 
 
 def test_a_peer_runs_its_rounds_and_one_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch):
-    assert len(peer_jobs.measure("plain loop, one process", "small", 5)) == 2
-    monkeypatch.setattr(peer_jobs, "LIMIT", 1)
+    assert len(peers.measure("plain loop, one process", "small", 5)) == 2
+    monkeypatch.setattr(peers, "LIMIT", 1)
     with pytest.raises(RuntimeError, match="not finished in 1 s"):
-        peer_jobs.measure("plain loop, one process", "small", 10**6)
+        peers.measure("plain loop, one process", "small", 10**6)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("peer", [peer for peer in peer_jobs.PEERS if peer not in peer_jobs.NEEDS])
+@pytest.mark.parametrize("peer", [peer for peer in peer_jobs.PEERS if peer not in peers.NEEDS])
 @pytest.mark.parametrize("size", peer_jobs.SIZES)
 def test_each_peer_that_comes_with_the_project_runs(peer: str, size: str):
-    assert len(peer_jobs.measure(peer, size, 5)) == 2
+    assert len(peers.measure(peer, size, 5)) == 2
