@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import Json, RunPath, kinds, show_tables
+from fedloom.sims.cli.options import Json, RunPath, kinds, show_lines, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
@@ -30,10 +30,7 @@ def experiments() -> None:
     """List the shipped experiments."""
     from fedloom.conf.load import experiment_lines
 
-    lines = experiment_lines()
-    width = max(map(len, lines))
-    for name, line in lines.items():
-        typer.echo(f"{name:{width}} {line}")
+    show_lines(experiment_lines())
 
 
 @app.command()

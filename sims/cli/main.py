@@ -20,7 +20,7 @@ from fedloom.conf import UserError
 from fedloom.conf.errors import FailedError, of_files, plain, unknown
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
-from fedloom.sims.cli.options import Json, Quiet, show_tables
+from fedloom.sims.cli.options import Json, Quiet, show_modules, show_tables
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
@@ -117,13 +117,7 @@ def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> No
 
 @app.command()
 def reproduce(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="What to measure: aggregation, arithmetic, cla, components, different_depths, fusion, lasem, "
-            "skill_transfer, strategies, unlearning."
-        ),
-    ],
+    what: Annotated[str, typer.Argument(help="What to measure. Without it, all reproductions are listed.")] = "",
     overrides: Annotated[list[str] | None, typer.Argument(help="Changed keys of every run: engine.workers=2.")] = None,
     preset: Annotated[str, typer.Option(help="cpu: minutes on two cores. paper: the size of the paper, for a GPU.")] = "cpu",
     seeds: Annotated[int, typer.Option(help="Number of seeds for each method.", min=1)] = 5,
@@ -136,6 +130,9 @@ def reproduce(
     """Measure the tables of a paper, and compare them with the paper. Finished runs are not repeated."""
     from fedloom.sims.experiments import MODULES
 
+    if not what:
+        show_modules(MODULES)
+        return
     if check:
         if overrides or table:
             raise UserError("--check: the published figures have their own options; leave out overrides and --table")
@@ -150,9 +147,7 @@ def reproduce(
 
 @app.command()
 def bench(
-    what: Annotated[
-        str, typer.Argument(help="A benchmark: engines, faults, flat-memory, fusion, grid, memory, unlearning, ...")
-    ],
+    what: Annotated[str, typer.Argument(help="A benchmark. Without it, all benchmarks are listed.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds (engines, faults, federation, peers).")] = False,
     large: Annotated[bool, typer.Option("--large", help="A network of 2.8 MB instead of 0.3 (peers only).")] = False,
     out: Annotated[Path, typer.Option(help="Folder for results (engines only).")] = Path("runs/bench"),
@@ -161,6 +156,9 @@ def bench(
     """Measure time or memory on this machine."""
     from fedloom.sims.benchmarks import MODULES
 
+    if not what:
+        show_modules(MODULES)
+        return
     measure = _named("benchmark", what, MODULES, "bench")
     options = {"quick": quick, "large": large, "out": out}
     tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})

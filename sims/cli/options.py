@@ -1,12 +1,16 @@
 """Options that several commands share."""
 
+import ast
+import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 import typer
+from click.core import ParameterSource
 from typer.core import TyperArgument
 
 from fedloom.conf.errors import UserError
@@ -47,6 +51,34 @@ def show_tables(*tables: Table, notes: Sequence[str] = (), err: bool = False) ->
         typer.echo("\n".join(table.plain() for table in tables), err=err)
     for note in notes:
         typer.echo(f"note: {clean(note)}", err=err)
+
+
+def show_lines(lines: Mapping[str, str]) -> None:
+    """Print names, each with its line, in two columns."""
+    width = max(map(len, lines))
+    for name, line in lines.items():
+        typer.echo(f"{name:{width}} {line}")
+
+
+def show_modules(modules: Mapping[str, str]) -> None:
+    """Print the names that a command takes, with their meanings. Raises UserError if the command has an option."""
+    context = click.get_current_context()
+    named = [each for each in context.command.params
+             if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE]  # fmt: skip
+    if named:
+        command = f"fedloom {context.info_name}"
+        raise UserError(f"{named[0].opts[0]}: needs a name after '{command}'; '{command}' lists the names")
+    show_lines(first_lines(modules))
+
+
+def first_lines(modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the first line of each module's docstring, by name, without importing the modules, which takes seconds."""
+    lines = {}
+    for name, module in modules.items():
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin if spec and spec.origin else os.devnull).read_text(encoding="utf-8")
+        lines[name] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rpartition("`: ")[2]
+    return lines
 
 
 def confirmed(question: str, agreed: object, command: str, otherwise: str) -> bool:

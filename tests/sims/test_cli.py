@@ -13,6 +13,7 @@ import pytest
 
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
+from fedloom.sims import benchmarks, experiments
 from tests.sims.commands import FEDLOOM, Command, refused
 
 SMALL = ["rounds=2", "sites.0.samples=100", "sites.1.samples=100", "data.size=8", "engine.name=inline", "baselines=[fedavg]"]
@@ -129,6 +130,17 @@ def test_the_command_line_is_there_at_once():
     code = f"{done}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("command", "modules", "option"), [
+    ("bench", benchmarks.MODULES, ["--json"]), ("reproduce", experiments.MODULES, ["--seeds", "3"])])  # fmt: skip
+def test_a_command_without_a_name_lists_the_names(
+    fedloom: Command, command: str, modules: dict[str, str], option: list[str]
+):
+    lines = fedloom(command).out.splitlines()
+    assert [line.split()[0] for line in lines] == list(modules)
+    assert all(len(line.split()) > 5 and line.endswith(".") for line in lines)
+    refused(fedloom(command, *option), f"{option[0]}: needs a name after 'fedloom {command}'")
 
 
 def test_bad_input_of_a_real_process(tmp_path: Path):
