@@ -165,6 +165,8 @@ class _Relation:
 
         Either the groups of both become one, or they stop moving.
         """
+        if not self._may_meet(other):
+            return False
         _, one, two = np.intersect1d(self.members, other.members, assume_unique=True, return_indices=True)
         pairs = np.unique(np.stack([self.groups[one], other.groups[two]]), axis=1)
         if not (pairs[0] != pairs[1]).any():
@@ -175,6 +177,12 @@ class _Relation:
             _stop(atoms, pairs.flatten())
         return True
 
+    def _may_meet(self, other: "_Relation") -> bool:
+        """Return whether the ranges of the sorted members overlap, which is cheaper to know than the common members."""
+        if not (len(self.members) and len(other.members)):
+            return False
+        return bool(self.members[0] <= other.members[-1] and other.members[0] <= self.members[-1])
+
 
 def _reconciled(atoms: Atoms, relations: list[_Relation]) -> bool:
     return any(one.reconciled(other, atoms) for index, one in enumerate(relations) for other in relations[:index])
@@ -182,13 +190,10 @@ def _reconciled(atoms: Atoms, relations: list[_Relation]) -> bool:
 
 def _of_several(relations: list[_Relation]) -> list[_Relation]:
     """Leave out relations with a single group that no other relation shares: they have no effect."""
-    effective = []
-    for each in relations:
-        groups = np.unique(each.groups)
-        shared = any(other is not each and np.isin(groups, other.groups).any() for other in relations)
-        if len(groups) > 1 or (len(groups) and shared):
-            effective.append(each)
-    return effective
+    groups = [np.unique(each.groups) for each in relations]
+    every, times = np.unique(np.concatenate([np.empty(0, np.int64), *groups]), return_counts=True)
+    shared = set(every[times > 1].tolist())
+    return [each for each, own in zip(relations, groups, strict=True) if len(own) > 1 or shared.intersection(own.tolist())]
 
 
 def _stop(atoms: Atoms, groups: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Restore networks whose forward sets attributes, after a trace or an observation."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 STRUCTURE = ("_parameters", "_buffers", "_modules")
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @contextmanager
@@ -43,22 +44,34 @@ def _own(module: nn.Module, structure: bool) -> tuple[Any, ...]:
 
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield, once each, the tensors and mutable containers in a value: lists, sets, dictionaries, and those of objects."""
-    if isinstance(value, Tensor | list | set | deque | dict):
-        container = value
-    elif isinstance(value, tuple):
-        container = None
-    elif isinstance(value, nn.Module | type | ModuleType | FunctionType) or not isinstance(
-        own := getattr(value, "__dict__", None), dict
-    ):
-        return
-    else:
-        container = own
-    if container is not None:
-        if id(container) in seen:
-            return
-        seen.add(id(container))
-        yield container
-    if not isinstance(value, Tensor):
-        inside = value if container is None else list(container.values() if isinstance(container, dict) else container)
-        for item in inside:
-            yield from _reached(item, seen)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in PLAIN:
+            continue
+        inside = _inside(value)
+        if inside is None:
+            continue
+        container, items = inside
+        if container is not None:
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            yield container
+        waiting += reversed(items)
+
+
+def _inside(value: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Return the mutable container that is to be held (None for a tuple), and what is in it; None if nothing is."""
+    if isinstance(value, Tensor):
+        return value, ()
+    if isinstance(value, dict):
+        return value, list(value.values())
+    if isinstance(value, list | set | deque):
+        return value, list(value)
+    if isinstance(value, tuple):
+        return None, value
+    if isinstance(value, nn.Module | type | ModuleType | FunctionType):
+        return None
+    own = getattr(value, "__dict__", None)
+    return (own, list(own.values())) if isinstance(own, dict) else None
