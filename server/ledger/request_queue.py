@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from sqlite3 import Connection
 from typing import Any
 
 from fedloom.server.ledger.blobs import LedgerError, ledger_errors
@@ -27,17 +28,27 @@ class RequestQueue(Records):
     """The part of a ledger that queues requests. `receive` and `cancel` work while a server runs."""
 
     def receive(
-        self, id: str, kind: str, sites: Sequence[str], reason: str, options: dict[str, Any], by: str = ""
+        self,
+        id: str,
+        kind: str,
+        sites: Sequence[str],
+        reason: str,
+        options: dict[str, Any],
+        by: str = "",
+        alone: bool = False,
     ) -> Request:
         """Queue a request and return it; for a known id, return the existing request. Works while a server runs.
 
-        `by`: who sent it. Raises LedgerError if a site is unknown.
+        `by`: who sent it. `alone`: refuse it if another request for one of the sites is open. Raises LedgerError then, and
+        if a site is unknown.
         """
         body = {"id": id, "kind": kind, "sites": list(sites), "reason": reason, "options": options}
         body |= {"by": by} if by else {}
         with self._database.queueing() as db:
             if not db.execute("SELECT 1 FROM requests WHERE id = ?", (id,)).fetchone():
                 check_sites(db, sites)
+                if alone:
+                    _check_alone(db, sites)
                 append(db, "received", body)
             return Request.of(db.execute(f"{REQUESTS} WHERE id = ?", (id,)).fetchone())
 
@@ -91,6 +102,13 @@ class RequestQueue(Records):
         """Queue the requests that the run had applied before it was restored from an older copy."""
         for lost in self.lost():
             self.receive(**lost)
+
+
+def _check_alone(db: Connection, sites: Sequence[str]) -> None:
+    """Raise LedgerError if a request for one of the sites is open."""
+    for id, named in db.execute("SELECT id, sites FROM requests WHERE state IN ('received', 'applied')"):
+        if not set(sites).isdisjoint(json.loads(named)):
+            raise LedgerError(f"The request '{id}' for the same site is open: wait for it, or cancel it.")
 
 
 def note_applied(folder: Path, run: str, request: Request) -> None:

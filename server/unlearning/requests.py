@@ -23,7 +23,15 @@ def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
     )
 
 
-def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any], by: str = "") -> Request:
+def receive(
+    ledger: Ledger,
+    id: str,
+    sites: Sequence[str],
+    reason: str,
+    options: dict[str, Any],
+    by: str = "",
+    alone: bool = False,
+) -> Request:
     """Queue a request to forget sites, and return it. This works while a server runs.
 
     Args:
@@ -33,6 +41,7 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
         reason: The reason, for the certificate.
         options: The options, such as repair rounds.
         by: Who sends it, for the ledger and the certificate.
+        alone: Whether to refuse it if another request for one of the sites is open.
 
     Raises:
         UserError: The request is not valid.
@@ -45,7 +54,7 @@ def receive(ledger: Ledger, id: str, sites: Sequence[str], reason: str, options:
         if not _is_text(text):
             raise UserError(f"{name}: got {text!a}, which is not valid UTF-8 text")
     refuse(ledger, sites)
-    return ledger.receive(id, KIND, sites, reason, options, by)
+    return ledger.receive(id, KIND, sites, reason, options, by, alone)
 
 
 def _is_text(text: str) -> bool:

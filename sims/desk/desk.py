@@ -69,7 +69,7 @@ class Desk:
         """Queue a request for the run's server, and return it. The same id with the same content returns the first one.
 
         Raises DeniedError if the token may not name the sites or order training. Raises ConflictError for an id with other
-        content, and for a requester's site with another open request.
+        content, and LedgerError for a requester's site with another open request.
         """
         path = self.runs.path(run)
         what = f"request to forget {', '.join(order.sites)} in {run}"
@@ -77,18 +77,11 @@ class Desk:
         trains = any(order.options.values())
         self.gate.require(request, token, not trains or token.may(OPERATOR), f"{what}, with further training")
         self.gate.count_act(token)
-        if not token.may(OPERATOR) and (open_for := self._open_for(run, order)):
-            raise ConflictError(f"The request '{open_for}' for the same site is open: wait for it, or cancel it.")
         order = checked(replace(order, id=order.id or uuid.uuid4().hex[:12], by=token.name))
-        queued = queue(path, order.id, order)
+        queued = queue(path, order.id, order, alone=not token.may(OPERATOR))
         if (queued.sites, queued.reason, queued.options) != (tuple(order.sites), order.reason, order.options):
             raise ConflictError(f"The request '{order.id}' exists with other sites, options or another reason.")
         return _one(requests_of(path), order.id)
-
-    def _open_for(self, run: str, order: UnlearningRequest) -> str:
-        """Return the id of another open request for one of the sites; "" without one."""
-        others = (one for one in self.requests(run) if one.is_open and one.id != order.id)
-        return next((one.id for one in others if set(one.sites) & set(order.sites)), "")
 
     def cancel(self, request: Request, token: Token, run: str, id: str) -> RequestStatus:
         """Withdraw a waiting request. An operator may withdraw any, others their own."""

@@ -107,8 +107,9 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
             if ledger.request(id) is None:
                 _refuse(config, order)
             request = receive(ledger, id, order.sites, order.reason, order.options, order.by)
+            _check_fulfils(ledger, request, order)
             if request.state == "refused" or (request.state == "verified" and not _cut_off(ledger)):
-                return _first_result(path, request, order)
+                return _first_result(path, request)
             tracking = stack.enter_context(Tracking(trackable(config, shown.message), shown.message))
             method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config), request_id=id)
             _carry_out(method, Listeners([shown, tracking]))
@@ -116,7 +117,7 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
         write_pages(path)
         write_report(path)
     if request.state == "refused":
-        return _first_result(path, request, order)
+        return _first_result(path, request)
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
     text = f"Request '{id}' is verified: {_outcome(content)}. Certificate: {file.with_suffix('.html')}"
@@ -141,17 +142,22 @@ def _refuse(config: Config, order: UnlearningRequest) -> None:
                         "--without-data forgets without measuring; the certificate has no accuracies") from None  # fmt: skip
 
 
-def queue(path: Path, id: str, order: UnlearningRequest) -> Request:
-    """Queue a request for the server that runs now or next, and return it. A known id returns the first request."""
+def queue(path: Path, id: str, order: UnlearningRequest, alone: bool = False) -> Request:
+    """Queue a request for the server that runs now or next, and return it. A known id returns the first request.
+
+    `alone`: raise LedgerError if another request for one of the sites is open.
+    """
     with Ledger.open(path, server=False) as ledger:
-        return receive(ledger, id, order.sites, order.reason, order.options, order.by)
+        return receive(ledger, id, order.sites, order.reason, order.options, order.by, alone)
 
 
 def _queue(path: Path, id: str, order: UnlearningRequest) -> Unlearned:
     """Queue a request for the running server, or report its state."""
     request = queue(path, id, order)
+    with Ledger.open(path, server=False) as ledger:
+        _check_fulfils(ledger, request, order)
     if request.state in ("verified", "refused"):
-        return _first_result(path, request, order)
+        return _first_result(path, request)
     if request.state == "received":
         state = "is queued. The server will process it after the current round."
     else:
@@ -168,7 +174,17 @@ def _state_of(request: Request) -> dict[str, Any]:
     return {"request": request.id, "state": request.state}
 
 
-def _first_result(path: Path, request: Request, order: UnlearningRequest) -> Unlearned:
+def _check_fulfils(ledger: Ledger, request: Request, order: UnlearningRequest) -> None:
+    """Raise UserError if a known request does not forget all sites of an order, or they participate again since."""
+    if others := set(order.sites) - set(request.sites):
+        raise UserError(f"request '{request.id}' does not forget {', '.join(sorted(others))}; use another --request-id")
+    again = [site for site, forgotten in ledger.sites().items() if site in order.sites and not forgotten]
+    if request.state in ("applied", "verified") and again:
+        raise UserError(f"request '{request.id}' forgot {', '.join(again)}, but it was readmitted since; "
+                        "use another --request-id")  # fmt: skip
+
+
+def _first_result(path: Path, request: Request) -> Unlearned:
     """Return the earlier result of a request. Raises UserError if the request was refused."""
     if request.state == "refused":
         raise UserError(
@@ -180,8 +196,6 @@ def _first_result(path: Path, request: Request, order: UnlearningRequest) -> Unl
     words = _outcome(certificate) if certificate else f"the contributions of {', '.join(request.sites)} are removed"
     text = f"Request '{request.id}' was verified before: {words}. Certificate: {file}"
     text += "" if certificate else ", which is missing; restore it from a copy"
-    if others := set(order.sites) - set(request.sites):
-        text += f"\nThis request does not forget {', '.join(sorted(others))}; use another --request-id"
     return Unlearned(text, certificate or _state_of(request))
 
 

@@ -215,6 +215,19 @@ def test_a_requester_orders_no_training_and_no_second_request_for_a_site(folder:
     assert asked("operator", "c", repair=1) == 202
 
 
+def test_of_many_requests_at_once_for_a_site_one_counts(folder: Folder):
+    client, requests = browser(folder), f"{API}/runs/digits/requests"
+
+    def asked(key: int) -> int:
+        headers = folder.bearer("requester") | {"Idempotency-Key": f"r{key}"}
+        return client.post(requests, headers=headers, json={"sites": [ONE]}).status_code
+
+    with ThreadPoolExecutor(12) as threads:
+        assert Counter(threads.map(asked, range(12))) == {202: 1, 409: 11}
+    with Ledger.open(folder.run, server=False) as ledger:
+        assert len(ledger.requests()) == 1
+
+
 def test_a_name_belongs_to_its_first_token(folder: Folder):
     tokens = Tokens(folder.root)
     tokens.revoke("requester")

@@ -70,13 +70,14 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert last_line(again) == done
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "ledger.lock"} == before
 
-    other = fedloom("unlearn", run, TWO, "--request-id", "r1")
-    assert other.code == 0 and f"This request does not forget {TWO}; use another --request-id" in other.out
+    other = fedloom("unlearn", run, ONE, TWO, "--request-id", "r1")
+    refused(other, f"request 'r1' does not forget {TWO}; use another --request-id")
 
     said = fedloom("readmit", run, ONE)
     assert said.code == 0 and "can participate again" in said.out and "No rounds remain" in said.out
     said = fedloom("verify", file, run)
     assert said.code == 1 and "it was readmitted since" in said.out
+    refused(fedloom("unlearn", run, ONE, "--request-id", "r1"), f"request 'r1' forgot {ONE}, but it was readmitted since")
     assert fedloom("ledger", run, "--check").code == 0
     refused(fedloom("readmit", run, ONE), "is not forgotten")
     listed = fedloom("ledger", run).out
