@@ -54,6 +54,19 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def limit_memory(share: float) -> None:
+    """Limit the memory of this process, and of each that it starts, to a share of `memory`. Only Linux supports this.
+
+    An allocation beyond the limit raises an error. Without a limit, the system ends this process, or another one.
+    """
+    if sys.platform == "linux":
+        import resource
+
+        now, most = resource.getrlimit(resource.RLIMIT_DATA)
+        set_before = [limit for limit in (now, most) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([int(share * memory()), *set_before]), most))
+
+
 def forget_peak() -> None:
     """Reset the peak that `peak_memory` returns. Only Linux supports this; elsewhere nothing happens."""
     if sys.platform != "linux":

@@ -1,9 +1,19 @@
-"""Run the installed ClientApp at a site, and no code that a server sends."""
+"""Prepare a process for a site's ClientApp: a limit for its memory, and no code that a server sends."""
 
 import importlib
 from typing import Any
 
+from fedloom.conf.machine import limit_memory
+
 ANY, OWN = "any", "own"  # which Apps a site runs
+MOST_MEMORY = 0.75  # share of the machine's memory: an order can ask for larger images and batches than fit
+
+
+def be_client_app(apps: str) -> None:
+    """Limit this process's memory and, unless `apps` is ANY, have it run the installed ClientApp."""
+    limit_memory(MOST_MEMORY)
+    if apps == OWN:
+        run_own_app()
 
 
 def run_own_app() -> None:

@@ -9,7 +9,7 @@ from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 from fedloom.server.flower.http_answers import be_wary
 from fedloom.server.flower.unfolding import read_by_hash
 from fedloom.sims.federation.heartbeats import keep_beating
-from fedloom.sims.federation.own_app import OWN, run_own_app
+from fedloom.sims.federation.own_app import be_client_app
 
 
 def main(apps: str) -> None:
@@ -17,8 +17,8 @@ def main(apps: str) -> None:
     with sys.stdin:
         words = json.load(sys.stdin)
     sys.argv = words
-    if apps == OWN:
-        run_own_app()
+    if words[0] == TASK_TYPE_TO_COMMAND[TaskType.CLIENT_APP]:
+        be_client_app(apps)
     keep_beating()
     be_wary()
     if words[0] == TASK_TYPE_TO_COMMAND[TaskType.SERVER_APP]:

@@ -18,7 +18,7 @@ import numpy as np
 from fedloom.server.flower.http_answers import be_wary
 from fedloom.sims.federation.executor import DOOR
 from fedloom.sims.federation.heartbeats import keep_beating
-from fedloom.sims.federation.own_app import OWN, run_own_app
+from fedloom.sims.federation.own_app import be_client_app
 from fedloom.sims.process import Ending
 
 LOOK_SECONDS = 2.0  # between two checks whether the node is alive
@@ -51,8 +51,7 @@ def main(parent: int, apps: str) -> None:
 
     import fedloom.sims.federation.node_app  # noqa: F401
 
-    if apps == OWN:
-        run_own_app()
+    be_client_app(apps)
     keep_beating()
     be_wary()
     if (words := next_words(parent)) is not None:
