@@ -14,7 +14,7 @@ from typing import Any
 
 from fedloom.server.ledger.blobs import LedgerError, ledger_errors
 from fedloom.server.ledger.records import REQUESTS, Records
-from fedloom.server.ledger.rows import Request
+from fedloom.server.ledger.rows import Request, decoded
 from fedloom.server.ledger.tables import append, begun, check_move, check_sites, refused
 from fedloom.server.run_folder.layout import APPLIED
 from fedloom.server.run_folder.listing import applied_to
@@ -107,7 +107,7 @@ class RequestQueue(Records):
 def _check_alone(db: Connection, sites: Sequence[str]) -> None:
     """Raise LedgerError if a request for one of the sites is open."""
     for id, named in db.execute("SELECT id, sites FROM requests WHERE state IN ('received', 'applied')"):
-        if not set(sites).isdisjoint(json.loads(named)):
+        if not set(sites).isdisjoint(decoded(named)):
             raise LedgerError(f"The request '{id}' for the same site is open: wait for it, or cancel it.")
 
 

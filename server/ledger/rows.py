@@ -4,6 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from fedloom.server.ledger.blobs import LedgerError
+from fedloom.server.run_folder.layout import LEDGER
+
 STATES = ("received", "applied", "verified", "refused")  # of a request
 MOVES = (("received", "applied"), ("applied", "verified"), ("received", "refused"))  # of a request, between states
 
@@ -43,7 +46,7 @@ class RoundRow:
     def of(cls, row: tuple) -> "RoundRow":
         """Return the round in a row of the table."""
         round, time, record, states, digest = row
-        return cls(round, time, None if record is None else json.loads(record), json.loads(states), json.loads(digest))
+        return cls(round, time, None if record is None else decoded(record), decoded(states), decoded(digest))
 
 
 @dataclass(frozen=True)
@@ -85,5 +88,13 @@ class Request:
     def of(cls, row: tuple) -> "Request":
         """Return the request in a row of the table."""
         id, kind, sites, reason, options, state, result, by = row
-        answer = None if result is None else json.loads(result)
-        return cls(id, kind, tuple(json.loads(sites)), reason, json.loads(options), state, answer, by or "")
+        answer = None if result is None else decoded(result)
+        return cls(id, kind, tuple(decoded(sites)), reason, decoded(options), state, answer, by or "")
+
+
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text in a row. Raises LedgerError if the row is damaged."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        raise LedgerError(f"{LEDGER}: is damaged: a row has {str(text)[:40]!a}; restore it from a copy of the run") from None

@@ -10,7 +10,8 @@ from typing import Any
 
 from fedloom.conf.errors import unknown
 from fedloom.server.ledger.blobs import LedgerError
-from fedloom.server.ledger.rows import MOVES
+from fedloom.server.ledger.rows import MOVES, decoded
+from fedloom.server.run_folder.layout import LEDGER
 
 FORMAT, OLDEST = 4, 2  # the format of new ledgers, and the oldest format that is read and continued
 THINNED = "thinned"  # an event: the run can no longer go back to earlier rounds
@@ -141,8 +142,10 @@ def append(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> Event:
 
 
 def to_event(row: tuple) -> Event:
-    """Return the event in a row of the query EVENTS."""
+    """Return the event in a row of the query EVENTS. Raises LedgerError if it does not match its digest."""
     id, time, kind, body, previous, digest = row
+    if link(previous, id, time, kind, body) != digest:
+        raise LedgerError(f"{LEDGER}: the chain is broken at event {id} ('{kind}'); restore the file from a copy of the run")
     return Event(id, time, kind, json.loads(body), previous, digest)
 
 
@@ -156,7 +159,7 @@ def referenced(db: sqlite3.Connection) -> set[str]:
     """Return the digests of all blobs that a row refers to."""
     blobs = {blob for (blob,) in db.execute("SELECT blob FROM contributions")}
     for (states,) in db.execute("SELECT states FROM rounds WHERE states <> '{}'"):
-        blobs.update(json.loads(states).values())
+        blobs.update(decoded(states).values())
     return blobs
 
 
@@ -223,7 +226,7 @@ def refused(db: sqlite3.Connection, id: str) -> bool:
 def begun(db: sqlite3.Connection, id: str) -> bool:
     """Return whether the server has begun to apply a request."""
     bodies = db.execute("SELECT body FROM events WHERE kind IN (?, ?)", BEGUN)
-    return any(json.loads(body).get("request") == id for (body,) in bodies)
+    return any(decoded(body).get("request") == id for (body,) in bodies)
 
 
 def _created(db: sqlite3.Connection, time: str, body: dict[str, Any]) -> None:

@@ -182,6 +182,16 @@ def changed(ledger: Ledger) -> list[str]:
     return [path.name for request, path in files.items() if path.is_file() and not as_written(path, request, ledger)]
 
 
+def forged(ledger: Ledger) -> list[str]:
+    """Return the names of signatures in the run's folder that are not those of their certificates."""
+    from fedloom.server.unlearning.signing import SUFFIX, is_whole  # imported only here: slow
+
+    requests = dict.fromkeys(event.body["request"] for event in ledger.events(CERTIFIED))
+    files = [ledger.folder / CERTIFICATES / f"{request}.json" for request in requests]
+    there = [path for path in files if path.is_file() and path.with_suffix(SUFFIX).is_file()]
+    return [path.with_suffix(SUFFIX).name for path in there if not is_whole(path)]
+
+
 def as_written(path: Path, request: str, ledger: Ledger) -> bool:
     """Return whether the certificate file is unchanged: the ledger has its sha256 for the request."""
     made = [each.body["sha256"] for each in ledger.events(CERTIFIED) if each.body["request"] == request]

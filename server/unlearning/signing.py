@@ -110,11 +110,21 @@ def signed_by(path: Path, key: str) -> bool:
 
     `key`: the key's line, or a file that holds it. Raises UserError if it is neither.
     """
-    public = _public(key)
+    return _is_signed(path, _public(key))
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether the signature next to a file is by the key next to it. This does not say whose key it is."""
+    return _is_signed(path, None)
+
+
+def _is_signed(path: Path, public: Ed25519PublicKey | None) -> bool:
+    """Return whether a file has the signature of a public key; None: of the key next to the file."""
     try:
         beside = json.loads(path.with_suffix(SUFFIX).read_text(encoding="ascii"))
+        public = public or _public_line(beside["key"])
         public.verify(base64.b64decode(beside["signature"], validate=True), path.read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, InvalidSignature):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidSignature):
         return False
     return True
 
@@ -127,11 +137,19 @@ def _public(key: str) -> Ed25519PublicKey:
         except (OSError, ValueError):
             raise UserError(f"--key: the file '{key}' does not exist; pass a file, or the line of `fedloom key`") from None
     try:
-        public = load_ssh_public_key(line.strip().encode())
-    except (ValueError, UnsupportedAlgorithm):
+        return _public_line(line.strip())
+    except ValueError:
+        raise UserError("--key: needs a line that begins with 'ssh-ed25519', as `fedloom key` prints it") from None
+
+
+def _public_line(line: str) -> Ed25519PublicKey:
+    """Return the Ed25519 key in an OpenSSH line. Raises ValueError for another text."""
+    try:
+        public = load_ssh_public_key(line.encode())
+    except UnsupportedAlgorithm:
         public = None
     if not isinstance(public, Ed25519PublicKey):
-        raise UserError("--key: needs a line that begins with 'ssh-ed25519', as `fedloom key` prints it")
+        raise ValueError("is not an Ed25519 key")
     return public
 
 

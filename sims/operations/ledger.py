@@ -15,7 +15,7 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.database import LEDGER
 from fedloom.server.run_folder.layout import BLOBS, RETRAINED
-from fedloom.server.unlearning.certificate import CERTIFICATES, changed
+from fedloom.server.unlearning.certificate import CERTIFICATES, changed, forged
 from fedloom.sims.operations.unlearn import without_server
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.report.tables import Table
@@ -38,6 +38,9 @@ def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
             last = ledger.last_round()
             digest = last.digest if last else {}
             lines["problem"] += [f"{CERTIFICATES}/{name}: differs from what the server wrote" for name in changed(ledger)]
+            lines["problem"] += [
+                f"{CERTIFICATES}/{name}: is not the signature of its certificate" for name in forged(ledger)
+            ]
             for lost in ledger.lost():
                 lines["note"].append(f"{LEDGER}: is older than request '{lost['id']}', which had removed "
                                      f"{', '.join(lost['sites'])}. 'fedloom resume {path}' removes them again")  # fmt: skip

@@ -37,9 +37,11 @@ def verify_certificate(
     findings = about(certificate, request, sites)
     findings += verify_signature(certificate, key) if key else []
     if path is not None and config is not None:
-        with Ledger.open(path, server=False) as ledger:
-            findings += [_unbroken(path), *verify(certificate, ledger)]
-            findings += verify_accuracy(certificate, ledger, lambda: _measured_now(config, path, ledger))
+        findings.append(unbroken := _unbroken(path))
+        if unbroken.verdict == "match":
+            with Ledger.open(path, server=False) as ledger:
+                findings += verify(certificate, ledger)
+                findings += verify_accuracy(certificate, ledger, lambda: _measured_now(config, path, ledger))
     rows = [[finding.what, finding.verdict, finding.reason] for finding in findings]
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"

@@ -1,13 +1,15 @@
 """Write a certificate as an HTML page."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, TIMES, names_of, one_digest, read
 from fedloom.server.unlearning.goals import PARTS
-from fedloom.sims.report.page import Part, write_page
+from fedloom.sims.report.page import Part, page_text, write_page
 from fedloom.sims.report.tables import Table, percent
 
 FURTHER = ("repair", "restore", "rollback")  # options with rounds of training after the subtraction
@@ -25,7 +27,17 @@ def title(certificate: dict[str, Any]) -> str:
 
 
 def sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
-    """Return the parts of a certificate's page, by heading."""
+    """Return the parts of a certificate's page, by heading. Raise UserError if a part is missing or has another type."""
+    try:
+        parts = _sections(certificate)
+        page_text(title(certificate), parts)  # now, since only this looks at the entries of tables
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the certificate of request '{certificate['request']}' was changed: a part of it is missing or has "
+                        f"another type ({type(error).__name__}); restore it from a copy of the run") from None  # fmt: skip
+    return parts
+
+
+def _sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
     evidence = certificate.get("evidence", {})
     erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
     return [
@@ -52,11 +64,12 @@ def _restored(options: dict[str, Any]) -> list[Part]:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the HTML pages of a run's new and changed certificates."""
+    """Write the HTML pages of a run's new and changed certificates. Leave out damaged ones, which checks report."""
     for path in sorted((folder / CERTIFICATES).glob("*.json")):
         page = path.with_suffix(".html")
         if not page.exists() or page.stat().st_mtime < path.stat().st_mtime:
-            write_html(path)
+            with suppress(UserError):
+                write_html(path)
 
 
 def _at_sites(certificate: dict[str, Any]) -> list[Part]:

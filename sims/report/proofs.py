@@ -19,7 +19,7 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.tables import START, canonical, link
 from fedloom.server.unlearning.certificate import CERTIFICATES, as_written, read
-from fedloom.server.unlearning.signing import SUFFIX, fingerprint, former_keys, operator_key, public_pem, spki
+from fedloom.server.unlearning.signing import SUFFIX, fingerprint, former_keys, is_whole, operator_key, public_pem, spki
 from fedloom.sims.report.certificates import sections, title
 from fedloom.sims.report.page import page_text
 from fedloom.sims.report.time_stamps import time_stamp
@@ -70,13 +70,13 @@ def proof_of(run: Path, request: str, authority: str = "") -> bytes:
         authority: The URL of an authority that adds a time stamp (RFC 3161); "": none.
 
     Raises:
-        UserError: The run has no signed certificate of the request, it was changed, the ledger's chain is broken, or the
-            authority gives no time stamp.
+        UserError: The run has no signed certificate of the request, it or its signature was changed, the ledger's chain is
+            broken, or the authority gives no time stamp.
     """
     if Path(request).name != request:
         raise UserError(f"request: got '{request}', which is not the id of a request")
     path = run / CERTIFICATES / f"{request}.json"
-    content = read(path)
+    content, chain = read(path), _chain(run, request, path)
     key, signature = _signed(path)
     der = spki(key)
     mine = next((own for own in (operator_key(), *former_keys()) if spki(own.public_key()) == der), None)
@@ -89,7 +89,7 @@ def proof_of(run: Path, request: str, authority: str = "") -> bytes:
         "certificate.json": path.read_bytes(),
         "certificate.sig": signature,
         "operator.pem": public_pem(mine).encode(),
-        "chain.jsonl": _chain(run, request, path),
+        "chain.jsonl": chain,
         **{name: (PROGRAMS / name).read_bytes() for name in ("verify.html", "verify.py")},
     }
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
@@ -98,14 +98,19 @@ def proof_of(run: Path, request: str, authority: str = "") -> bytes:
 
 
 def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:
-    """Return the public key and the signature of a certificate."""
+    """Return the public key and the signature of a certificate. Raises UserError if the key did not sign it."""
     try:
         beside = json.loads(path.with_suffix(SUFFIX).read_text(encoding="utf-8"))
-        return load_ssh_public_key(str(beside["key"]).encode()), base64.b64decode(str(beside["signature"]), validate=True)
+        found = load_ssh_public_key(str(beside["key"]).encode()), base64.b64decode(str(beside["signature"]), validate=True)
     except FileNotFoundError:
         raise UserError(f"{path}: is not signed; `fedloom key` says why the operator's key cannot be used") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path.with_suffix(SUFFIX)}: is not a signature ({type(error).__name__})") from None
+    if not is_whole(path):
+        raise UserError(
+            f"{path.with_suffix(SUFFIX)}: is not the signature of {path.name}; restore it from a copy of the run"
+        )
+    return found
 
 
 def _chain(run: Path, request: str, certificate: Path) -> bytes:

@@ -1,0 +1,96 @@
+"""Runs with a ledger, a certificate or a signature that was changed, or with links: one line says what, and where."""
+
+import base64
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.server.ledger import Ledger
+from tests.sims.commands import ONE, TWO, Command, events, refused
+from tests.sims.desks import browser, folder_with
+
+TYPES: list[tuple[tuple[str, ...], Any]] = [
+    (("evidence", "before"), 7),
+    (("evidence", "after", "accuracy"), {"digits": "x"}),
+    (("readings",), {"a": 1}),
+    (("goals",), {"timeliness": 1}),
+    (("scope",), {"tested": [{}]}),
+]
+
+
+@pytest.fixture(scope="module")
+def certified(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a verified request, which no test changes."""
+    from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+
+    path = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("certified") / "digits"))
+    unlearn(path, UnlearningRequest([ONE], "r1"))
+    return path
+
+
+@pytest.fixture
+def forgot(certified: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(certified, tmp_path / "runs" / "digits"))
+
+
+def changed_event(run: Path, kind: str) -> None:
+    """One letter of an event's JSON, so that it is none any longer."""
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as db, db:
+        db.execute("PRAGMA ignore_check_constraints=ON")
+        db.execute("DROP TRIGGER events_stay")
+        db.execute("UPDATE events SET body = replace(body, '{', '[') WHERE kind = ?", (kind,))
+
+
+@pytest.mark.parametrize("words", [["ledger"], ["requests"], ["proof", "r1"], ["unlearn", TWO], ["resume", "rounds=3"]])
+def test_an_event_that_is_not_readable_is_named(fedloom: Command, forgot: Path, words: list[str]):
+    changed_event(forgot, "received" if words == ["requests"] else "round")
+    refused(fedloom(words[0], forgot, *words[1:]), "ledger.sqlite: the chain is broken at event")
+
+
+def test_a_certificate_does_not_match_a_ledger_that_is_not_readable(fedloom: Command, forgot: Path):
+    changed_event(forgot, "round")
+    said = fedloom("verify", forgot / "certificates/r1.json", forgot)
+    assert said.code == 1 and "the ledger's events follow each other | mismatch" in said.out
+
+
+def test_a_request_that_is_not_readable_is_named(fedloom: Command, forgot: Path):
+    with closing(sqlite3.connect(forgot / "ledger.sqlite")) as db, db:
+        db.execute("PRAGMA ignore_check_constraints=ON")
+        db.execute("UPDATE requests SET options = '{'")
+    refused(fedloom("requests", forgot), "ledger.sqlite: is damaged: a row has '{'; restore it")
+
+
+@pytest.mark.parametrize(("place", "value"), TYPES)
+def test_a_certificate_of_other_types_stops_no_other_request(
+    fedloom: Command, forgot: Path, place: tuple[str, ...], value: Any
+):
+    file = forgot / "certificates/r1.json"
+    content = json.loads(file.read_text())
+    inside = content
+    for name in place[:-1]:
+        inside = inside[name]
+    inside[place[-1]] = value
+    file.write_text(json.dumps(content))
+    refused(fedloom("proof", forgot, "r1", "--out", forgot / "p.zip"), "differs from what the server wrote")
+    folder = folder_with(forgot, forgot.parent / "desk")
+    page = browser(folder, "viewer").get("/runs/digits/certificates/r1")
+    assert page.status_code == 422 and "was changed" in page.text
+    assert fedloom("unlearn", forgot, TWO, "--request-id", "r2").code == 0
+    assert "certificates/r1.json: differs" in fedloom("ledger", forgot, "--check").out
+
+
+def test_a_changed_signature_is_found(fedloom: Command, forgot: Path):
+    file = forgot / "certificates/r1.sig"
+    beside = json.loads(file.read_text())
+    signature = bytearray(base64.b64decode(beside["signature"]))
+    signature[5] ^= 1
+    file.write_text(json.dumps({**beside, "signature": base64.b64encode(signature).decode()}))
+    refused(fedloom("proof", forgot, "r1", "--out", forgot / "p.zip"), "r1.sig: is not the signature of r1.json")
+    assert not (forgot / "p.zip").exists()
+    said = fedloom("ledger", forgot, "--check")
+    assert said.code == 1 and "certificates/r1.sig: is not the signature of its certificate" in said.out
