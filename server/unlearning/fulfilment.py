@@ -24,7 +24,7 @@ from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.goals import goals
-from fedloom.server.unlearning.requests import BACK, KIND, RESTORE, SHARE_BACK, left_of, refuse
+from fedloom.server.unlearning.requests import BACK, KIND, RESTORE, SHARE_BACK, check_links, left_of, refuse
 
 if TYPE_CHECKING:
     from fedloom.server.unlearning.evidence import UnlearningEvaluation
@@ -261,6 +261,7 @@ class Unlearning:
     def _erase(self, request: Request) -> None:
         """Note and delete what this machine stores of the sites outside the ledger."""
         paths = left_of(self.folder, request, [site for site, forgotten in self.ledger.sites().items() if forgotten])
+        check_links(paths)
         if paths:
             body = {"request": request.id, "paths": [str(path.relative_to(self.folder)) for path in paths]}
             self.ledger.note("erased", body)

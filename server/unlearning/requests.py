@@ -63,7 +63,10 @@ def _is_text(text: str) -> bool:
 
 
 def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
-    """Raise UserError if `sites` cannot be forgotten: one is unknown, double, forgotten, or the last; nothing is stored."""
+    """Raise UserError if `sites` cannot be forgotten.
+
+    One is unknown, double, forgotten, or the last; nothing is stored; or what is stored is elsewhere, behind a link.
+    """
     known = ledger.sites()
     for index, name in enumerate(sites):
         if name not in known:
@@ -80,6 +83,14 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
             f"{ledger.folder}: the method stores no contributions, or strategy.forgettable is false, so no site can be "
             "subtracted; train again without it"
         )
+    check_links([*_of_sites(ledger.folder, sites), *_of_all(ledger.folder)])
+
+
+def check_links(paths: Sequence[Path]) -> None:
+    """Raise UserError if one of the paths is a link: what it leads to may be anyone's, and is never deleted."""
+    if link := next((path for path in paths if path.is_symlink()), None):
+        raise UserError(f"{link}: is a link, so what it leads to is not deleted; put the files themselves in its place, and "
+                        "ask again")  # fmt: skip
 
 
 def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
@@ -89,9 +100,17 @@ def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Pa
     networks retrained for other requests are included: they were trained with the sites, and nothing is subtracted from
     them. Only sites in `forgotten` count, as a site may have been readmitted.
     """
-    sites = [name for name in request.sites if name in forgotten]
-    paths = [path for name in sites for path in (folder / SITES).glob(f"*/{name}")]
-    paths += [path for name in sites for path in staged_files(folder / STAGING, name)]
-    paths += [folder / name for name in (STATES, BASELINES, STANDARDISATION, DATA, LOSSES)]
-    paths += [path for path in (folder / RETRAINED).glob("*") if path.name != request.id]
+    paths = _of_sites(folder, [name for name in request.sites if name in forgotten])
+    paths += [path for path in _of_all(folder) if path != folder / RETRAINED / request.id]
     return [path for path in paths if path.exists()]
+
+
+def _of_sites(folder: Path, sites: Sequence[str]) -> list[Path]:
+    """Return the paths of these sites' own stores, and of what workers wrote for them."""
+    return [path for name in sites for path in (*(folder / SITES).glob(f"*/{name}"), *staged_files(folder / STAGING, name))]
+
+
+def _of_all(folder: Path) -> list[Path]:
+    """Return the paths of what was made from several sites."""
+    paths = [folder / name for name in (STATES, BASELINES, STANDARDISATION, DATA, LOSSES)]
+    return [*paths, *(folder / RETRAINED).glob("*")]

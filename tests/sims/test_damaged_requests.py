@@ -94,3 +94,20 @@ def test_a_changed_signature_is_found(fedloom: Command, forgot: Path):
     assert not (forgot / "p.zip").exists()
     said = fedloom("ledger", forgot, "--check")
     assert said.code == 1 and "certificates/r1.sig: is not the signature of its certificate" in said.out
+
+
+@pytest.mark.parametrize("name", ["states", "baselines", "own store"])
+def test_what_a_link_leads_to_is_not_deleted(fedloom: Command, run: Path, tmp_path: Path, name: str):
+    link = next(run.glob(f"sites/*/{ONE}")) if name == "own store" else run / name
+    elsewhere = tmp_path / "elsewhere"
+    link.rename(elsewhere) if link.exists() else elsewhere.mkdir()
+    (elsewhere / "mine").write_text("precious")
+    link.symlink_to(elsewhere)
+    before = events(run)
+    refused(fedloom("unlearn", run, ONE, "--request-id", "r1"), f"{link.name}: is a link", "put the files themselves")
+    assert events(run) == before and (elsewhere / "mine").read_text() == "precious"
+    link.unlink()
+    shutil.move(elsewhere, link)
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    with Ledger.open(run, server=False) as ledger:
+        assert ledger.request("r1").state == "verified"  # type: ignore[union-attr]
