@@ -187,6 +187,15 @@ def test_a_file_that_is_missing_or_damaged_is_named_in_one_line(proof: Path, nam
     assert said.returncode == 2 and name in said.stderr and len(said.stderr.splitlines()) == 1
 
 
+def test_a_contribution_in_the_proof_names_no_other_file(proof: Path, tmp_path: Path):
+    content, events = json.loads((proof / "certificate.json").read_bytes()), events_of(proof)
+    content["exact"]["remaining"] = dict.fromkeys(content["exact"]["remaining"], "../secret")
+    resealed(proof, content, events)
+    (tmp_path / "secret.safetensors").write_text("mine")
+    said = verified(proof, "--contributions", tmp_path / "proof")
+    assert said.returncode == 2 and "../secret is not a sha256" in said.stderr
+
+
 def test_a_site_finds_its_own_contributions_in_the_proof(proof: Path):
     said = verified(proof, "--site", ONE).stdout
     assert f"the request removed the last contribution of {ONE}" in said and not failed(said)

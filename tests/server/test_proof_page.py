@@ -48,6 +48,14 @@ def test_a_zip_with_folders_or_repeated_files_is_refused(page: Any, proof: Path,
     assert "one zip file alone" in seen(page, proof, tmp_path / "proof.zip", tmp_path / "false-0.zip")[0]
 
 
+def test_a_zip_that_unpacks_to_too_much_is_refused(page: Any, proof: Path, tmp_path: Path):
+    false = Path(shutil.copy(tmp_path / "proof.zip", tmp_path / "large.zip"))
+    with zipfile.ZipFile(false, "a", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(9):
+            archive.writestr(f"{number}.bin", bytes(2**26))
+    assert "unpacks to more than 512 MB" in seen(page, proof, false)[0]
+
+
 @pytest.mark.parametrize("name", [*[change.__name__ for change in FALSE], *BROKEN])
 def test_the_page_finds_what_the_program_finds(page: Any, proof: Path, name: str):
     false = {change.__name__: change for change in FALSE}

@@ -348,6 +348,8 @@ def summed(rows, files, names, description, bits):
 def sums(report, content, events, folder):
     """Check the files of the remaining contributions, and their sum."""
     remaining, created = content["exact"]["remaining"], value_of(events[0]["body"])
+    if odd := [blob for blob in remaining.values() if len(blob) != 64 or set(blob) - set("0123456789abcdef")]:
+        raise ValueError(f"{odd[0]} is not a sha256")  # it would be a path
     files = {blob: folder / f"{blob}.safetensors" for blob in remaining.values()}
     missing = sorted(site for site, blob in remaining.items() if not files[blob].is_file())
     if missing:
