@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.clients.protocol.failures import LostStateError
-from fedloom.clients.storage.states import read_state, write_private_state
+from fedloom.clients.storage.states import read_own_state, write_own_state
 from fedloom.clients.storage.store import SiteStore
+from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
 SUMMED, OTHERS = "summed", "sent"  # prefixes of file names
@@ -62,10 +63,14 @@ class Sent:
         path = self._path(kind, round)
         if not path.is_file():
             raise LostStateError(f"{self.store.site}: its contribution of round {round} is lost, and no copy exists", round)
-        return read_state(path)
+        try:
+            return read_own_state(path)
+        except UserError as error:
+            text = f"{self.store.site}: its contribution of round {round} is lost, and no copy exists: {error}"
+            raise LostStateError(text, round) from None
 
     def _write(self, kind: str, round: int, base: int, state: State) -> None:
-        write_private_state(self._path(kind, round), state)
+        write_own_state(self._path(kind, round), state)
         for path in self.store.folder.glob(f"{kind}-*.safetensors"):
             if path not in (self._path(kind, round), self._path(kind, base)):
                 path.unlink()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import uuid
@@ -93,6 +94,23 @@ def write_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> Non
 def write_private_state(path: Path, state: Mapping[str, Tensor], **metadata: str) -> None:
     """Write a state to a safetensors file that only the user may read."""
     write_bytes(path, _packed(state, metadata), private=True)
+
+
+def write_own_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a state that only the user may read, with its sha256, which `read_own_state` checks."""
+    write_private_state(path, state, sha256=_sha256(state))
+
+
+def read_own_state(path: Path) -> State:
+    """Return the state that `write_own_state` wrote to a file. Raises UserError if it is missing or was changed since."""
+    state, noted = read_state(path), read_metadata(path).get("sha256")
+    if noted is not None and noted != _sha256(state):  # earlier versions wrote none
+        raise UserError(f"{path}: was changed after it was written: its sha256 differs")
+    return state
+
+
+def _sha256(state: Mapping[str, Tensor]) -> str:
+    return hashlib.sha256(safetensors_of(state)).hexdigest()
 
 
 def _packed(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

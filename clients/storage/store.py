@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from fedloom.clients.protocol.failures import LostStateError
-from fedloom.clients.storage.states import read_state, round_file, write_private_state
+from fedloom.clients.storage.states import read_own_state, round_file, write_own_state
+from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
 _ROUND = re.compile(r"round-(\d+)\.safetensors")
@@ -32,18 +33,21 @@ class SiteStore:
         return self.root / self.run / self.site
 
     def load(self, round: int) -> State:
-        """Return the state after `round`. Raises LostStateError, naming the rounds that exist, if it is missing."""
+        """Return the state after `round`. Raises LostStateError if it is missing (and names the others) or damaged."""
         path = self._path(round)
         if not path.exists():
             have = ", ".join(map(str, self.rounds())) or "none"
             raise LostStateError(
                 f"{self.site}: its own state after round {round} is lost ({self.folder} has rounds: {have})", round
             )
-        return read_state(path)
+        try:
+            return read_own_state(path)
+        except UserError as error:
+            raise LostStateError(f"{self.site}: its own state after round {round} is lost: {error}", round) from None
 
     def save(self, round: int, base: int, state: Mapping[str, Tensor]) -> None:
         """Save the state after `round`, and delete the states of earlier rounds, except round `base`."""
-        write_private_state(self._path(round), state)
+        write_own_state(self._path(round), state)
         for other in self.rounds():
             if other < round and other != base:
                 self._path(other).unlink()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from fedloom.clients.protocol.failures import LostStateError
+from fedloom.clients.storage.sent import Sent
 from fedloom.clients.storage.states import _layout, read_metadata, read_state, safetensors_of, state_in, write_state
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import UserError
@@ -69,6 +71,27 @@ def test_a_round_can_be_repeated_from_the_same_base(store: SiteStore):
     assert digest(store.load(1)) == digest(state(1.0))
     assert digest(store.load(2)) == digest(state(2.5))
     assert store.rounds() == [1, 2]
+
+
+def test_a_changed_byte_is_a_lost_state(store: SiteStore):
+    sent = Sent(store)
+    store.save(1, 0, state(1.0))
+    sent.save(1, 0, {"weight": torch.arange(9)})
+    reads = {"round": store.load, "summed": sent.summed}
+    for name, read in reads.items():
+        (file,) = store.folder.glob(f"{name}-*.safetensors")
+        content = file.read_bytes()
+        for place in (0, 20, len(content) - 3):
+            file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+            with pytest.raises(LostStateError, match="round 1 is lost"):
+                read(1)
+        file.write_bytes(content)
+        read(1)
+
+
+def test_a_state_without_a_digest_is_read(store: SiteStore):
+    write_state(store.folder / "round-000001.safetensors", state(1.0))  # as an earlier version did
+    assert digest(store.load(1)) == digest(state(1.0))
 
 
 def test_old_and_abandoned_rounds_go_and_the_base_stays(store: SiteStore):
