@@ -175,9 +175,11 @@ def _state_of(request: Request) -> dict[str, Any]:
 
 
 def _check_fulfils(ledger: Ledger, request: Request, order: UnlearningRequest) -> None:
-    """Raise UserError if a known request does not forget all sites of an order, or they participate again since."""
+    """Raise UserError if a known request lacks sites or options of an order, or if its sites participate again."""
     if others := set(order.sites) - set(request.sites):
         raise UserError(f"request '{request.id}' does not forget {', '.join(sorted(others))}; use another --request-id")
+    if more := [f"--{name}" for name, value in order.options.items() if value and request.options.get(name) != value]:
+        raise UserError(f"request '{request.id}' exists with another value of {', '.join(more)}; use another --request-id")
     again = [site for site, forgotten in ledger.sites().items() if site in order.sites and not forgotten]
     if request.state in ("applied", "verified") and again:
         raise UserError(f"request '{request.id}' forgot {', '.join(again)}, but it was readmitted since; "

@@ -72,6 +72,8 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
 
     other = fedloom("unlearn", run, ONE, TWO, "--request-id", "r1")
     refused(other, f"request 'r1' does not forget {TWO}; use another --request-id")
+    other = fedloom("unlearn", run, ONE, "--request-id", "r1", "--repair", "2")
+    refused(other, "request 'r1' exists with another value of --repair; use another --request-id")
 
     said = fedloom("readmit", run, ONE)
     assert said.code == 0 and "can participate again" in said.out and "No rounds remain" in said.out
