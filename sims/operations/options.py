@@ -90,7 +90,7 @@ def table(section: str = "") -> Table:
     try:
         return _section_table(section)
     except UserError:
-        if nearest(key, keys):
+        if above and nearest(key, keys):
             raise unknown("key", section, [f"{above}.{each}" for each in keys]) from None
         raise
 
@@ -183,7 +183,7 @@ def _inside(schema: Any, part: str, where: str) -> Any:
         lists = near if near in NAMED else near.rpartition(".")[0].replace(".0", "") or near
         raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' lists it")
     if part not in sections:
-        raise unknown("section", where, [*sections, *above])
+        raise unknown("section", where, [*sections, *above, *(fields_of(schema) if schema is Config else ())])
     return sections[part]
 
 
