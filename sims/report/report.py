@@ -73,8 +73,8 @@ def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[st
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder; name the folder of a run, such as runs/digits")
+    config = _read(folder / "config.yaml", "name the folder of a run, such as runs/digits")
     summary, metrics = _read_summary(folder / "summary.json"), _read_metrics(folder / "metrics.jsonl")
-    config = _read(folder / "config.yaml")
     try:
         gone = forgotten_sites(folder, summary)
         summary["unlearned"], baselines = [forgotten.site for forgotten in gone], other_records(folder, metrics)
@@ -202,34 +202,40 @@ def _pictures(pictures: Mapping[str, Picture], name: str) -> list[Part]:
     return [pictures[name]] if name in pictures else []
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, cure: str = "") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; wait until the run has finished, or run the experiment again") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{path}: cannot be read ({reason})") from None
+        raise UserError(f"{path}: missing; {cure or _resume(path)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text; {cure or _resume(path)}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _resume(path: Path) -> str:
+    return f"`fedloom resume {path.parent}` continues the run, or writes this file again"
+
+
+def _object(text: str, path: Path, place: str = "") -> dict[str, Any]:
+    where = f"{path}{place}"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: damaged JSON ({error}); run the experiment again") from None
+        raise UserError(f"{where}: damaged JSON ({error}); {_resume(path)}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: is not a JSON object; run the experiment again")
+        raise UserError(f"{where}: is not a JSON object; {_resume(path)}")
     return value
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    summary = _object(_read(path), str(path))
+    summary = _object(_read(path), path)
     for key, kind in SUMMARY_KEYS.items():
         if not isinstance(summary.get(key), kind):
-            raise UserError(f"{path}: '{key}' is missing or of the wrong type; is this a run's summary?")
+            raise UserError(f"{path}: '{key}' is missing or of the wrong type; {_resume(path)}")
     return summary
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = enumerate(_read(path).splitlines(), start=1)
-    return [_object(line, f"{path} line {number}") for number, line in lines if line.strip()]
+    return [_object(line, path, f" line {number}") for number, line in lines if line.strip()]
