@@ -173,7 +173,10 @@ def _npz(path: Path, domain: str) -> Contents:
     """Read an npz file of images and labels, of train and test or of all."""
     if not path.is_file():
         raise wrong(domain, "is not a regular file. Name an npz file of images and labels (numpy.savez).")
-    archive = np.load(path, allow_pickle=False)
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError):
+        raise wrong(domain, "is not an npz file; takes one of images and labels (numpy.savez)") from None
     if isinstance(archive, np.ndarray):
         raise wrong(domain, "is a single array; takes an npz file of images and labels (numpy.savez)")
     with archive:

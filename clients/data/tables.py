@@ -183,6 +183,8 @@ def _readable() -> Iterator[None]:
     """Turn any error of pandas into a ValueError of one line."""
     try:
         yield
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text; save it as UTF-8") from None
     except Exception as error:
         raise ValueError(f"cannot be read ({error_summary(error)}). Replace it with an intact copy.") from error
 

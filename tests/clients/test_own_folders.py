@@ -72,7 +72,11 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path):
         data.test_images(settings, settings.roster[0].spec)
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 and no more")
     np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "text.npz").write_text("hello")
+    (tmp_path / "none.npz").touch()
     for domain, message in {
+        f"npz:{tmp_path}/text.npz": r"domain 'text': .*text\.npz is not an npz file; takes one of images and labels",
+        f"npz:{tmp_path}/none.npz": r"none\.npz is not an npz file",
         f"npz:{tmp_path}/cut.npz": r"domain 'cut': .*cut\.npz cannot be read",
         f"npz:{tmp_path}/one.npy": r"is a single array; takes an npz file",
         f"npz:{tmp_path}/no.npz": r"no\.npz does not exist\. Correct the path in",

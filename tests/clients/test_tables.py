@@ -94,6 +94,12 @@ def test_rows_that_are_dropped_are_reported_and_gaps_of_categories_are_a_value(t
         rows_of(encoding, {**rows, "clinic": ["west"]})
 
 
+def test_a_table_that_is_not_utf_8_is_refused(tmp_path: Path):
+    (tmp_path / "odd.csv").write_bytes("city,sick\nKöln,0\nUlm,1\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"odd\.csv\?target=sick is not UTF-8 text; save it as UTF-8$"):
+        find(f"table:{tmp_path}/odd.csv?target=sick")
+
+
 def test_a_table_with_another_separator_is_refused(tmp_path: Path):
     (tmp_path / "odd.csv").write_text("age;sick\n" + "1,5;0\n2,5;1\n" * 20, encoding="utf-8")
     with pytest.raises(UserError, match="has one column, with ';' in its name; separate its columns by commas"):
