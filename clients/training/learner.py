@@ -209,5 +209,9 @@ def outcome(losses: Tensor, samples: int, site: Site, round: int) -> Outcome:
     """Return the outcome of a round with losses [steps] on `samples` images. Raises DivergedError for NaN or infinity."""
     mean = float(losses.mean())
     if not math.isfinite(mean):
-        raise DivergedError(f"{site.name}: the loss is {mean} in round {round}; try a smaller training.rate")
+        first = float(losses[0])
+        if math.isfinite(first):
+            raise DivergedError(f"{site.name}: the loss is {mean} in round {round}; try a smaller training.rate")
+        cure = "check what the server sends, or try a smaller training.rate"
+        raise DivergedError(f"{site.name}: the first loss of round {round} is {first}; {cure}")
     return Outcome(mean, samples)

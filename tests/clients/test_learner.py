@@ -250,6 +250,14 @@ def test_divergence_names_the_site_the_round_and_the_option():
         learned(config)
 
 
+def test_a_network_that_is_not_finite_is_not_blamed_on_the_rate_alone():
+    config, site = configured(), configured().roster[0]
+    at_work = session(config)
+    next(iter(at_work.parameters())).data.fill_(float("nan"))
+    with pytest.raises(DivergedError, match="site-0000: the first loss of round 1 is nan; check what the server sends, or"):
+        learn(at_work, site_examples(config, site), resolve(config), site, 1, CPU)
+
+
 def test_a_loss_that_is_no_single_number_is_refused():
     config = configured()
     odd, images = session(config), site_examples(config, config.roster[0])
