@@ -105,6 +105,10 @@ class ClaOt(InParts):
             check_fusing(reference_of(experiment, self.reference), groups_of(experiment), settings, "strategy.start=own")
             self._check_heads(experiment)
 
+    def cure(self) -> str:
+        fusion = "strategy.fusion=refit and " if self.fusion == PARTS else ""
+        return f"{fusion}strategy.start=own needs no common widths"
+
     def first_reference(self, view: View) -> State:
         """Return the initial reference, in which layers that some architecture lacks have no effect."""
         state = super().first_reference(view)

@@ -49,7 +49,12 @@ class InParts(ByArchitecture):
                 _part(large, group, self._map(group.name), 0)
             except UserError as error:
                 where = f"strategy.reference, which must contain all networks, is {large.name}, of {large.site.name}"
-                raise UserError(f"{error} ({where}; {group.name} is the network of {group.site.name})") from None
+                cure = f"; {self.cure()}" if self.cure() else ""
+                raise UserError(f"{error} ({where}; {group.name} is the network of {group.site.name}){cure}") from None
+
+    def cure(self) -> str:
+        """Return what users can do with networks that are not parts of the reference; empty if nothing."""
+        return ""
 
     def parts(self, experiment: Experiment, turn: int = 0) -> dict[str, Submodel]:
         """Return the entries of the reference that each architecture holds, by name. `turn` shifts channels (FedRolex)."""
