@@ -200,9 +200,8 @@ def from_mapping(tree: Mapping[str, Any]) -> Config:
     try:
         config = at_home(_built(filled))
         if not _names_a_folder(config.run.name):
-            raise UserError(
-                f"run.name: got '{_short(config.run.name)}', takes a plain folder name; set its parent in run.root"
-            )
+            takes = f"takes a plain folder name of at most {MOST_RUN_NAME_BYTES} bytes"
+            raise UserError(f"run.name: got '{_short(config.run.name)}', {takes}; set its parent in run.root")
         _ = config.roster  # raises an error for wrong sites
     except UnknownKeyError as error:
         raise with_suggestion(error) from None

@@ -86,7 +86,7 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("version=two", f"version: got 'two', takes a number from 1 to {VERSION}"),
         ("preset=cpu", "preset: digits has no presets"),
         ("preset=[cpu]", "preset: digits has no presets"),
-        (f"run.name={'x' * 201}", "takes a plain folder name"),
+        (f"run.name={'x' * 201}", "takes a plain folder name of at most 200 bytes"),
         ("run.name=\udcff", r"override 'run.name=\\udcff': is not UTF-8 text"),
         (f"sites=[{{domain: digits, name: {'x' * 101}}}]", r"sites\[0\].name: got 'x+\.\.\.', takes at most 100 bytes"),
         ("sites=[{domain: digits, name: sum}]", r"sites\[0\].name: 'sum' is a row of the results"),
