@@ -50,6 +50,9 @@ def _kind(array: np.ndarray) -> str:
             raise ValueError(f"has inputs of whole numbers, {shape}. {CHOOSE.format('tokens')} Use features if they are "
                              "measurements.")  # fmt: skip
         return FEATURES
+    if array.ndim == 4 and shape[1] in (1, 3) and shape[3] > 4 and (whole or _unit(array)):
+        raise ValueError(f"has inputs of shape {shape}; channels of images come last, as after x.transpose(0, 2, 3, 1). "
+                         f"{CHOOSE.format('array')}")  # fmt: skip
     if array.ndim == 4 and array.shape[-1] <= MOST_CHANNELS and (whole or _unit(array)):
         return IMAGE
     if array.ndim == 3 and (whole or _unit(array)):
@@ -58,7 +61,7 @@ def _kind(array: np.ndarray) -> str:
         low, high = np.nanmin(array), np.nanmax(array)
         kinds = "sequence" if array.ndim == 3 else "array"
         raise ValueError(f"has {array.dtype} inputs {shape} with values from {low:g} to {high:g}; images take values from "
-                         f"0 to 1. {CHOOSE.format(kinds)}")  # fmt: skip
+                         f"0 to 1: divide them, if these are images. {CHOOSE.format(kinds)}")  # fmt: skip
     return ARRAY
 
 

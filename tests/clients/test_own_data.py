@@ -67,8 +67,13 @@ def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
         ({"x": np.zeros((9, 4, 4)), "y": np.zeros(8)}, r"has 9 inputs and 8 targets"),
         (
             {"x": np.full((9, 4, 4), 2.0), "y": np.zeros(9)},
-            r"from 2 to 2; images take values from 0 to 1\. .*inputs=sequence",
+            r"from 2 to 2; images take values from 0 to 1: divide them, if these are images\. .*inputs=sequence",
         ),
+        (
+            {"x": np.full((9, 3, 8, 8), 0.5), "y": np.zeros(9)},
+            r"has inputs of shape \[9, 3, 8, 8\]; channels of images come last, .*inputs=array",
+        ),
+        ({"x": np.zeros((9, 1, 28, 28), np.uint8), "y": np.zeros(9)}, r"channels of images come last"),
         ({"x": np.full((9, 4, 4), np.nan), "y": np.zeros(9)}, r"values from nan to nan"),
         ({"x": np.full((9, 4), np.nan), "y": np.zeros(9)}, r"has 9 inputs with missing or infinite values"),
         ({"x": np.full((9, 4, 4), 65536), "y": np.zeros(9)}, r"int64 images .* takes values from 0 to 65535"),
