@@ -106,8 +106,9 @@ class ClaOt(InParts):
             self._check_heads(experiment)
 
     def cure(self) -> str:
+        """Return the options that take networks of any widths."""
         fusion = "strategy.fusion=refit and " if self.fusion == PARTS else ""
-        return f"{fusion}strategy.start=own needs no common widths"
+        return f"for any widths, set {fusion}strategy.start=own"
 
     def first_reference(self, view: View) -> State:
         """Return the initial reference, in which layers that some architecture lacks have no effect."""

@@ -183,7 +183,7 @@ def _inside(schema: Any, part: str, where: str) -> Any:
         lists = near if near in NAMED else near.rpartition(".")[0].replace(".0", "") or near
         raise UserError(f"unknown section '{part}'; did you mean '{near}'? 'fedloom options {lists}' lists it")
     if part not in sections:
-        raise unknown("section", where, [*sections, *above, *(fields_of(schema) if schema is Config else ())])
+        raise unknown("section", where, {*sections, *above, *(fields_of(schema) if schema is Config else ())})
     return sections[part]
 
 

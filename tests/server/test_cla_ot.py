@@ -195,7 +195,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, tol
 
 @pytest.mark.parametrize(("network", "told"), [
     ("{name: mlp, widths: [16, 9]}", f"mlp-16-9 is not a part of {DEEP}"),
-    ("{name: mlp, widths: [16, 9]}", "; strategy.fusion=refit and strategy.start=own needs no common widths"),
+    ("{name: mlp, widths: [16, 9]}", "; for any widths, set strategy.fusion=refit and strategy.start=own"),
     ("{name: conv6}", "mlp-16-8 is not a part of conv6: the networks are of different families"),
     ("{name: mlp, widths: [16, 8], bias: false}", "only one has a bias"),
 ])  # fmt: skip

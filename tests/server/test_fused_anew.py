@@ -211,7 +211,7 @@ def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):
         ),
         (["strategy.reference=deepest"], "unknown architecture 'deepest'"),
         (["strategy.start=shared"], "mlp-20-8 is not a part of mlp-16-12-8"),
-        (["strategy.start=shared"], "of site-0000); strategy.start=own needs no common widths"),
+        (["strategy.start=shared"], "of site-0000); for any widths, set strategy.start=own"),
         (
             ["sites.1.network={name: lenet}", "data.size=16"],
             "strategy.fusion=cla_ot: lenet (of site-0003) cannot be fused into",

@@ -212,7 +212,7 @@ def test_options_lists_what_keys_take(fedloom: Command, section: str, line: str)
     ("section", "line"),
     [
         ("sit", "unknown section 'sit'; did you mean 'sites'?"),
-        ("trainng", "unknown section 'trainng'; did you mean 'training'?"),
+        ("trainng", "unknown section 'trainng'; did you mean 'training'? (known: baselines, data, engine, evaluation,"),
         ("round", "unknown section 'round'; did you mean 'rounds'?"),
         ("augment", "unknown section 'augment'; did you mean 'training.augment'? 'fedloom options training' lists it"),
         ("augmentation", "did you mean 'training.augment'?"),
