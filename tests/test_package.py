@@ -11,5 +11,5 @@ def test_every_public_name_is_what_its_module_defines():
         assert getattr(fedloom, name) is getattr(importlib.import_module(module), name), name
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_a_name_that_is_missing_is_an_attribute_error():
     assert not hasattr(fedloom, "nothing")

@@ -265,7 +265,7 @@ def test_a_site_that_hides_is_not_asked_for_the_images_of_one_class(tmp_path: Pa
 
 
 @pytest.mark.parametrize("record", ["own", "before"])
-def test_nobody_sends_a_site_what_it_gave_under_masks(tmp_path: Path, record: str) -> None:
+def test_no_one_sends_a_site_what_it_gave_under_masks(tmp_path: Path, record: str) -> None:
     server = Server(tmp_path, MASKS, masks="required")
     masks = Masks(server, range(10)).begin()
     with pytest.raises(Refused, match=r"UserError at order\.secure"):

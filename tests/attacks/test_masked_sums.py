@@ -173,7 +173,7 @@ def test_one_site_does_not_train_otherwise_although_the_others_are_enough_withou
 FULL = (*MASKS, "training.batch=1000", "training.schedule=constant")  # every round trains nearly the same
 
 
-def test_one_site_does_not_go_on_from_another_round_than_before(server: Server) -> None:
+def test_one_site_does_not_continue_from_another_round_than_before(server: Server) -> None:
     server.change(*FULL)
     for number in (1, 2):
         Masks(server, FOUR, dict.fromkeys(FOUR, number - 1), round=number, rounds=3).begin().train().confirm()
@@ -185,7 +185,7 @@ def test_one_site_does_not_go_on_from_another_round_than_before(server: Server) 
         masks.train([3], base=0)  # and the others hear of 2
 
 
-def test_what_a_site_goes_on_from_is_not_prepared_between_two_sums(server: Server) -> None:
+def test_what_a_site_continues_from_is_not_prepared_between_two_sums(server: Server) -> None:
     server.change(*FULL)
     later: dict[str, Any] = {"round": 2, "rounds": 2, "bases": dict.fromkeys(FOUR, 1)}
     Masks(server, FOUR, rounds=2).begin().train()

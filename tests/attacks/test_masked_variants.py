@@ -50,7 +50,7 @@ def test_a_contribution_counts_as_before_only_if_its_sites_have_agreed_on_it(tmp
         Masks(server, ALL, dict.fromkeys(ALL, 1), round=2, rounds=9).begin().train()
 
 
-def test_sites_that_go_on_from_one_round_have_agreed_on_the_same_in_it(server: Server) -> None:
+def test_sites_that_continue_from_one_round_have_agreed_on_the_same_in_it(server: Server) -> None:
     """Two lists in one round: the others may be prepared together, and the one site with a few of them."""
     server.change(*MASKS, "training.rate=0")
     Masks(server, [0, 1, 2, 3], rounds=9).begin().train().confirm()
@@ -207,7 +207,7 @@ def test_how_many_images_of_chosen_classes_a_site_has_is_not_said(tmp_path: Path
         server.ask(0, "enrol")
 
 
-def test_nobody_trains_is_no_way_around(server: Server) -> None:
+def test_no_one_trains_is_no_way_around(server: Server) -> None:
     """A round at a rate of 0, or idle, replaces what counts: over the same sites, and of what they have agreed on."""
     summed(server, FOUR, rounds=9)
     with pytest.raises(Refused, match="secure_confirm"):
@@ -294,7 +294,7 @@ def test_shares_that_cannot_be_opened_cost_nothing_of_a_budget(tmp_path: Path) -
     assert Masks(other, ALL[:9], rounds=9).begin().train().metrics[0]["epsilon"] == once
 
 
-def test_what_is_left_of_a_pass_is_no_batch_of_its_own(tmp_path: Path) -> None:
+def test_what_is_left_of_a_pass_is_not_a_batch_of_its_own(tmp_path: Path) -> None:
     """The only step with a rate above 0 would be on one image."""
     words = [word for word in WORDS if not word.startswith(("sites", "training.batch"))]
     rows = "sites=[{domain: digits, count: 2, samples: 65}]"

@@ -105,7 +105,7 @@ def test_sections_inside_sections_and_torchvisions_own_kinds_of_options():
         ([{"name": "RandomRotation", "degrees": 9, "interpolation": "bilinaer"}], r"did you mean 'bilinear'\?"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_to_the_images_is_told_in_one_line(augment: list[Any], line: str):
+def test_what_cannot_be_done_to_the_images_is_reported_in_one_line(augment: list[Any], line: str):
     with pytest.raises(UserError, match=line) as caught:
         check_augmentation(augmentation_of(TrainingConfig(augment=augment)), Form.images(1, 8, 10))
     assert "\n" not in str(caught.value)

@@ -111,7 +111,7 @@ def test_arrays_that_show_nothing_or_use_a_small_part_of_the_range_are_refused(t
         data.site_sizes(config({"domain": f"npz:{tmp_path}/flat.npz"}))
 
 
-def test_images_of_a_single_colour_each_are_told(tmp_path: Path):
+def test_images_of_a_single_colour_each_are_reported(tmp_path: Path):
     x = np.repeat(np.arange(40, dtype=np.uint8) * 6, 36).reshape(40, 6, 6)
     np.savez(tmp_path / "tones.npz", x=x, y=np.arange(40) % 2)
     settings = config({"domain": f"npz:{tmp_path}/tones.npz"})

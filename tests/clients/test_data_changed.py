@@ -187,7 +187,7 @@ def test_a_second_run_in_a_process_trains_on_what_is_left(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("blank_pictures")
-def test_what_is_deleted_while_a_run_goes_on_is_not_in_its_next_round(tmp_path: Path):
+def test_what_is_deleted_while_a_run_continues_is_not_in_its_next_round(tmp_path: Path):
     root, seen = folder(tmp_path / "pets"), list[int]()
     sites = [{"domain": f"images:{root}"}, {"domain": "digits", "samples": 40}]
     tree = {**TREE, "rounds": 3, "sites": sites, "data": {"size": 8, "classes": 10}}
@@ -211,7 +211,7 @@ def test_a_listing_that_is_out_of_date_is_refused(tmp_path: Path):
     assert len(images(domain, grey=True))
 
 
-def test_files_that_are_no_images_may_come_and_go(tmp_path: Path):
+def test_files_that_are_not_images_may_come_and_go(tmp_path: Path):
     root = folder(tmp_path / "pets")
     domain = f"images:{root}"
     with listing.held():

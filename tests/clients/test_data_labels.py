@@ -113,7 +113,7 @@ def of(path: Path, y: Any) -> int:
     np.random.default_rng(0).integers(25, 346, 60).astype(float),
     np.arange(60) * 1000,
 ])  # fmt: skip
-def test_a_target_that_differs_from_image_to_image_is_no_class(tmp_path: Path, y: np.ndarray):
+def test_a_target_that_differs_from_image_to_image_is_not_a_class(tmp_path: Path, y: np.ndarray):
     with pytest.raises(UserError, match=r"has \d+ different labels for \d+ examples, nearly one per example. Write \?task="):
         of(tmp_path / "a.npz", y)
 

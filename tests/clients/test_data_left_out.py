@@ -43,7 +43,7 @@ def test_linked_folders_and_files_are_followed_at_whatever_depth(tmp_path: Path)
 
 
 @pytest.mark.parametrize("place, target", [("cats/loop", "."), ("cats/up", ".."), ("dogs/same", "cats"), ("birds", "dogs")])
-def test_a_loop_of_links_or_a_folder_that_is_there_twice_is_refused(tmp_path: Path, place: str, target: str):
+def test_a_loop_of_links_or_a_folder_that_exists_twice_is_refused(tmp_path: Path, place: str, target: str):
     root = pets(tmp_path / "pets")
     goal = {".": root / "cats", "..": root}.get(target, root / target)
     (root / place).symlink_to(goal, target_is_directory=True)

@@ -42,7 +42,7 @@ def test_workers_that_share_a_gpu_share_its_memory(tmp_path: Path, capped: list[
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_site_that_needs_more_than_its_part_fails_and_the_gpu_goes_on():
+def test_a_site_that_needs_more_than_its_part_fails_and_the_gpu_continues():
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(0.1)
     try:

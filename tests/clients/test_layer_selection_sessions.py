@@ -44,7 +44,7 @@ def trained(session: SelectionSession, round: int) -> SelectionSession:
     return session
 
 
-def test_layers_of_ones_own_start_where_the_warm_up_ends(tmp_path: Path):
+def test_layers_of_the_user_start_where_the_warm_up_ends(tmp_path: Path):
     config = configured(tmp_path, "objective.warm_up=1", "training.rate=0.1")
     drawn = initial_state(config, config.roster[0].name, config.roster[0])
     first = trained(session_of(config, 1), 1)

@@ -163,7 +163,7 @@ def mirrored(config: Config) -> tuple[int, int]:
     return sum(row not in straight for row in seen), sum(row not in straight | turned for row in seen)
 
 
-def test_steps_go_on_over_as_many_passes_as_they_need_and_are_whole_passes_otherwise():
+def test_steps_continue_over_as_many_passes_as_they_need_and_are_whole_passes_otherwise():
     config = load("digits", ["training.batch=30", "training.epochs=2", "sites=[{domain: digits, samples: 70}]"])
     site, images = config.roster[0], site_examples(config, config.roster[0])
 
@@ -258,7 +258,7 @@ def test_a_network_that_is_not_finite_is_not_blamed_on_the_rate_alone():
         learn(at_work, site_examples(config, site), resolve(config), site, 1, CPU)
 
 
-def test_a_loss_that_is_no_single_number_is_refused():
+def test_a_loss_that_is_not_a_single_number_is_refused():
     config = configured()
     odd, images = session(config), site_examples(config, config.roster[0])
     odd.loss = lambda images, labels: images.mean(dim=(1, 2, 3))  # type: ignore[method-assign]

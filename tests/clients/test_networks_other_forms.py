@@ -339,7 +339,7 @@ def test_every_kind_has_a_network():
     assert {*forms} == {*KINDS}
 
 
-def test_a_transformer_of_another_width_is_no_part_of_one_but_one_with_fewer_layers_is():
+def test_a_transformer_of_another_width_is_not_a_part_of_one_but_one_with_fewer_layers_is():
     whole = wire(built({**SMALL, "layers": 2, "feed_forward": 16}, SEQUENCES), SEQUENCES.zeros(1))
     submodel(whole, wire(built({**SMALL, "feed_forward": 8}, SEQUENCES), SEQUENCES.zeros(1)))
     narrow = wire(built({**SMALL, "width": 4, "feed_forward": 16}, SEQUENCES), SEQUENCES.zeros(1))

@@ -97,7 +97,7 @@ def test_a_record_that_comes_again_is_decoded_once_and_copied(view: bool):
     assert len({tensor.data_ptr() for state in held for tensor in state.values()}) == 2 * len(held)
 
 
-def test_records_with_the_same_bytes_but_other_names_shapes_or_kinds_are_told_apart():
+def test_records_with_the_same_bytes_but_other_names_shapes_or_kinds_are_distinguished():
     whole = record_of(1)
     renamed = ArrayRecord({"c" if name == "b" else name: array for name, array in whole.items()})
     for record in (whole, renamed):
@@ -110,7 +110,7 @@ def test_records_with_the_same_bytes_but_other_names_shapes_or_kinds_are_told_ap
         decode_again(whole, unpacked)
 
 
-def test_parts_of_one_buffer_are_told_apart():
+def test_parts_of_one_buffer_are_distinguished():
     """Several records may be views of one longer buffer, such as a whole message."""
     records = [record_of(1), record_of(2)]
     whole = b"".join(array.data for record in records for array in record.values())

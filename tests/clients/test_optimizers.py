@@ -113,7 +113,7 @@ def layered(parameters: Sequence[Tensor], lr: float, head: float) -> torch.optim
     return torch.optim.RMSprop([{"params": parameters[:-1]}, {"params": parameters[-1:], "lr": head * lr}], lr=lr)
 
 
-def test_a_function_of_the_users_own_may_give_groups_rates_of_their_own(monkeypatch: pytest.MonkeyPatch):
+def test_a_function_of_the_user_may_give_groups_rates_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "layered", layered, raising=False)
     training = TrainingConfig(rate=0.1, optimizer={"name": "torch:layered", "head": 3})
     first, last = by_ours([0.1, 0.05], training)
@@ -152,7 +152,7 @@ def test_a_function_of_the_users_own_may_give_groups_rates_of_their_own(monkeypa
         ("no_such_module:Mine", r"training\.optimizer\.name: cannot find module 'no_such_module'"),
     ],
 )
-def test_what_cannot_move_a_sites_network_is_told_in_one_line_before_the_run(optimizer: Any, line: str):
+def test_what_cannot_move_a_sites_network_is_reported_in_one_line_before_the_run(optimizer: Any, line: str):
     config = load("digits", ["network.width=0.25", "data.size=8"])
     vars(config)["training"] = TrainingConfig(optimizer=optimizer)
     with pytest.raises(UserError, match=line) as caught:

@@ -108,7 +108,7 @@ def test_what_a_users_own_file_looks_up_is_looked_up_once_where_it_is_read(tmp_p
         None,
     ],
 )
-def test_a_runs_name_is_no_path(tmp_path: Path, config: Config, run: Any):
+def test_a_runs_name_is_not_a_path(tmp_path: Path, config: Config, run: Any):
     reply = asked(config, str(tmp_path / "deep" / "store"), run=run)
     assert reply.has_error()
     assert "UserError at order" in str(reply.error.reason)
@@ -132,7 +132,7 @@ def test_numbers_of_an_order_are_numbers_that_can_be(tmp_path: Path, config: Con
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"', '{"run": 1}'])
-def test_an_order_that_is_none_is_told(tmp_path: Path, config: Config, text: str):
+def test_an_order_that_is_none_is_reported(tmp_path: Path, config: Config, text: str):
     take_identity()
     message = Message(RecordDict({ORDER: ConfigRecord({"json": text})}), 3, "train")
     message.metadata.__dict__["_message_id"] = "1"
@@ -191,7 +191,7 @@ def test_the_option_at_fault_is_named(tmp_path: Path, config: Config):
     assert reason == "UserError at training.rate; the site's own log says more"
 
 
-def test_a_loss_that_is_not_finite_is_told_whole(tmp_path: Path, config: Config):
+def test_a_loss_that_is_not_finite_is_reported_whole(tmp_path: Path, config: Config):
     words = ["network={name: conv6, norm: none, width: 0.25}", "training.rate=3e38", "training.epochs=5"]
     reply = asked(load("digits", [*WORDS, *words]), str(tmp_path))
     assert "site-0001: the loss is" in str(reply.error.reason)

@@ -93,7 +93,7 @@ def test_names_that_are_numbers_are_in_the_order_of_numbers(tmp_path: Path):
         ),
     ],
 )
-def test_arrays_that_do_not_fit_are_told_in_one_line(tmp_path: Path, arrays: dict[str, Any], message: str):
+def test_arrays_that_do_not_fit_are_reported_in_one_line(tmp_path: Path, arrays: dict[str, Any], message: str):
     np.savez(tmp_path / "mine.npz", **arrays)
     with pytest.raises(UserError, match=message) as caught:
         data.num_classes(config({"domain": f"npz:{tmp_path}/mine.npz"}))

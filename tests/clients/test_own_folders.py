@@ -116,7 +116,7 @@ def huge(path: Path) -> None:
         (huge, "x.png", r"cannot be read \(DecompressionBombError"),
     ],
 )
-def test_a_file_that_is_no_image_is_named_before_anything_starts(
+def test_a_file_that_is_not_an_image_is_named_before_anything_starts(
     tmp_path: Path, make: Callable[[Path], None], name: str, message: str
 ):
     path = colours(tmp_path / "flags", 3) / "green" / name
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_image_is_named_before_anything_starts(
         data.site_sizes(config({"domain": f"images:{tmp_path}/flags", "partition": {"min_samples": 1}}))
 
 
-def test_hidden_files_are_no_images_and_a_pipe_is_no_file(tmp_path: Path):
+def test_hidden_files_are_not_images_and_a_pipe_is_not_a_file(tmp_path: Path):
     folder = colours(tmp_path / "flags", 20)
     (folder / "green" / "._1.png").write_text("x")
     (folder / "green" / ".thumbs").mkdir()
@@ -167,7 +167,7 @@ def test_paths_are_made_absolute_and_labels_short(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_two_domains_of_one_label_are_told_apart_by_their_paths(tmp_path: Path):
+def test_two_domains_of_one_label_are_distinguished_by_their_paths(tmp_path: Path):
     first, other = (colours(tmp_path / place / "flags", 3) for place in ("here", "there"))
     settings = config({"domain": f"images:{first}"}, {"domain": f"images:{other}"})
     with pytest.raises(

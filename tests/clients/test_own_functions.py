@@ -155,7 +155,7 @@ def test_an_unknown_domain_is_refused_with_what_to_write(domain: str, message: s
         ("array", r"domain: 'my_images:array' has no 'array'; did you mean 'arrays'\?"),
     ],
 )
-def test_a_function_that_gives_none_is_told_in_one_line(package: str, name: str, message: str):
+def test_a_function_that_gives_none_is_reported_in_one_line(package: str, name: str, message: str):
     with pytest.raises(UserError, match=message) as caught:
         data.num_classes(config({"domain": f"{package}:{name}"}))
     assert "\n" not in str(caught.value)

@@ -200,7 +200,7 @@ def built(name: str, *words: str) -> Network:
     return architecture_of(of(name, *words)).build()
 
 
-def test_a_module_of_the_users_own_is_an_extractor_and_a_head():
+def test_a_module_of_the_user_is_an_extractor_and_a_head():
     network = built("my_package.nets:TinyNet", "network.hidden=4")
     assert isinstance(network.head, nn.Linear) and network.head.in_features == 4
     names = set(network.state_dict())
@@ -281,7 +281,7 @@ def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
         ("TineNet", [], r"network\.name: 'my_package\.nets:TineNet' has no 'TineNet'; did you mean 'TinyNet'\?"),
     ],
 )
-def test_what_cannot_be_fitted_is_told_in_one_line(name: str, words: list[str], message: str):
+def test_what_cannot_be_fitted_is_reported_in_one_line(name: str, words: list[str], message: str):
     with pytest.raises(UserError, match=message) as caught:
         built(f"my_package.nets:{name}", *words)
     assert "\n" not in str(caught.value)
@@ -327,12 +327,12 @@ def test_a_network_that_no_memory_holds_is_refused(words: list[str]):
         ("conv7", r"unknown network 'conv7'; did you mean 'conv6'\?"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_told_in_one_line(name: str, message: str):
+def test_a_name_that_leads_nowhere_is_reported_in_one_line(name: str, message: str):
     with pytest.raises(UserError, match=message):
         built(name)
 
 
-def test_a_network_of_the_users_own_in_a_file_is_built_where_it_is_named_and_not_because_the_file_says_so(tmp_path: Path):
+def test_a_network_of_the_user_in_a_file_is_built_where_it_is_named_and_not_because_the_file_says_so(tmp_path: Path):
     name = parse_name("my_package.nets:TinyNet:hidden=4", Form.images(1, 8, 10))
     assert name == NetworkName("my_package.nets:TinyNet", {"hidden": 4}, Form.images(1, 8, 10))
     network = name.build()

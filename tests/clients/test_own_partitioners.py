@@ -126,7 +126,7 @@ def test_what_it_gives_is_checked(name: str, message: str):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_unknown_names_and_options_are_told_with_the_nearest_one(count: int):
+def test_unknown_names_and_options_are_reported_with_the_nearest_one(count: int):
     for name, message in {
         "drichlet": r"site-0000 \(digits\): unknown partitioner 'drichlet'; did you mean 'dirichlet'\?",
         "unevn": r"unknown partitioner 'unevn'; did you mean 'uneven'\? \(known: classes, column, dirichlet, .*uneven\)",

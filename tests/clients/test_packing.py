@@ -60,7 +60,7 @@ def test_other_kinds_of_number_and_what_is_not_finite_go_as_they_are(name: str):
         (Array("float32", (2**40,), "bf16", bytes(8)), "has 8 bytes"),
     ],
 )
-def test_what_is_no_packed_tensor_is_refused(array: Array, told: str):
+def test_what_is_not_a_packed_tensor_is_refused(array: Array, told: str):
     with pytest.raises(ValueError, match=told):
         unpacked(ArrayRecord({"x": array}))
 

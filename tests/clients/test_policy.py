@@ -140,7 +140,7 @@ def test_own_images_of_more_classes_than_the_network_has_outputs_are_refused():
         Policy(domain="cifar100").source(config, config.roster[1])
 
 
-def test_names_of_domains_that_nobody_looks_up_are_the_federations_own_affair(trap: str):
+def test_names_of_domains_that_no_one_looks_up_are_the_federations_own_affair(trap: str):
     words = ["sites.0.domain='a_trap:images'", "sites.1.domain=hospital-b", "data.classes=12", "evaluation.where=sites"]
     unstated, own = load("digits", [*WORDS, *words]), Policy(domain="digits")
     resolved = with_form(own.apply(unstated, 1), 1, own=True)  # which does not import the trap

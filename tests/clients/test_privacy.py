@@ -73,7 +73,7 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
 
 
 @pytest.mark.parametrize("masks", ["false", "true"])
-def test_what_is_sent_is_noised_and_told(tmp_path: Path, masks: str) -> None:
+def test_what_is_sent_is_noised_and_reported(tmp_path: Path, masks: str) -> None:
     word = f"federation.secure_aggregation={masks}"
     config, plain = configured(tmp_path, *NOISE, word), configured(tmp_path, word, name="plain")
     told = run(config)

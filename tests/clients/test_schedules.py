@@ -66,7 +66,7 @@ def test_warm_up_rises_to_the_rate_and_the_schedule_begins_then(
     assert recipe_of(training).rate_at(rounds, warm_up) == (bare if rounds > warm_up or name != "cosine" else 0.0)
 
 
-def test_steps_stay_within_a_round_and_go_on_behind_the_last_one():
+def test_steps_stay_within_a_round_and_continue_behind_the_last_one():
     training = TrainingConfig(rate=1.0, schedule={"name": "step", "every": 2, "gamma": 0.5})
     recipe = recipe_of(training)
     assert [recipe.rate_at(4, at) for at in (0.0, 1.99, 2.0, 3.5, 4.0, 9.0)] == [
@@ -89,7 +89,7 @@ def test_steps_stay_within_a_round_and_go_on_behind_the_last_one():
         (7, r"training\.schedule: got 7, takes a name or a section such as \{name: step, every: 10\}"),
     ],
 )
-def test_what_is_no_schedule_is_told_in_one_line(schedule: Any, line: str):
+def test_what_is_not_a_schedule_is_reported_in_one_line(schedule: Any, line: str):
     with pytest.raises(UserError, match=line):
         schedule_of(TrainingConfig(schedule=schedule))
 

@@ -101,7 +101,7 @@ def test_old_and_abandoned_rounds_go_and_the_base_stays(store: SiteStore):
     assert digest(store.load(4)) == digest(state(4))
 
 
-def test_a_lost_state_is_told_with_the_rounds_that_are_there(store: SiteStore):
+def test_a_lost_state_is_reported_with_the_rounds_that_exist(store: SiteStore):
     with pytest.raises(UserError, match=r"site-0000: its own state after round 3 is lost .*has rounds: none\)"):
         store.load(3)
     store.save(4, 0, state(1.0))
@@ -140,7 +140,7 @@ def test_a_save_that_fails_half_way_leaves_the_old_file_and_no_other(store: Site
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:4], lambda b: b"", lambda b: b"\xff" * len(b)])
-def test_a_damaged_file_is_told_by_its_path(store: SiteStore, damage):
+def test_a_damaged_file_is_reported_by_its_path(store: SiteStore, damage):
     store.save(1, 0, state(1.0))
     path = store.folder / "round-000001.safetensors"
     path.write_bytes(damage(path.read_bytes()))
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_told_by_its_path(store: SiteStore, damage):
         store.load(1)
 
 
-def test_a_missing_file_is_told_by_its_path(tmp_path: Path):
+def test_a_missing_file_is_reported_by_its_path(tmp_path: Path):
     with pytest.raises(UserError, match=r"nothing\.safetensors: the file does not exist"):
         read_state(tmp_path / "nothing.safetensors")
 

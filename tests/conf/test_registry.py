@@ -163,7 +163,7 @@ def test_only_classes_of_this_project_are_shipped(package: Path, monkeypatch: py
         ({"name": "theirs", "number": "x"}, r"^strategy\.number: "),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(package: Path, section: dict[str, Any], message: str):
+def test_what_cannot_be_is_reported_in_one_line(package: Path, section: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message) as caught:
         KINDS.build(section, "strategy")
     assert "\n" not in str(caught.value)

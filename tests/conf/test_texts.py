@@ -75,7 +75,7 @@ def test_whole_numbers_are_decimal_unless_they_say_so(text: str, rounds: int):
     assert load_text(BASE, "mine", [f"rounds={text}"]).rounds == load_text(f"{BASE}rounds: {text}", "mine").rounds == rounds
 
 
-def test_nothing_and_truth_values_are_no_texts_of_a_method_whose_words_are_not_known_here():
+def test_nothing_and_truth_values_are_not_texts_of_a_method_whose_words_are_not_known_here():
     with pytest.raises(UserError, match=r"run.root: got None, takes a text"):
         load_text(BASE, "mine", ["run.root=null"])
     with pytest.raises(UserError, match=r"sites\[0\]\.name: got True, takes a text; put it in quotes if it is a text"):

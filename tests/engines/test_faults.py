@@ -54,7 +54,7 @@ def test_several_faults_at_once(grid: RayGrid):
     assert_good(ask(grid, {}), set())
 
 
-def test_a_worker_that_dies_once_costs_nobody_anything(grid: RayGrid, tmp_path: Path):
+def test_a_worker_that_dies_once_costs_no_one_anything(grid: RayGrid, tmp_path: Path):
     assert_good(ask(grid, {3: {"kind": "kill_once", "once": str(tmp_path / "died")}}), set())
     assert (tmp_path / "died").exists()
 

@@ -52,7 +52,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, one_ray: None) -> Iterator[
     grid.close()
 
 
-def test_a_message_that_kills_its_worker_while_it_is_unpacked_is_charged_and_nobody_else(grid: RayGrid):
+def test_a_message_that_kills_its_worker_while_it_is_unpacked_is_charged_and_no_one_else(grid: RayGrid):
     """Once it was charged to nobody, and sent again for ever."""
     sent = messages({})
     keys = list(grid.push_messages(sent[:5]))
@@ -81,7 +81,7 @@ def test_a_message_that_cannot_be_unpacked_fails_alone(grid: RayGrid):
 @pytest.mark.parametrize(
     ("kind", "reason"), [("raise", "ValueError: this site has no data"), ("kill", "killed its worker 2 times")]
 )
-def test_errors_of_combine_are_told_as_such_and_cost_no_worker_and_no_neighbour(grid: RayGrid, kind: str, reason: str):
+def test_errors_of_combine_are_reported_as_such_and_cost_no_worker_and_no_neighbour(grid: RayGrid, kind: str, reason: str):
     before = pids(ask(grid, {}))
     replies = ask(grid, {7: {"combine": kind}})
     assert_good(replies, {7})
@@ -100,14 +100,14 @@ def test_faults_on_other_machines_are_charged_to_their_message(far: RayGrid, kin
     assert_good(ask(far, {}), set())
 
 
-def test_a_worker_that_stands_still_is_given_up_and_its_work_done_elsewhere(far: RayGrid, tmp_path: Path):
+def test_a_worker_that_hangs_is_abandoned_and_its_work_done_elsewhere(far: RayGrid, tmp_path: Path):
     begin = time.monotonic()
     assert_good(ask(far, {4: {"kind": "stop_once", "once": str(tmp_path / "stopped")}}), set())
     assert (tmp_path / "stopped").exists()
     assert time.monotonic() - begin < 60
 
 
-def test_what_is_given_up_stops_before_the_call_returns_and_does_nothing_later(grid: RayGrid, tmp_path: Path):
+def test_what_is_abandoned_stops_before_the_call_returns_and_does_nothing_later(grid: RayGrid, tmp_path: Path):
     """A site that trained on after its round had ended made a store anew that had been erased."""
     assert_good(ask(grid, {}), set())
     before, seen = workers(), tmp_path / "seen"
@@ -123,7 +123,7 @@ def test_what_is_given_up_stops_before_the_call_returns_and_does_nothing_later(g
     assert not seen.exists()
 
 
-def test_a_chunk_that_is_given_up_ends_after_its_present_message_and_keeps_its_worker(grid: RayGrid):
+def test_a_chunk_that_is_abandoned_ends_after_its_present_message_and_keeps_its_worker(grid: RayGrid):
     before = pids(ask(grid, {}))  # of this grid: others' may still be ending
     keys = list(grid.push_messages(messages({site: {"kind": "slow"} for site in range(SITES)})))
     time.sleep(0.7)
@@ -135,7 +135,7 @@ def test_a_chunk_that_is_given_up_ends_after_its_present_message_and_keeps_its_w
     assert before and before <= workers()
 
 
-def test_what_was_given_up_because_it_took_too_long_goes_in_smaller_chunks_next_time(single: RayGrid):
+def test_what_was_abandoned_because_it_took_too_long_goes_in_smaller_chunks_next_time(single: RayGrid):
     """Once nothing was learnt from calls that were cancelled: sites that had become slow never answered in time again."""
     for _ in range(5):
         assert_good(ask(single, {}), set())  # so that all go into one chunk

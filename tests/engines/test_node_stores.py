@@ -67,7 +67,7 @@ def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls:
         (__file__, "cannot be written on this node"),
     ],
 )
-def test_a_folder_that_cannot_be_had_is_told_with_the_key(given: str, told: str):
+def test_a_folder_that_cannot_be_used_is_reported_with_the_key(given: str, told: str):
     with pytest.raises(UserError, match=f"federation.node_store: .*{told}"):
         NodeStore(given, "here")
 
@@ -188,7 +188,7 @@ def test_what_a_lost_node_kept_is_out_of_the_sum_and_the_sum_is_that_of_what_is_
 
 
 @pytest.mark.slow
-def test_what_a_living_node_has_lost_begins_again_as_soon_as_that_is_heard(tmp_path: Path, cluster: Cluster):
+def test_what_a_living_node_has_lost_restarts_as_soon_as_that_is_known(tmp_path: Path, cluster: Cluster):
     def burn(record: dict[str, Any]) -> None:
         if record["round"] == 2:
             shutil.rmtree(next((tmp_path / "part-1").glob("kept/*/blobs")))

@@ -92,7 +92,7 @@ def test_a_site_that_hangs_while_several_are_trained_as_one_is_found_and_dropped
     assert records[0]["replies"] == 1
 
 
-def test_a_mode_that_the_server_does_not_know_is_told_before_anything_starts(tmp_path: Path):
+def test_a_mode_that_the_server_does_not_know_is_reported_before_anything_starts(tmp_path: Path):
     with pytest.raises(UserError, match=r"objective\.mode: got 'other'"):
         simulate(load("digits", small(tmp_path, "objective.mode=other", "engine.name=inline")))
 

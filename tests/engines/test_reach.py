@@ -39,7 +39,7 @@ def other() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_one_who_listens_and_never_replies_is_given_up_with_its_address(mute: socket.socket, scheme: str):
+def test_one_who_listens_and_never_replies_is_abandoned_with_its_address(mute: socket.socket, scheme: str):
     address = f"{scheme}127.0.0.1:{port_of(mute)}"
     with pytest.raises(
         UserError, match=re.escape(f"engine.address: there is no Ray cluster at {address} (no answer within 1 s)")
@@ -63,7 +63,7 @@ def test_a_server_of_another_kind_is_none_of_rays(other: str):
 
 
 @pytest.mark.parametrize("address", ["local", "machine", "machine:port", "machine:70000", ":6379", "http://machine:6379"])
-def test_what_is_no_address_says_what_is(address: str):
+def test_what_is_not_an_address_says_what_is(address: str):
     with pytest.raises(UserError, match=f"engine.address: got {address}, takes HOST:PORT"):
         reach.reach(address)
 

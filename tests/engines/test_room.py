@@ -64,5 +64,5 @@ def test_a_ray_that_is_full_is_refused_and_stays(tmp_path: Path):
     opened(tmp_path, "engine.workers=1")
 
 
-def test_what_workers_share_is_no_need():
+def test_what_workers_share_is_not_a_need():
     assert needs_of(load("digits", ["engine.num_cpus=0"]).engine) == {}

@@ -171,7 +171,7 @@ def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
         check(tmp_path / "nowhere")
 
 
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(federation: Path, tmp_path: Path):
+def test_a_server_that_is_killed_continues_to_the_same_bits(federation: Path, tmp_path: Path):
     command = [sys.executable, "-m", "fedloom.sims.cli", "run", "digits", *words(federation, tmp_path, "killed", "rounds=3")]
     child = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: rounds(tmp_path / "killed") >= 1, "no round was committed")
@@ -193,7 +193,7 @@ def test_a_superlink_that_is_killed_comes_back_and_knows_all_nodes(federation: P
     assert run(federation, tmp_path, "after", "rounds=1")["status"] == "finished"
 
 
-def test_a_claimed_name_is_refused_and_told(federation: Path, tmp_path: Path):
+def test_a_claimed_name_is_refused_and_reported(federation: Path, tmp_path: Path):
     """The node of site-0002, registered, with a key of its own, says that it is site-0001."""
     home = federation / "site-0002"
     kept = (home / SITE).read_text()
@@ -303,7 +303,7 @@ def test_what_a_killed_keeper_leaves_behind_is_known_and_stopped(tmp_path: Path)
     assert not running(tmp_path) and not local.stop(tmp_path)
 
 
-def test_what_is_wrong_is_told_in_a_line(tmp_path: Path):
+def test_what_is_wrong_is_reported_in_a_line(tmp_path: Path):
     for given, told in [
         (Plan(), "sites: takes at least one"),
         (Plan(sites=[{"name": "../away"}]), r"sites\[0\]\.name: got '\.\./away', takes letters"),

@@ -103,7 +103,7 @@ def played(machines: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 
 
 @pytest.mark.parametrize(("round", "place"), PLANNED)
-def test_a_fault_is_its_sites_alone_and_told_by_name(played: Any, round: int, place: int):
+def test_a_fault_is_its_sites_alone_and_reported_by_name(played: Any, round: int, place: int):
     """Late, twice, half, garbage, another run's and another node's message, a bomb, NaN, other shapes."""
     kind, reason = PLANNED[round, place]
     dropped = played[1][round - 1]["dropped"]

@@ -154,7 +154,7 @@ def test_a_site_reports_that_the_servers_port_is_closed_to_others(place: Place):
         assert "cannot be reached" not in place.fedloom(machine, "doctor", "--federation", folder)
 
 
-def test_a_key_that_nobody_admitted_does_not_get_in(place: Place):
+def test_a_key_that_no_one_admitted_does_not_get_in(place: Place):
     """With everything else that a member has."""
     home = place.root / "outsider" / "spy"
     place.fedloom("outsider", "federation", "join", "spy", "--superlink", f"{address(0)}:{PORT}", "--folder", home)

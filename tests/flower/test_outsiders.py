@@ -122,7 +122,7 @@ def _private(home: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def test_a_node_is_no_other_node(federation: Path, port: int):
+def test_a_node_is_not_another_node(federation: Path, port: int):
     """With its own key it asks for what is another's. (Its own program stands still: its requests would end these.)"""
     key = _private(federation / "site-0000")
     other = int(registered(federation / SERVER / KEYS / "site-0001.pub"))
@@ -225,7 +225,7 @@ def test_no_token_and_no_secret_is_on_a_command_line_or_in_a_file_for_others(fed
         assert not [name for name in private if (home / name).exists() and (home / name).stat().st_mode & 0o077], home
 
 
-def test_a_site_that_was_thrown_out_comes_back(federation: Path):
+def test_a_site_that_was_removed_comes_back(federation: Path):
     """Flower takes no key a second time."""
     public = federation / SERVER / KEYS / "site-0002.pub"
     node = registered(public)

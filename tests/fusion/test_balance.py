@@ -184,7 +184,7 @@ def test_removing_blocks_that_do_nothing_changes_no_output(norm):
     assert apart(made.network, deep, probe) < 1e-9
 
 
-def test_blocks_whose_skip_is_no_identity_stay():
+def test_blocks_whose_skip_is_not_an_identity_stay():
     target, deep, probe = network("resnet18:width=0.0625"), network("resnet34:width=0.0625", 1), images(2)
     wiring = wire(deep, probe[:1])
     kept = places(wiring, r"stem|stage\d\.[12]\b")
@@ -205,7 +205,7 @@ def test_blocks_of_other_shortcuts_do_not_correspond():
         deepened(target, built, images(2))
 
 
-def test_designs_that_differ_are_told_with_both_layers():
+def test_designs_that_differ_are_reported_with_both_layers():
     target, built = network("vgg13:width=0.0625,norm=none,bias=true"), network("vgg11:width=0.0625,norm=none")
     with pytest.raises(UserError, match=r"layer 'extractor\.0' .*weight\) does not fit .*weight, bias\).*different design"):
         deepened(target, built, images(4))

@@ -73,7 +73,7 @@ def test_the_best_of_the_steps_is_found(share):
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=4).filter(lambda goal: sum(goal) > 0.1))
 @settings(max_examples=60, deadline=None)
-def test_the_weights_add_up_and_are_no_worse_than_even_ones(goal):
+def test_the_weights_add_up_and_are_not_worse_than_even_ones(goal):
     number = len(goal)
     score = near([part / sum(goal) for part in goal])
     weights, made = best_weights(Mixed, score, number)

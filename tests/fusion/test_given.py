@@ -72,7 +72,7 @@ def test_what_cannot_be_fused_says_what_to_do(make: Callable[[Any], Any], messag
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_the_default_type_of_tensors_is_no_matter(kind: torch.dtype):
+def test_the_default_type_of_tensors_does_not_matter(kind: torch.dtype):
     plain = fuse([mlp(0).to(kind), mlp(1).to(kind)], into=0, probe=PROBE.to(kind)).network.state_dict()
     networks = [mlp(0).to(kind), mlp(1).to(kind)]
     torch.set_default_dtype(torch.float64)

@@ -142,7 +142,7 @@ def test_every_step_has_free_channels(kind):
     assert difference(permuted_copy(network, wiring), network, inputs) < 1e-9
 
 
-def test_what_is_not_alike_is_no_axis():
+def test_what_is_not_alike_is_not_an_axis():
     """Halves that are treated otherwise are axes of their own; what stands beside values of its own is fixed."""
     sizes = {}
     for kind in ("pieces", "uneven", "folded"):

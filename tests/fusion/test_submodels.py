@@ -56,7 +56,7 @@ def test_channels_are_the_first_or_the_first_after_turning():
         assert torch.equal(taken["head.bias"], state["head.bias"])
 
 
-def test_what_nobody_holds_stays():
+def test_what_no_one_holds_stays():
     one, other, found, _ = part("mlp:widths=[5,4]", "mlp:widths=[3,2]")
     mean = mean_over_holders([Held(found, other.state_dict(), 1.0)], before := one.state_dict())
     weight = mean["extractor.3.weight"]
@@ -109,7 +109,7 @@ def test_of_one_architecture_it_is_its_mean_bit_for_bit(weight):
     ("resnet18:width=0.125,norm=batch", "resnet10:width=0.125,norm=none", "is not a part of"),
     (DEEP, "mlp:widths=[9,6],bias=false", "of 'extractor.1' and 'extractor.1' only one has a bias"),
 ])  # fmt: skip
-def test_what_is_no_part_is_refused_naming_both(large, small, told):
+def test_what_is_not_a_part_is_refused_naming_both(large, small, told):
     with pytest.raises(UserError, match=re.escape(told)) as caught:
         part(large, small)
     assert large in str(caught.value) and small in str(caught.value)

@@ -66,7 +66,7 @@ def test_common_subsequence_is_the_longest_and_the_earliest() -> None:
     assert common("ab", "cd") == []
 
 
-def test_what_cannot_be_transferred_is_told() -> None:
+def test_what_cannot_be_transferred_is_reported() -> None:
     with pytest.raises(UserError, match="takes one of: chain, cla"):
         transferred(network("conv6", 0), network("conv6", 1), images(), by="luck")
     with pytest.raises(UserError, match="use networks of equal widths"):

@@ -75,7 +75,7 @@ def test_a_site_is_forgotten_and_the_certificate_holds(finished: dict[str, Path]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(finished: dict[str, Path], tmp_path: Path, method: str):
+def test_a_run_that_was_cut_short_continues_to_the_same_bits(finished: dict[str, Path], tmp_path: Path, method: str):
     path = shutil.copytree(finished[method], tmp_path / method)
     _, certificate = unlearn(path, UnlearningRequest(["site-0002"], id="r1", rollback=False, repair=1))
     assert certificate["options"]["repair"] == 1

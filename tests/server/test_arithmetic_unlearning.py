@@ -131,7 +131,7 @@ def test_a_rollback_and_its_rounds_again_are_those_of_a_run_that_never_had_the_s
     assert check(folder(config)) == []
 
 
-def test_a_later_rollback_is_no_mismatch_of_an_earlier_certificate(longer: Done, tmp_path: Path):
+def test_a_later_rollback_is_not_a_mismatch_of_an_earlier_certificate(longer: Done, tmp_path: Path):
     """At the start all gradients are 0: the sum is then what it was when the first request was applied."""
     config = copied(longer.config, tmp_path)
     with method_of(config) as method:
@@ -161,7 +161,7 @@ def test_a_readmitted_site_adds_nothing_until_it_has_trained_and_is_asked_again(
     assert check(folder(config)) == []
 
 
-def test_the_summary_of_a_run_that_goes_on_leaves_the_forgotten_site_out(finished: Done, tmp_path: Path):
+def test_the_summary_of_a_run_that_continues_leaves_the_forgotten_site_out(finished: Done, tmp_path: Path):
     config = copied(finished.config, tmp_path)
     forget(config, ["two"])
     with method_of(config) as method:

@@ -178,7 +178,7 @@ def test_a_site_that_never_took_part_or_just_began_has_left_nothing(tmp_path: Pa
     assert told == [False, False, True] and run.aggregate.residue([never, early])
 
 
-def test_later_rounds_leave_traces_that_are_told(tmp_path: Path):
+def test_later_rounds_leave_traces_that_are_reported(tmp_path: Path):
     run = played(tmp_path, "strategy.name=fedadam")
     told = run.aggregate.residue()
     assert told[0].location == "the other sites' networks"
@@ -208,7 +208,7 @@ def test_batchnorm_is_averaged_and_counts_stay(tmp_path: Path, name: str):
     ("count: 3, partition: {name: classes}", "plain", [], False),
     ("count: 3, partition: {name: classes}", "norms", ["objective.batchnorm=own", "evaluation.where=sites"], False),
 ])  # fmt: skip
-def test_a_mean_of_batchnorms_is_told_of_where_sites_have_different_classes(
+def test_a_mean_of_batchnorms_is_reported_where_sites_have_different_classes(
     tmp_path: Path, sites: str, network: str, words: list[str], told: bool
 ):
     config = configured(tmp_path, "strategy.name=fedavg", *words, network=network, sites=sites)
@@ -324,7 +324,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["fedadam", "scaffold"])
-def test_what_is_read_again_from_the_ledger_goes_on_to_the_same_bits(tmp_path: Path, name: str):
+def test_what_is_read_again_from_the_ledger_continues_to_the_same_bits(tmp_path: Path, name: str):
     whole, cut = (set_up(configured(tmp_path / part, f"strategy.name={name}")) for part in ("whole", "cut"))
     whole.all_rounds()
     one_round(cut.loop, 1)

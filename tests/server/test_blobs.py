@@ -32,7 +32,7 @@ def test_the_order_of_the_tensors_and_their_strides_do_not_matter(blobs: Blobs):
     assert len(blobs.names()) == 1
 
 
-def test_a_blob_that_is_there_is_not_written_again(blobs: Blobs):
+def test_a_blob_that_exists_is_not_written_again(blobs: Blobs):
     path = blobs.path(blobs.put(STATE))
     before = path.stat()
     blobs.put(STATE)
@@ -83,13 +83,13 @@ def test_a_damaged_blob_is_named_wherever_the_damage_is(blobs: Blobs):
     assert digest(blobs.get(name)) == digest(STATE)
 
 
-def test_an_adopted_file_that_is_no_state_is_named_when_read(blobs: Blobs, tmp_path: Path):
+def test_an_adopted_file_that_is_not_a_state_is_named_when_read(blobs: Blobs, tmp_path: Path):
     (tmp_path / "junk").write_bytes(b"junk")
     with pytest.raises(LedgerError, match="is not a readable safetensors file"):
         blobs.get(blobs.adopt(tmp_path / "junk"))
 
 
-def test_temporaries_are_no_blobs_and_are_swept_and_nothing_else_is(blobs: Blobs):
+def test_temporaries_are_not_blobs_and_are_swept_and_nothing_else_is(blobs: Blobs):
     name = blobs.put(STATE)
     for left in (f".{name}.safetensors-abc", ".tmp-1-2", "notes.txt"):
         (blobs.folder / left).write_bytes(b"half")
@@ -107,7 +107,7 @@ def test_removing_is_repeatable_and_an_absent_folder_is_empty(blobs: Blobs):
     assert blobs.names() == set()
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_reported_in_one_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match=r"file.*: (Not a directory|File exists)") as told:
         Blobs(tmp_path / "file" / "blobs").put(STATE)

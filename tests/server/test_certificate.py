@@ -72,7 +72,7 @@ def test_the_certificate_says_what_was_done_and_measured(finished: Config, certi
     assert all(one["target"] == pytest.approx(target) for one in evidence["relearning"][ONE].values())
 
 
-def test_the_certificate_says_what_was_tested_and_what_nobody_looked_for(certified: tuple[Config, dict[str, Any]]):
+def test_the_certificate_says_what_was_tested_and_what_no_one_looked_for(certified: tuple[Config, dict[str, Any]]):
     config, done = certified
     scope = done["scope"]
     assert any(f"examples of {ONE}" in what for what in scope["tested"])

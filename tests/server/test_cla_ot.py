@@ -199,7 +199,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, tol
     ("{name: conv6}", "mlp-16-8 is not a part of conv6: the networks are of different families"),
     ("{name: mlp, widths: [16, 8], bias: false}", "only one has a bias"),
 ])  # fmt: skip
-def test_a_network_that_is_no_part_of_the_others_is_refused_with_both_names(tmp_path, network, told):
+def test_a_network_that_is_not_a_part_of_the_others_is_refused_with_both_names(tmp_path, network, told):
     with pytest.raises(UserError, match=re.escape(told)):
         check(configured(tmp_path, "data.size=16", sites=f"{SITES}, {{domain: digits, samples: 50, network: {network}}}"))
 
@@ -209,7 +209,7 @@ def test_a_site_with_the_name_of_an_architecture_is_refused(tmp_path):
         check(configured(tmp_path, sites=f"{SITES}, {{domain: digits, samples: 50, name: {SHALLOW}}}"))
 
 
-def test_between_fusions_every_architecture_goes_on_from_its_own_mean(tmp_path):
+def test_between_fusions_every_architecture_continues_from_its_own_mean(tmp_path):
     rare = configured(tmp_path, "rounds=3", "strategy.every=2")
     strategy, exclusive = strategy_of(resolve(rare)), Exclusive()
     with method_of(rare) as method:
@@ -265,7 +265,7 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
-def test_training_at_the_server_changes_what_all_go_on_from(done, tmp_path, weight):
+def test_training_at_the_server_changes_what_all_continue_from(done, tmp_path, weight):
     longer = "rounds=1", "training.epochs=30"
     trained = run(configured(tmp_path, *longer, "strategy.server.steps=40", f"strategy.server.weight={weight}"))
     plain = run(configured(tmp_path / "plain", *longer))
@@ -277,7 +277,7 @@ def test_training_at_the_server_changes_what_all_go_on_from(done, tmp_path, weig
         assert same(method.state.models()[DEEP].state, asked)
 
 
-def test_every_round_tells_the_accuracy_of_all_architectures(done):
+def test_every_round_reports_the_accuracy_of_all_architectures(done):
     records = RunFolder(folder(done.config)).metrics().values()
     assert all(set(record["networks"]) == {SHALLOW, MIDDLE} for record in records) and len(records) == 3
 

@@ -47,7 +47,7 @@ def test_what_the_ledger_holds_is_the_clipped_contribution_and_the_round_says_ho
     assert run.aggregate.digest()["sum"] == sum_of_contributions(run.aggregate)
 
 
-def test_a_reply_that_is_refused_is_not_told_as_clipped(tmp_path: Path):
+def test_a_reply_that_is_refused_is_not_reported_as_clipped(tmp_path: Path):
     words = ("federation.clip_change=0.01", "federation.largest_change=5", "rounds=1")
     run = set_up(small(tmp_path, *words, samples=20), WatchedApp(changed(SITE, entry(LAYER, 6.0)), rounds=(1,)))
     run.all_rounds()
@@ -56,7 +56,7 @@ def test_a_reply_that_is_refused_is_not_told_as_clipped(tmp_path: Path):
     assert "site-0001" not in told["clipped"]
 
 
-def test_without_the_bound_nothing_is_told(tmp_path: Path):
+def test_without_the_bound_nothing_is_reported(tmp_path: Path):
     run = set_up(small(tmp_path, "rounds=1", samples=20)).all_rounds()
     assert "clipped" not in run.listener.records[0]
 

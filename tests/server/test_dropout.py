@@ -57,7 +57,7 @@ def test_as_many_as_a_round_needs_do_not_fail(tmp_path: Path, words: list[str], 
 
 
 @pytest.mark.parametrize("words", METHODS)
-def test_who_fails_does_not_count_and_the_run_goes_on(tmp_path: Path, words: list[str]):
+def test_who_fails_does_not_count_and_the_run_continues(tmp_path: Path, words: list[str]):
     listener, client = Recorder(), WatchedApp()
     run(config := configured(tmp_path, DROPOUT, *words), listener, client)
     expected = [failing(config, number, config.roster) for number in range(1, 5)]

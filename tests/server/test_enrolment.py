@@ -147,7 +147,7 @@ def test_a_node_that_is_vouched_for_is_the_sites_in_the_federation(tmp_path: Pat
     assert f"nodes north {C}; by operator" in table
 
 
-def test_nodes_that_are_no_site_of_the_run_are_named(tmp_path: Path):
+def test_nodes_that_are_not_sites_of_the_run_are_named(tmp_path: Path):
     config = small(tmp_path, NAMES)
     found, _ = federation(config, {A: "north", B: "soth", C: "south"})
     found.join(0.0)
@@ -181,7 +181,7 @@ def test_a_node_that_fails_to_say_who_it_is_is_asked_again_for_ever_ever_less_of
     assert grid.queries.count(A) == 1
 
 
-def test_a_node_that_hangs_and_is_not_needed_holds_nobody_up(tmp_path: Path):
+def test_a_node_that_hangs_and_is_not_needed_holds_no_one_up(tmp_path: Path):
     found, grid = federation(small(tmp_path, NAMES), {A: "north", B: "south", C: "elsewhere"})
     grid.mute = {C}
     begin = time.monotonic()
@@ -192,7 +192,7 @@ def test_a_node_that_hangs_and_is_not_needed_holds_nobody_up(tmp_path: Path):
     assert grid.queries.count(C) == 1  # it is still to answer that one
 
 
-def test_a_node_that_hangs_is_told_beside_the_site_that_is_missing(tmp_path: Path):
+def test_a_node_that_hangs_is_reported_beside_the_site_that_is_missing(tmp_path: Path):
     found, grid = federation(small(tmp_path, NAMES), {A: "north", B: "south"})
     grid.mute = {B}
     begin = time.monotonic()

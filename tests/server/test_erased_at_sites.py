@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> tuple[Config, Nodes]:
     return config, grid
 
 
-def test_a_node_that_is_gone_is_told_when_it_comes_and_the_certificate_says_so(run: tuple[Config, Nodes]):
+def test_a_node_that_is_gone_is_reported_when_it_comes_and_the_certificate_says_so(run: tuple[Config, Nodes]):
     config, grid = run
     path, told = Path(config.run.root) / config.run.name, list[str]()
     with Ledger.open(path) as ledger:

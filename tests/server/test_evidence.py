@@ -103,7 +103,7 @@ def test_interval_covers_the_true_area() -> None:
     assert 180 <= covered <= 199
 
 
-def test_the_logistic_attacks_interval_covers_chance_where_nothing_tells_the_sides_apart() -> None:
+def test_the_logistic_attacks_interval_covers_chance_where_nothing_distinguishes_the_sides() -> None:
     random, covered = np.random.default_rng(0), 0
     for seed in range(100):
         found = _attack(cross_fitted(random.normal(size=(60, 3)), random.normal(size=(40, 3)), seed), random, 200)
@@ -295,7 +295,7 @@ def test_fewer_images_than_a_batch() -> None:
     assert (found.steps, found.images) == (None, 5)
 
 
-def test_a_rate_that_is_too_high_is_no_forgetting() -> None:
+def test_a_rate_that_is_too_high_is_not_a_forgetting() -> None:
     with pytest.raises(DivergedError, match="smaller rate"):
         relearned(fresh(), 1.01, rate=1e20, most=30)
     assert relearned(fresh(), 1.01, rate=1e20, clip=1e-20, most=30).steps is None

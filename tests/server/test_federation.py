@@ -169,7 +169,7 @@ def test_a_site_without_a_node_fails_alone(tmp_path: Path):
     assert replies == {"site-0000": "", "site-0001": "not connected"}
 
 
-def test_an_error_is_told_in_one_line_that_begins_with_its_kind(tmp_path: Path):
+def test_an_error_is_reported_in_one_line_that_begins_with_its_kind(tmp_path: Path):
     def fail(reply: Message) -> Message:
         raise ValueError("a headline\n\n  the cause  \n")
 
@@ -185,7 +185,7 @@ def test_a_query_reaches_no_training(tmp_path: Path):
     assert TRAIN == "train"
 
 
-def test_a_node_that_answers_without_saying_who_it_is_is_told(tmp_path: Path):
+def test_a_node_that_answers_without_saying_who_it_is_is_reported(tmp_path: Path):
     config = small(tmp_path, sites=1)
     mute = ClientApp()
     mute.query()(lambda message, context: Message(RecordDict(), reply_to=message))

@@ -227,7 +227,7 @@ def flower_array(array):
      ("Infinite", "not finite"),
      ("Waiting", "waits for more sites")],
 )  # fmt: skip
-def test_a_strategy_of_the_users_own_that_fails_is_told_in_a_line(tmp_path: Path, name: str, told: str):
+def test_a_strategy_of_the_user_that_fails_is_reported_in_a_line(tmp_path: Path, name: str, told: str):
     run = begun(tmp_path, f"{__name__}:{name}")
     with pytest.raises(FailedError, match=told):
         run.all_rounds()

@@ -140,7 +140,7 @@ def test_incremental_sites_leave_frozen_heads_and_earlier_sites_as_they_were(tmp
     assert own_state(done.config, 0, 1) and own_state(done.config, 1, 1)
 
 
-def test_heads_begin_again_when_those_that_trained_them_are_forgotten(tmp_path):
+def test_heads_restart_when_those_that_trained_them_are_forgotten(tmp_path):
     done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=1"))
     fresh = run(configured(tmp_path / "fresh", "training.rate=0", "rounds=1"))
     with method_of(done.config) as method, method_of(fresh.config) as other:
@@ -149,14 +149,14 @@ def test_heads_begin_again_when_those_that_trained_them_are_forgotten(tmp_path):
         assert all(torch.equal(found[name], start[name]) for name in found if name.endswith((".weight", ".bias")))
 
 
-def test_sites_that_come_later_train_as_many_rounds_and_go_on_from_round_to_round(tmp_path):
+def test_sites_that_come_later_train_as_many_rounds_and_continue_from_round_to_round(tmp_path):
     done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=3", "data.test_limit=200"))
     late = own_state(done.config, 1, 3)
     assert int(late["extractor.block1.1.num_batches_tracked"]) == 9  # 3 rounds of 3 steps
 
 
 @pytest.mark.parametrize("publish", ["head", "extractor,head"])
-def test_sites_that_were_not_asked_in_the_last_round_publish_and_go_on_from_where_they_were(tmp_path, publish):
+def test_sites_that_were_not_asked_in_the_last_round_publish_and_continue_from_where_they_were(tmp_path, publish):
     four = "{domain: digits, count: 4, samples: 40}"
     words = ["federation.fraction=0.5", f"objective.publish=[{publish}]", "evaluation.where=sites", "rounds=3"]
     done = run(configured(tmp_path, *words, sites=four))
@@ -337,7 +337,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
     assert not re.search(r"\n", str(caught.value))
 
 
-def test_names_that_stand_for_no_class_of_any_site_are_told(tmp_path):
+def test_names_that_stand_for_no_class_of_any_site_are_reported(tmp_path):
     """Once a misspelt name was passed over in silence."""
     config = configured(tmp_path, "strategy.alike=[['1', nix]]")
     [told] = strategy_of(resolve(config)).warnings(resolve(config))

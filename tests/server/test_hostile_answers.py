@@ -191,7 +191,7 @@ def test_a_lie_in_what_is_published_keeps_the_site_out_of_the_catalogue_and_no_o
     assert list(run.aggregate.models()) == ["site-0000", "site-0002"]
 
 
-def test_a_site_that_keeps_its_components_is_no_liar(tmp_path):
+def test_a_site_that_keeps_its_components_is_not_a_liar(tmp_path):
     run = published(tmp_path, PUBLISH, lambda state: {})
     assert run.listener.records[1]["dropped"] == {} and LIAR not in run.aggregate.models()
 

@@ -98,7 +98,7 @@ def measured(right: float, total: float, classes: Any = None) -> RecordDict:
     return RecordDict({METRICS: MetricRecord({RIGHT: right, TOTAL: total, **numbers})})
 
 
-def test_the_name_of_a_tensor_from_outside_is_told_short_and_printable(tmp_path: Path):
+def test_the_name_of_a_tensor_from_outside_is_reported_short_and_printable(tmp_path: Path):
     fault, _ = REFUSED["a name of 100 kB"]
     run = set_up(small(tmp_path, "rounds=1", samples=20), WatchedApp(fault, place=1, rounds=(1,))).all_rounds()
     (reason,) = run.listener.records[0]["dropped"].values()
@@ -158,7 +158,7 @@ def another(reply: Message) -> Message:
 
 
 @pytest.mark.parametrize("given", ["[]", "{a: b}", "[[x]]"])
-def test_a_strategy_whose_name_is_no_text_is_told(given: str):
+def test_a_strategy_whose_name_is_not_a_text_is_reported(given: str):
     for key in ("name", "weighting"):
         with pytest.raises(UserError, match=r"^unknown strategy '|^strategy\.weighting: got .*, takes one of"):
             with_default_objective(load("mnist_dirichlet", [f"strategy.{key}={given}"]))
@@ -172,7 +172,7 @@ def test_robust_aggregation_that_could_not_be_subtracted_is_refused(tmp_path: Pa
             check(small(tmp_path, *words))
 
 
-def test_a_contribution_goes_to_nobody_but_its_own_node(tmp_path: Path):
+def test_a_contribution_goes_to_no_one_but_its_own_node(tmp_path: Path):
     """A node that took a site's place says that its state is lost, to be sent what the site gave."""
     forget = edited(lambda content: [content.clear(), content.__setitem__(LOST, ConfigRecord({}))])
 

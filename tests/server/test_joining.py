@@ -117,7 +117,7 @@ def test_masked_sums_are_those_that_can_be_read(tmp_path: Path):
     (("federation.fraction=0.34", "objective.mode=fedavg"), ""),
     ((), ""),
 ])  # fmt: skip
-def test_a_low_fraction_is_told_of(tmp_path: Path, words: tuple[str, ...], told: str):
+def test_a_low_fraction_is_reported(tmp_path: Path, words: tuple[str, ...], told: str):
     config = small(tmp_path, *words, sites=6, samples=20)
     lines = strategy_of(resolve(config)).warnings(resolve(config))
     assert bool(lines) == bool(told) and all(told in line and "2 of 6 sites" in line for line in lines)

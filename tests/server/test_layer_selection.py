@@ -137,7 +137,7 @@ def test_a_network_is_composed_as_its_site_chose_whatever_it_counted_itself(done
         assert torch.equal(found[0][f"{layer}.weight"], own[f"{kept}{layer}.weight"])
 
 
-def test_a_site_goes_on_with_what_it_adds_to_shared_layers(tmp_path: Path) -> None:
+def test_a_site_continues_with_what_it_adds_to_shared_layers(tmp_path: Path) -> None:
     done = run(configured(tmp_path, "objective.learner.name=tf", "rounds=1", tasks=TASKS[:1]))
     config, own, site = done.config, own_state(done, 0, 1), done.config.roster[0]
     network = architecture_of(config, site).build()
@@ -184,7 +184,7 @@ def played(config: Config, given: list[list[float]]) -> tuple[State, State]:
     return before, aggregate.strategy.shared(aggregate.view())
 
 
-def test_a_layer_that_nobody_shares_stays_and_one_that_hardly_anybody_shares_is_not_noise(tmp_path: Path) -> None:
+def test_a_layer_that_no_one_shares_stays_and_one_that_hardly_anybody_shares_is_not_noise(tmp_path: Path) -> None:
     """Once masses of a few units of the exact sum gave parameters that were mostly rounding."""
     config = configured(tmp_path, "strategy.every=0", "rounds=9")
     before, after = played(config, [[0.5, 0.0], [0.25, LEAST_MASS / 2], [0.0, 2.0**-31]])
@@ -223,7 +223,7 @@ def test_after_one_round_there_is_no_residue(tmp_path: Path) -> None:
         assert method.state.residue([A]) == []
 
 
-def test_a_layer_that_the_forgotten_site_alone_shared_begins_again(tmp_path: Path) -> None:
+def test_a_layer_that_the_forgotten_site_alone_shared_restarts(tmp_path: Path) -> None:
     """Once it stayed as the forgotten site had trained it."""
     fault = selection_of(lambda state: {**state, MASS: torch.tensor([0.5, 0.0])})
     both = Noting(fault, 1, (1, 2))
@@ -304,7 +304,7 @@ def test_where_some_sites_are_asked_those_asked_last_count(tmp_path: Path) -> No
     assert any(None in [one for pair in rows for one in pair] for rows in found(done)["shared"])
 
 
-def test_a_site_that_lost_its_store_begins_again(tmp_path: Path) -> None:
+def test_a_site_that_lost_its_store_restarts(tmp_path: Path) -> None:
     config, heard = configured(tmp_path), Recorder()
     with pytest.raises(Stopped):
         run(config, listener=Stopper(1))

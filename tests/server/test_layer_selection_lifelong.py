@@ -67,7 +67,7 @@ def close(one: State, other: State) -> bool:
     return all(torch.allclose(one[name], other[name], atol=1e-6) for name in other)
 
 
-def test_tasks_come_one_after_the_other_and_go_on_from_what_is_shared(done: Done) -> None:
+def test_tasks_come_one_after_the_other_and_continue_from_what_is_shared(done: Done) -> None:
     assert done.client.orders == [(site, round) for site in range(3) for round in (1, 2)]
     first, second = done.client.of(0, 1), done.client.of(0, 2)
     assert close(second[0][MEAN], first[1][SITE])
@@ -145,7 +145,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(done: Done, tmp_path: P
     assert left(config) == left(done.config)
 
 
-def test_a_task_that_lost_its_store_begins_again_from_what_is_shared(tmp_path: Path) -> None:
+def test_a_task_that_lost_its_store_restarts_from_what_is_shared(tmp_path: Path) -> None:
     config, heard = lifelong(tmp_path, tasks=TASKS[:2]), Recorder()
     with pytest.raises(Stopped):
         run(config, listener=Stopper(3))
@@ -157,7 +157,7 @@ def test_a_task_that_lost_its_store_begins_again_from_what_is_shared(tmp_path: P
     assert all(done.summary["checks"].values())
 
 
-def test_nobody_has_the_turn_of_a_task_that_was_forgotten_before_it(tmp_path: Path) -> None:
+def test_no_one_has_the_turn_of_a_task_that_was_forgotten_before_it(tmp_path: Path) -> None:
     """Once it was asked and added up all the same."""
     config, client = lifelong(tmp_path), Noting()
     heard = Asking(folder(config), {"r1": [B]})
@@ -183,7 +183,7 @@ def test_the_task_at_work_may_be_forgotten(tmp_path: Path) -> None:
     assert not audit(folder(config))
 
 
-def test_a_task_that_comes_back_goes_on_with_its_own_parameters(tmp_path: Path) -> None:
+def test_a_task_that_comes_back_continues_with_its_own_parameters(tmp_path: Path) -> None:
     config, client = lifelong(tmp_path, tasks=TASKS[:2]), Noting()
     done = run(config, client, Asking(folder(config), {"r1": [B]}, during=4, repair=2))
     assert client.orders == [(0, 1), (0, 2), (1, 1), (1, 2), (0, 1), (0, 2)]
@@ -221,7 +221,7 @@ def test_a_task_that_is_readmitted_has_its_turn(tmp_path: Path) -> None:
     assert all(done.summary["checks"].values()) and not audit(folder(config))
 
 
-def test_a_hostile_reply_stops_a_turn_where_nobody_else_is_asked(tmp_path: Path) -> None:
+def test_a_hostile_reply_stops_a_turn_where_no_one_else_is_asked(tmp_path: Path) -> None:
     """As with any method that asks one site in a round: the run ends, and goes on with the same bits."""
     config = lifelong(tmp_path / "one", tasks=TASKS[:2])
     fault = selection_of(lambda state: {**state, MASS: torch.full((2,), float("nan"))})

@@ -43,7 +43,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_replies_are_dropped_and_the_run_goes_on(tmp_path: Path, what: str) -> None:
+def test_hostile_replies_are_dropped_and_the_run_continues(tmp_path: Path, what: str) -> None:
     fault, told = HOSTILE[what]
     heard = Recorder()
     done = run(configured(tmp_path, "objective.prior=tasks"), Noting(fault, 1, (1,)), heard)
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str],
     assert "\n" not in str(caught.value)
 
 
-def test_a_certainty_without_a_configuration_is_told(tmp_path: Path) -> None:
+def test_a_certainty_without_a_configuration_is_reported(tmp_path: Path) -> None:
     """Once it was passed over in silence."""
     config = configured(tmp_path, "objective.certainty=0.5")
     [told] = strategy_of(resolve(config)).warnings(resolve(config))

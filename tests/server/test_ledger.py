@@ -209,7 +209,7 @@ def test_the_seal_is_there_while_the_ledger_is_closed_and_only_then(tmp_path: Pa
     assert problems(tmp_path) == []
 
 
-def test_folders_without_a_ledger_and_files_that_are_none_are_told(tmp_path: Path):
+def test_folders_without_a_ledger_and_files_that_are_none_are_reported(tmp_path: Path):
     def told(match: str, **how) -> None:
         with pytest.raises(LedgerError, match=match) as error:
             Ledger.open(tmp_path, **how)
@@ -239,7 +239,7 @@ def test_folders_without_a_ledger_and_files_that_are_none_are_told(tmp_path: Pat
     told("has format 9", server=False)
 
 
-def test_a_ledger_that_somebody_locks_for_too_long_is_told(tmp_path: Path):
+def test_a_ledger_that_somebody_locks_for_too_long_is_reported(tmp_path: Path):
     closed(tmp_path)
     with Ledger.open(tmp_path) as ledger:
         other = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)

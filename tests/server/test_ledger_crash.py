@@ -140,7 +140,7 @@ def test_another_process_queues_a_request_while_a_server_is_open(tmp_path: Path)
 
 
 @pytest.mark.parametrize("limit", [100_000, 33_000])
-def test_a_full_disk_is_told_in_one_line_and_the_last_commit_stays(tmp_path: Path, limit):
+def test_a_full_disk_is_reported_in_one_line_and_the_last_commit_stays(tmp_path: Path, limit):
     new(tmp_path).close()
     with child(commit_for_ever, tmp_path, limit) as (_, says):
         *rounds, told = heard(says)

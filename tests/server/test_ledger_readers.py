@@ -34,7 +34,7 @@ def test_a_blob_that_a_server_has_just_replaced_is_read_by_the_newer_row(tmp_pat
         assert digest(found) == digest(plain.total())
 
 
-def test_a_blob_that_is_lost_is_told_at_once(tmp_path: Path):
+def test_a_blob_that_is_lost_is_reported_at_once(tmp_path: Path):
     plain, tries = Plain(), []
     with new(tmp_path) as server, Ledger.open(tmp_path, server=False) as reader:
         plain.commit(server, SITES)
@@ -44,7 +44,7 @@ def test_a_blob_that_is_lost_is_told_at_once(tmp_path: Path):
     assert tries == [0]
 
 
-def test_a_server_that_commits_during_every_try_is_told(tmp_path: Path):
+def test_a_server_that_commits_during_every_try_is_reported(tmp_path: Path):
     plain = Plain()
     with new(tmp_path) as server, Ledger.open(tmp_path, server=False) as reader:
         plain.commit(server, SITES)

@@ -71,7 +71,7 @@ def test_wrong_shares_have_a_name_and_the_sum_its_bits(
 
 
 @pytest.mark.parametrize(("record", "lie"), [(SECURE_SHARES, noise), (COMMITMENTS, noise), (COMMITMENTS, zeros)])
-def test_a_site_whose_shares_nobody_can_use_is_left_out(tmp_path: Path, record: str, lie: Callable[[State], State]):
+def test_a_site_whose_shares_no_one_can_use_is_left_out(tmp_path: Path, record: str, lie: Callable[[State], State]):
     config = configured(tmp_path, sites=7)
     told = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
     assert (
@@ -115,7 +115,7 @@ def test_a_site_that_spoils_some_shares_and_is_silent_then_does_not_stop_the_oth
     assert any(text.endswith(f"the round begins again without {LIAR}") for text in told.messages)
 
 
-def test_one_site_that_says_so_does_not_have_a_round_begin_again(tmp_path: Path):
+def test_one_site_that_says_so_does_not_have_a_round_restart(tmp_path: Path):
     config, client = configured(tmp_path, sites=7), Spoiled(answered(SUMMED_BEFORE, {}), [SECURE_CONFIRM], [3])
     told = run(config, client)
     assert [record["replies"] for record in told.records] == [7, 7]

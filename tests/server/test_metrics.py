@@ -124,7 +124,7 @@ def test_the_default_has_the_files_of_before(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["server", "sites"])
-def test_a_metric_of_ones_own_with_sums_works_at_server_and_sites(tmp_path, where):
+def test_a_metric_of_the_user_with_sums_works_at_server_and_sites(tmp_path, where):
     with one_core():
         result = run(BASE, f"run.root={tmp_path}", "rounds=1", f"evaluation.where={where}", "run.name=own",
                      f"evaluation.metrics=[{{name: '{HERE}:Kappa', weights: quadratic}}, accuracy]")  # fmt: skip

@@ -43,7 +43,7 @@ def test_a_finished_run_with_more_rounds_has_the_bits_of_one_that_had_them_from_
     assert files(folder(short)) == before, "nothing remains to do"
 
 
-def test_the_cosine_goes_on_over_the_new_number(tmp_path: Path):
+def test_the_cosine_continues_over_the_new_number(tmp_path: Path):
     run(config := configured(tmp_path, "rounds=2"))
     listener = Recorder()
     resumed(more(config), listener)

@@ -78,6 +78,6 @@ def test_other_things_are_refused_in_one_line_that_names_the_strategy(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "a\\b", "a\nb", "\x1b[31m", "é" * 51, "\ud800", 3])
-def test_names_that_are_no_files(name: object):
+def test_names_that_are_not_files(name: object):
     assert not is_file_name(name)
     assert is_file_name("own (mean) é")

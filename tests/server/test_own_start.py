@@ -114,7 +114,7 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
         assert method.evaluator.accuracy(method.state.models()[DEEP], "test")["union"] < 0.5 * accuracy
 
 
-def test_later_rounds_go_on_in_the_common_basis(tmp_path):
+def test_later_rounds_continue_in_the_common_basis(tmp_path):
     config = configured(tmp_path, "rounds=3", "training.epochs=2")
     run(config)
     with method_of(config) as method:

@@ -70,6 +70,6 @@ def test_what_is_named_is_never_replaced():
         (["strategy.name=fedpro"], r"did you mean"),
     ],
 )
-def test_options_of_the_other_half_and_misspelt_ones_are_told(words: list[str], told: str):
+def test_options_of_the_other_half_and_misspelt_ones_are_reported(words: list[str], told: str):
     with pytest.raises(UserError, match=told):
         pair("mnist_dirichlet", *words)

@@ -149,7 +149,7 @@ def test_statistics_that_no_images_have_are_dropped(finished: Config, tmp_path: 
     assert record["replies"] == SITES - 2 and told in record["dropped"]["site-0002"]
 
 
-def test_moments_that_no_images_have_are_told():
+def test_moments_that_no_images_have_are_reported():
     with pytest.raises(ReplyError, match="larger than its mean square"):
         check_moments({MEAN_OF + "n": torch.ones(2), SQUARE_OF + "n": torch.tensor([2.0, 0.5])})
 

@@ -106,7 +106,7 @@ def test_whatever_a_stop_leaves_the_run_ends_as_one_that_was_not_stopped(
     assert check(folder(config)) == []
 
 
-def test_without_its_metrics_a_run_goes_on_and_the_ledger_has_all_but_older_accuracies_and_losses(
+def test_without_its_metrics_a_run_continues_and_the_ledger_has_all_but_older_accuracies_and_losses(
     tmp_path: Path, halted, undisturbed
 ):
     config = halted(tmp_path, 3)
@@ -156,7 +156,7 @@ def test_a_run_stopped_before_its_first_round_begins(tmp_path: Path, undisturbed
     assert check(folder(config)) == []
 
 
-def test_resuming_a_run_that_is_not_there_begins_it(tmp_path: Path, undisturbed):
+def test_resuming_a_run_that_is_missing_begins_it(tmp_path: Path, undisturbed):
     config = configured(tmp_path)
     resumed(config)
     assert results(folder(config)) == undisturbed()

@@ -26,7 +26,7 @@ def test_another_configuration_is_not_resumed(tmp_path: Path, halted, other):
 
 
 @pytest.mark.parametrize("content", ["nothing", "config.yaml"])
-def test_what_is_no_run_is_not_resumed(tmp_path: Path, content):
+def test_what_is_not_a_run_is_not_resumed(tmp_path: Path, content):
     config = configured(tmp_path)
     folder(config).mkdir(parents=True)
     if content != "nothing":

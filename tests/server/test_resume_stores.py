@@ -26,7 +26,7 @@ def sent_again(found: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("mode", ["exact", "regularised", "independent"])
-def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_told(tmp_path: Path, halted, mode):
+def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_reported(tmp_path: Path, halted, mode):
     """As if the contribution, and the head that all share, were what its store held."""
     lost, given = (halted(tmp_path / name, 2, f"objective.mode={mode}") for name in ("lost", "given"))
     with Ledger.open(folder(given)) as ledger:
@@ -75,7 +75,7 @@ def test_fedavg_has_nothing_to_lose(tmp_path: Path, halted, undisturbed):
     assert results(folder(config)) == undisturbed("objective.mode=fedavg")
 
 
-def test_a_lost_store_may_stop_the_run_and_put_back_it_goes_on(tmp_path: Path, halted, undisturbed):
+def test_a_lost_store_may_stop_the_run_and_put_back_it_continues(tmp_path: Path, halted, undisturbed):
     words = "federation.lost_store=stop"
     config = halted(tmp_path, 2, words)
     shutil.move(store_folder(config), tmp_path / "away")

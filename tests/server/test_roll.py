@@ -42,7 +42,7 @@ def test_a_site_that_says_no_number_of_images_has_not_enrolled(images: Any):
     assert roll.images("site-0000") == 20
 
 
-def test_neither_has_one_whose_names_are_no_names():
+def test_neither_has_one_whose_names_are_not_names():
     roll = ClientMetadata()
     roll.take(answered(0, 20, [1, 2]))
     with pytest.raises(ReplyError, match="must be a list of at most 100000 names"):

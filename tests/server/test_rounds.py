@@ -204,7 +204,7 @@ def test_training_makes_the_aggregate_of_three_sites_better(tmp_path: Path):
     assert accuracy[-1] > 0.8  # ten classes: chance is 0.1
 
 
-def test_of_many_dropped_sites_ten_are_told_one_by_one_and_all_are_recorded(tmp_path: Path):
+def test_of_many_dropped_sites_ten_are_reported_one_by_one_and_all_are_recorded(tmp_path: Path):
     class Broken(ClientApp):
         def __call__(self, message, context):
             if message.metadata.message_type == "train" and context.node_config["partition-id"]:

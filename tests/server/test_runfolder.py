@@ -78,7 +78,7 @@ def test_a_damaged_summary_is_none(tmp_path: Path, text: str):
     assert isinstance(made.summary(), dict)
 
 
-def test_an_edited_configuration_is_told_by_the_line(tmp_path: Path):
+def test_an_edited_configuration_is_reported_by_the_line(tmp_path: Path):
     made, file = opened(tmp_path), tmp_path / "digits" / CONFIG
     text = file.read_text()
     made.check(text)
@@ -96,7 +96,7 @@ def test_overwrite_makes_a_run_that_was_not_there(tmp_path: Path):
 
 @pytest.mark.parametrize("overwrite", ["true", "false"])
 @pytest.mark.parametrize("content", ["a folder with a file", "an empty folder", "a file"])
-def test_what_is_no_run_is_never_deleted(tmp_path: Path, overwrite, content):
+def test_what_is_not_a_run_is_never_deleted(tmp_path: Path, overwrite, content):
     place = tmp_path / "digits"
     if content == "a file":
         place.write_text("precious")
@@ -119,7 +119,7 @@ def test_runs_of_other_names_are_not_touched(tmp_path: Path):
     assert files(other.path) == before
 
 
-def test_a_root_that_cannot_be_written_is_told(tmp_path: Path):
+def test_a_root_that_cannot_be_written_is_reported(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/runs/digits: cannot be written \(Not a directory\).*run\.root"):
         opened(tmp_path / "file" / "runs")
@@ -134,7 +134,7 @@ def test_an_existing_run_is_refused_before_anything_is_started(tmp_path: Path):
     refuse_existing(small(tmp_path, "run.overwrite=true"))
 
 
-def test_a_run_to_resume_is_left_as_it_is_and_one_that_is_not_there_is_made(tmp_path: Path):
+def test_a_run_to_resume_is_left_as_it_is_and_one_that_is_missing_is_made(tmp_path: Path):
     refuse_existing(small(tmp_path, "run.resume=true"))
     made = opened(tmp_path, "run.resume=true")
     assert set(files(made.path)) == {CONFIG, METRICS}
@@ -213,7 +213,7 @@ def test_networks_are_written_as_safetensors_with_what_they_are(tmp_path: Path):
     assert read_metadata(path)["display_name"] == "sum"
 
 
-def test_a_folder_of_ones_own_with_a_config_yaml_is_never_deleted(tmp_path: Path):
+def test_a_folder_of_the_user_with_a_config_yaml_is_never_deleted(tmp_path: Path):
     config = small(tmp_path, "run.overwrite=true")
     folder(config).mkdir(parents=True)
     (folder(config) / CONFIG).write_text("model: precious\n")

@@ -81,7 +81,7 @@ def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, re
     assert list(told.records[0]["dropped"]) == [ONE] and told.records[0]["replies"] == SITES - 1
 
 
-def test_what_is_no_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
+def test_what_is_not_a_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
     with pytest.raises(
         FailedError,
@@ -156,7 +156,7 @@ def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: 
     assert all(re.search(told, reason) for reason in reasons), reasons
 
 
-def test_sites_that_were_told_of_different_sites_send_nothing(tmp_path: Path) -> None:
+def test_sites_that_see_different_sites_send_nothing(tmp_path: Path) -> None:
     class Server(Spoiled):
         def __call__(self, message: Message, context: Context) -> Message:
             apart = message.metadata.message_type != "query" and read_order(message.content).kind == SECURE_SHARES

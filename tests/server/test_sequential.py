@@ -111,7 +111,7 @@ def test_forgetting_is_refused_and_nothing_changes(done: Done):
         assert method.state.without([A]) is None
 
 
-def test_a_reply_with_a_fault_stops_the_run_which_then_goes_on_with_the_same_bits(done: Done, tmp_path: Path):
+def test_a_reply_with_a_fault_stops_the_run_which_then_continues_with_the_same_bits(done: Done, tmp_path: Path):
     """The second site's first reply is dropped: nobody else is asked in that round, so nothing is committed."""
     mode = done.config.objective["mode"]
     config = configured(tmp_path, f"objective.mode={mode}", "rounds=2")

@@ -37,5 +37,5 @@ def test_a_session_is_not_charged_with_what_one_before_it_held():
 
 
 @pytest.mark.parametrize("before", [{"seconds": "long"}, {"resources": 3}, {"seconds": float("nan")}])
-def test_an_edited_summary_tells_of_no_session(before: dict[str, object]):
+def test_an_edited_summary_lists_no_session(before: dict[str, object]):
     assert Spent(time.monotonic(), before).entries()["seconds"] < 60.0

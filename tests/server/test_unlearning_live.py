@@ -26,7 +26,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.mark.parametrize("state", ["received", "applied"])
-def test_a_run_that_goes_on_takes_up_what_a_crash_has_left(finished: Config, tmp_path: Path, state: str):
+def test_a_run_that_continues_takes_up_what_a_crash_has_left(finished: Config, tmp_path: Path, state: str):
     config, heard = copied(finished, tmp_path), Recorder()
     with method_of(config) as method:
         request = asked(method.unlearning(), "r1", [ONE])
@@ -114,7 +114,7 @@ def asked_of(client: WatchedApp) -> list[tuple[int, list[int]]]:
     return [(round, [one.site for one in orders]) for round, orders in groupby(client.orders, lambda one: one.round)]
 
 
-def test_repair_goes_on_beyond_the_last_round_and_is_certified_then(tmp_path: Path):
+def test_repair_continues_beyond_the_last_round_and_is_certified_then(tmp_path: Path):
     config, client = configured(tmp_path, "rounds=2"), WatchedApp()
     heard = Asking(folder(config), {"r1": [ONE]}, repair=3)
     run(config, heard, client)
@@ -181,7 +181,7 @@ def test_a_request_that_is_refused_at_the_very_end_leaves_the_baselines_as_they_
     assert check(folder(config)) == []
 
 
-def test_a_rollback_for_which_nothing_was_kept_is_refused_and_the_run_goes_on(tmp_path: Path):
+def test_a_rollback_for_which_nothing_was_kept_is_refused_and_the_run_continues(tmp_path: Path):
     config, client = configured(tmp_path, "rounds=3"), WatchedApp()
     heard = Asking(folder(config), {"r1": [ONE]}, during=2, rollback=True)
     run(config, heard, client)
@@ -206,7 +206,7 @@ class Stopping(Asking):
 
 
 @pytest.mark.parametrize("after", [3, 4])
-def test_a_run_that_was_stopped_under_repair_goes_on_with_it(tmp_path: Path, after: int):
+def test_a_run_that_was_stopped_under_repair_continues_with_it(tmp_path: Path, after: int):
     whole, stopped = (configured(tmp_path / name, "rounds=2") for name in ("whole", "stopped"))
     run(whole, Asking(folder(whole), {"r1": [ONE]}, repair=3))
     with pytest.raises(KeyboardInterrupt):
@@ -230,7 +230,7 @@ class Cancelling(Asking):
                 reader.cancel("r1", "dpo")
 
 
-def test_a_cancelled_request_is_refused_and_the_run_goes_on(tmp_path: Path):
+def test_a_cancelled_request_is_refused_and_the_run_continues(tmp_path: Path):
     config, client = configured(tmp_path, "rounds=2"), WatchedApp()
     heard = Cancelling(folder(config), {"r1": [ONE]})
     run(config, heard, client)

@@ -154,7 +154,7 @@ def run_folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue("run")
 
 
-def test_what_is_no_experiment_is_told():
+def test_what_is_not_an_experiment_is_reported():
     for odd in (None, 3, ["digits"]):
         with pytest.raises(UserError, match="takes a name such as 'digits', the path of a YAML file or a dictionary"):
             run(odd)  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_a_request_is_asked_again_of_the_restored_run_alone(fedloom: Command, ru
 
 @pytest.mark.parametrize("wrong", [{"id": "../../evil"}, {"id": 7}, {"sites": [[1]]}, {"options": 3}, {"more": 1},
                                    {"options": {"restore": -5}}, {"options": {"back": "q"}}])  # fmt: skip
-def test_a_line_that_is_no_request_is_named_and_writes_nothing(
+def test_a_line_that_is_not_a_request_is_named_and_writes_nothing(
     fedloom: Command, run: Path, tmp_path: Path, wrong: dict[str, object]
 ):
     with Ledger.open(run, server=False) as ledger:

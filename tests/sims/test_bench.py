@@ -168,7 +168,7 @@ def test_training_falls_back_on_what_is_installed(tiny: None, tmp_path: Path, mo
     assert engine_cases.CLIENTS.keys() == {case.kind for case in CASES}
 
 
-def test_workers_are_told_apart():
+def test_workers_are_distinguished():
     assert kind_of(["ray::Worker.run"]) == "worker"
     assert kind_of(["ray::DashboardAgent"]) == kind_of([]) == ""
     assert kind_of(["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(3)"]) == "worker"
@@ -229,7 +229,7 @@ def test_a_soak_compares_memory_early_and_late(late: float, flat: bool):
     assert watch.growth() is None
 
 
-def test_what_a_soak_leaves_running_is_told_by_its_command_line(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_soak_leaves_running_is_reported_by_its_command_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "END_SECONDS", 0.5)
     watch = processes.Processes()
     with subprocess.Popen(["sleep", "30"]) as left:

@@ -159,7 +159,7 @@ def test_show_prints_the_merged_configuration(fedloom: Command, monkeypatch: pyt
     assert not (tmp_path / "runs").exists()
 
 
-def test_show_leaves_networks_of_ones_own_as_they_are_given(fedloom: Command):
+def test_show_leaves_networks_of_the_user_as_they_are_given(fedloom: Command):
     said = fedloom("run", "digits", "network={name: 'torchvision.models:resnet18'}", "--show")
     assert "network:\n  name: torchvision.models:resnet18\nobjective:\n" in said.out
 
@@ -296,7 +296,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interruption_is_heard_also_while_an_object_is_destroyed():
+def test_an_interruption_is_noticed_also_while_an_object_is_destroyed():
     """Python drops what is raised in a destructor: a run interrupted there would go on."""
     done = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "heard\n", "")
@@ -309,7 +309,7 @@ def in_session(session: int) -> list[str]:
     return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
 
 
-def test_a_data_folder_that_is_not_there_is_not_sent_to_a_cluster(
+def test_a_data_folder_that_is_missing_is_not_sent_to_a_cluster(
     fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "absent"))

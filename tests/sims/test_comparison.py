@@ -158,7 +158,7 @@ def test_of_one_seed_nothing_is_judged(fedloom: Command, swept: Path, tmp_path: 
     assert told not in fedloom("compare", swept).out
 
 
-def test_what_cannot_be_compared_is_told(fedloom: Command, swept: Path, run: Path):
+def test_what_cannot_be_compared_is_reported(fedloom: Command, swept: Path, run: Path):
     other = run.with_name("other")
     shutil.copytree(run, other)
     text = (other / "config.yaml").read_text()
@@ -256,7 +256,7 @@ def test_a_configuration_with_a_name_alone_is_listed(fedloom: Command, run: Path
     assert [one["method"] for one in last_line(fedloom("runs", run, "--json"))["runs"]] == ["bar"]
 
 
-def test_rounds_that_metrics_lack_are_told(fedloom: Command, run: Path):
+def test_rounds_that_metrics_lack_are_reported(fedloom: Command, run: Path):
     assert not last_line(fedloom("compare", run, "--json"))["notes"]
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
@@ -266,7 +266,7 @@ def test_rounds_that_metrics_lack_are_told(fedloom: Command, run: Path):
     assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 0)]
 
 
-def test_other_training_data_are_told(fedloom: Command, run: Path):
+def test_other_training_data_are_reported(fedloom: Command, run: Path):
     other = run.with_name("other")
     shutil.copytree(run, other)
     text = (other / "config.yaml").read_text()

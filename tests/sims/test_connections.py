@@ -12,7 +12,7 @@ from fedloom.sims.federation.doors import Door
 from tests.sims.doors import HEAD, everything, head, opened, until
 
 
-def test_a_flood_of_connections_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_of_connections_shuts_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither those that never begin to speak TLS, nor those that never say what they ask for."""
     monkeypatch.setattr(connections, "MOST_UNKNOWN", 8)
     door = Door(everything, lambda path, headers: 0 if path == "/x" else 404)

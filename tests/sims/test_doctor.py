@@ -54,7 +54,7 @@ def test_versions_machine_and_domains(data_module: ModuleType) -> None:
     assert found["domain broken"] == ("cannot be determined: disk on fire", False)
 
 
-def test_domains_without_data_are_told_of_together_and_others_in_full(tmp_path: Path) -> None:
+def test_domains_without_data_are_reported_together_and_others_in_full(tmp_path: Path) -> None:
     (tmp_path / "usps.npz").write_text("")
     found = doctor_table([one for one in doctor(DataConfig(root=str(tmp_path))) if one[0].startswith("domain ")])
     shown = {str(row[0]): str(row[1]) for row in found.rows}
@@ -86,7 +86,7 @@ def test_narrow_convolutions_are_trained_in_a_process_of_their_own(monkeypatch: 
         ("import time; time.sleep(60)", "does not end within 1.5 s"),
     ],
 )
-def test_what_dies_hangs_or_is_wrong_is_told_with_a_way_out(script: str, told: str) -> None:
+def test_what_dies_hangs_or_is_wrong_is_reported_with_a_way_out(script: str, told: str) -> None:
     finding, ok = narrow_convolutions(script, patience=1.5)
     assert not ok and told in finding
     assert "16 channels" in finding and "torch.backends.mkldnn.enabled = False" in finding
@@ -142,7 +142,7 @@ def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch
     assert checks._check_server("a", 1, Path()).startswith("its clock differs by")
 
 
-def test_a_server_that_answers_by_drops_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_answers_by_drops_keeps_no_one_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each drop is there in time; the answer never is."""
     ended = threading.Event()
     monkeypatch.setattr(checks, "WAIT_SECONDS", 1.0)

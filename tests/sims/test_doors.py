@@ -35,7 +35,7 @@ PART, NOTE, LOG = LARGEST_PART, 2 << 20, 16 << 20
 METHOD = "/flwr.proto.Runtime/AcquireTask"
 
 
-def test_nobody_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_one_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.3)
     with opened(Door(everything, lambda path, headers: 0), tmp_path) as say:
@@ -159,7 +159,7 @@ async def much(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": bytes(32 << 20)})
 
 
-def test_answers_that_nobody_reads_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_answers_that_no_one_reads_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
     room = Room(share=16 << 20)
     with opened(Door(much, lambda path, headers: 0, lambda headers: 1, room=room), tmp_path) as say:
@@ -223,7 +223,7 @@ def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
         thread.join()
 
 
-def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_no_one_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     log, filtered = logging.getLogger("tests.doors"), Quiet()
     log.addFilter(filtered)
     try:
@@ -250,7 +250,7 @@ def test_nobody_fills_a_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
 FORGED = "x\n\x1b]0;owned\x07\x1b[2J\x1b[31mINFO :      site-0000 is thrown out\r\x9b31m\u2028y"
 
 
-def test_nobody_writes_lines_of_others_in_a_log_or_steers_a_terminal_by_it():
+def test_no_one_writes_lines_of_others_in_a_log_or_steers_a_terminal_by_it():
     written = io.StringIO()
     handler, filtered, log = logging.StreamHandler(written), Quiet(), logging.getLogger("tests.lines")
     log.addFilter(filtered)

@@ -113,13 +113,13 @@ def test_logs_takes_the_folder_as_the_others_do(fedloom: Command, tmp_path: Path
     assert fedloom("federation", "logs", tmp_path / "m", "a").out == "== a\none 2J two\nthree\n"
 
 
-def test_what_cannot_be_written_is_told_in_a_line(fedloom: Command, tmp_path: Path):
+def test_what_cannot_be_written_is_reported_in_a_line(fedloom: Command, tmp_path: Path):
     (tmp_path / "file").touch()
     for folder in ("/proc/fed", tmp_path / "file"):
         refused(fedloom("federation", "up", folder, "--nodes", "1"), "cannot be written", "or name another folder")
 
 
-def test_a_port_in_use_is_told_with_the_key_to_change(fedloom: Command, tmp_path: Path):
+def test_a_port_in_use_is_reported_with_the_key_to_change(fedloom: Command, tmp_path: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -194,7 +194,7 @@ def test_a_federation_without_tls_is_refused(fedloom: Command, tmp_path: Path):
     assert not (tmp_path / "m").exists()
 
 
-def test_a_machine_that_is_down_is_told_by_the_exit_code(fedloom: Command, tmp_path: Path):
+def test_a_machine_that_is_down_is_reported_by_the_exit_code(fedloom: Command, tmp_path: Path):
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
     for words in (["federation", "status", tmp_path / "m"], ["doctor", "--federation", tmp_path / "m"]):
         said = fedloom(*words)

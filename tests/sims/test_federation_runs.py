@@ -71,7 +71,7 @@ def test_resuming_says_how_to_and_touches_nothing(run: Config):
     assert kept(run) == before
 
 
-def test_an_engine_that_cannot_start_is_heard_of_before_anything_is_subtracted(tmp_path: Path):
+def test_an_engine_that_cannot_start_is_reported_before_anything_is_subtracted(tmp_path: Path):
     config = small(tmp_path, "engine.name=ray", "engine.address=127.0.0.1:1", "rounds=1", sites=2, samples=20)
     run_experiment(InlineGrid(2, store_folder(config)), config, LogListener())
     with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:1"):

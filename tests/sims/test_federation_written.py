@@ -44,7 +44,7 @@ def content(*folders: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_full_disk_takes_nobody_a_key(fedloom: Command, tmp_path: Path):
+def test_a_full_disk_takes_no_one_a_key(fedloom: Command, tmp_path: Path):
     site, other, machines = tmp_path / "east", tmp_path / "other", tmp_path / "m"
     (tmp_path / "nodes.yaml").write_text("join: true")
     assert fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", machines).code == 0
@@ -83,7 +83,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("steps", range(0, 48, 2))
-def test_a_plan_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int):
+def test_a_plan_that_was_killed_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int):
     left = steps
 
     def step(do: Callable[..., object]) -> Callable[..., object]:
@@ -132,7 +132,7 @@ def test_an_unfinished_folder_of_an_earlier_plan_is_completed(tmp_path: Path, th
     assert (folder / "south" / SITE).is_file()
 
 
-def test_a_site_that_was_thrown_out_is_not_let_in_by_a_plan(tmp_path: Path):
+def test_a_site_that_was_removed_is_not_let_in_by_a_plan(tmp_path: Path):
     folder = tmp_path / "m"
     write_plan(Plan(sites=SITES), folder)
     (folder / SERVER / KEYS / "south.pub").unlink()
@@ -155,7 +155,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path):
     assert content(folder / "south") == {str(folder / "south" / "notes"): b"mine"}
 
 
-def test_what_is_no_small_file_is_not_read(fedloom: Command, tmp_path: Path):
+def test_what_is_not_a_small_file_is_not_read(fedloom: Command, tmp_path: Path):
     pipe, endless, large = tmp_path / "pipe", tmp_path / "endless", tmp_path / "large"
     os.mkfifo(pipe)
     endless.symlink_to("/dev/zero")

@@ -31,7 +31,7 @@ def test_a_picture_with_letters_that_no_font_has(tmp_path: Path):
         assert image.size[0] > 100
 
 
-def test_other_warnings_are_told(tmp_path: Path):
+def test_other_warnings_are_reported(tmp_path: Path):
     figure, axes = new_figure(4, 3)
     axes.figure.canvas.mpl_connect("draw_event", lambda _: warnings.warn("something else", UserWarning, stacklevel=1))
     with pytest.warns(UserWarning, match="something else"):

@@ -243,7 +243,7 @@ def test_a_matrix_of_many_sites_is_cut_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("broken", [{"sites": [A]}, {"accuracy": [[0.1]]}, {"sites": 3}])
-def test_a_damaged_summary_is_told_in_one_line(fedloom: Command, run: Path, broken: dict) -> None:
+def test_a_damaged_summary_is_reported_in_one_line(fedloom: Command, run: Path, broken: dict) -> None:
     summary = json.loads((run / "summary.json").read_text())
     summary["recombination"]["compatible"] |= broken
     (run / "summary.json").write_text(json.dumps(summary))
@@ -252,7 +252,7 @@ def test_a_damaged_summary_is_told_in_one_line(fedloom: Command, run: Path, brok
         write_report(run)
 
 
-def test_what_networks_cost_is_no_table_where_nothing_was_measured() -> None:
+def test_what_networks_cost_is_not_a_table_where_nothing_was_measured() -> None:
     """Once sites with extractors of their own had one without a row."""
     found = {"at_sites": {"compatible": {"own": 0.5}}, "costs": {}}
     assert [table.title for table in result_tables(found)] == ["At the sites"]

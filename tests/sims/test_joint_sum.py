@@ -53,7 +53,7 @@ def test_the_penalty_moves_all_networks_by_equation_3():
         assert part.grad is not None and torch.allclose(part.grad, -2 * distance, atol=1e-6)
 
 
-def test_starts_are_ones_own_or_the_same():
+def test_starts_are_own_or_the_same():
     for start, same in ((OWN, False), (COMMON, True)):
         together = Joint(Setting(TASKS, SLIM, start=start))
         first, second = (next(iter(convolutions(one).values())) for one in together.own)

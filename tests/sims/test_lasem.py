@@ -131,7 +131,7 @@ def test_layers_that_a_task_does_not_choose_go_back():
         assert torch.equal(one, before[name]) == (learner.layers.group_of(name) < 2)
 
 
-def test_accuracies_are_those_of_the_networks_that_are_told():
+def test_accuracies_are_those_of_the_networks_that_are_named():
     learner, tasks = Selecting({"mode": "all"}, config()), made_up(8, 3, 0)
     found = met(learner, tasks, PLAN, 0)
     assert found.final == [accuracy(learner.network(place), task.test) for place, task in enumerate(tasks)]
@@ -175,7 +175,7 @@ def test_tasks_have_as_many_images_as_the_papers(monkeypatch: pytest.MonkeyPatch
     assert not torch.equal(sequences.digits(8, 3, 1)[1].train.x, told[1].train.x)
 
 
-def test_wrong_words_are_told_in_a_line():
+def test_wrong_words_are_reported_in_a_line():
     for words, told in [
         (["tables=figure9"], "table.*figure"),
         (["sequences=office"], "unknown sequence 'office'"),

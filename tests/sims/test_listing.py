@@ -120,7 +120,7 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     assert (run / CONFIG).is_file() and (tmp_path / "link").is_symlink() and (tmp_path / "other" / CONFIG).is_file()
 
 
-def test_a_list_of_runs_tells_of_forgotten_sites(fedloom: Command, run: Path):
+def test_a_list_of_runs_lists_forgotten_sites(fedloom: Command, run: Path):
     assert fedloom("unlearn", run, ONE, "--quiet").code == 0
     (row,) = last_line(fedloom("runs", run, "--json"))["runs"]
     assert row["forgotten"] == [ONE] and row["validation"] is None and row["test"] is not None
@@ -196,7 +196,7 @@ def test_it_asks_first(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPa
     assert "Remove" in said.out and run.exists() == left
 
 
-def test_where_nobody_can_be_asked_one_line_says_so(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_no_one_can_be_asked_one_line_says_so(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
     with open(os.devnull) as given:
         monkeypatch.setattr("sys.stdin", given)
         said = fedloom("rm", run)

@@ -98,7 +98,7 @@ def test_what_is_notified_from_threads_while_loops_come_and_go_ends_as_many_wait
     assert ended == [200, 200]
 
 
-def test_nobody_waits_after_the_end():
+def test_no_one_waits_after_the_end():
     signals = Signals()
     later(signals.end)
     assert waited(signals, "a") < AT_ONCE
@@ -271,7 +271,7 @@ def test_a_node_pauses_unless_its_server_held_the_request(monkeypatch: pytest.Mo
     assert pace.monotonic() <= time.monotonic()
 
 
-def test_a_node_goes_on_when_a_reply_comes(monkeypatch: pytest.MonkeyPatch):
+def test_a_node_continues_when_a_reply_comes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fedloom.sims.federation.pace.FOR_REPLY_SECONDS", LONG)
     pace, began = Pace(Signals()), time.monotonic()
     later(lambda: pace.replied("/v1/runtime/push-object"), 0.1)

@@ -38,7 +38,7 @@ def test_what_an_encoding_lacks_is_replaced_and_the_report_is_written(small: lis
     assert (tmp_path / "small" / "report.html").is_file()
 
 
-def test_a_run_goes_on_when_nobody_reads_its_output_any_more(small: list[str], tmp_path: Path):
+def test_a_run_continues_when_no_one_reads_its_output_any_more(small: list[str], tmp_path: Path):
     piped = subprocess.Popen(small, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert piped.stdout and piped.stderr
     piped.stdout.close()
@@ -47,7 +47,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(small: list[str], t
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_run_goes_on_where_its_output_finds_no_room_and_says_so_at_the_end(small: list[str], tmp_path: Path):
+def test_a_run_continues_where_its_output_finds_no_room_and_says_so_at_the_end(small: list[str], tmp_path: Path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(small, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2

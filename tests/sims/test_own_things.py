@@ -132,7 +132,7 @@ def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_th
         (["sites.0.partition.options.shar=1"], "'partition.options.shar'; did you mean 'partition.options.share'?"),
     ],
 )
-def test_a_slip_is_told_in_one_line_before_anything_starts(
+def test_a_slip_is_reported_in_one_line_before_anything_starts(
     folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
 ):
     monkeypatch.chdir(folder)
@@ -201,7 +201,7 @@ class Wrong(nn.Module):
 """
 
 
-def test_an_error_in_ones_own_code_tells_its_place(folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_own_code_names_its_place(folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch):
     (folder / "wrong.py").write_text(WRONG)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)

@@ -61,7 +61,7 @@ def test_the_ten_classes_are_the_papers() -> None:
     assert sorted(classes, key=classes.__getitem__) == sorted(classes)
 
 
-def test_what_is_not_there_is_told() -> None:
+def test_what_is_not_there_is_reported() -> None:
     with pytest.raises(UserError, match="did you mean 'cla_ot'"):
         papers.cells("cla_to", "1")
     with pytest.raises(UserError, match="no table '6'; there are 1, 2"):

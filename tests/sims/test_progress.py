@@ -202,7 +202,7 @@ def test_the_second_question_of_a_round_counts_its_own_answers():
             assert told in line(listener)
 
 
-def test_time_left_of_a_run_that_goes_on_counts_only_this_process() -> None:
+def test_time_left_of_a_run_that_continues_counts_only_this_process() -> None:
     clock = Clock()
     listener = RichListener(pipe(), clock=clock)
     with listener:
@@ -292,7 +292,7 @@ def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(c
     assert (b"loading torch" in heard) == told
 
 
-def test_a_step_that_has_just_begun_is_told_without_a_number_and_is_gone_when_it_is_over():
+def test_a_step_that_has_just_begun_is_reported_without_a_number_and_is_gone_when_it_is_over():
     with RichListener(terminal()) as listener:
         with pytest.raises(RuntimeError), under_way("starting Ray"):
             assert "starting Ray," in line(listener)
@@ -315,7 +315,7 @@ def test_a_run_says_what_it_is_at_before_anything_is_known_of_it(tmp_path: Path)
     assert heard == ["checking configuration and data"] * 2
 
 
-def test_one_is_told_as_one():
+def test_one_is_reported_as_one():
     console = pipe()
     with PlainListener(console) as listener:
         listener.started("digits", 1, 1, "")

@@ -107,7 +107,7 @@ def test_how_long_a_node_says_it_took_is_a_number(link: Link):
     assert total() == 1.5
 
 
-def test_a_node_sends_the_server_its_own_replies_and_nobody_anything_else(link: Link):
+def test_a_node_sends_the_server_its_own_replies_and_no_one_anything_else(link: Link):
     """Flower's SuperLink passes on what a node sends to whom the message names."""
     honest, node = link.nodes
     asked, others = link.order(node), link.order(honest)

@@ -73,7 +73,7 @@ def test_a_reply_is_taken_whatever_another_node_says_of_its_parts(link: Link, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [True, False], ids=["sent", "on its way"])
-def test_what_an_order_holds_nobody_says_otherwise(link: Link, kind: str, whole: bool):
+def test_what_an_order_holds_no_one_says_otherwise(link: Link, kind: str, whole: bool):
     orders = _announce(link, {link.nodes[0]: RecordDict({"w": network()})})
     if whole:
         assert _push(link, *orders)
@@ -96,7 +96,7 @@ def test_a_reply_is_not_the_order_that_its_node_has_received(link: Link, confirm
     assert _push(link, orders[0], orders[1][confirmed:])
 
 
-def test_nobody_fetches_or_deletes_a_part_of_anothers_reply_by_its_hash(link: Link):
+def test_no_one_fetches_or_deletes_a_part_of_anothers_reply_by_its_hash(link: Link):
     honest = link.nodes[0]
     reply = link.reply(honest, link.order(honest))
     assert link.whole(honest, reply)

@@ -72,7 +72,7 @@ def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) 
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_run_table_tells_of_start_up_and_memory_where_the_run_does(tmp_path: Path) -> None:
+def test_the_run_table_lists_start_up_and_memory_where_the_run_does(tmp_path: Path) -> None:
     metrics, summary = results(2, ["a", "b"])
     told = {**summary, "resources": {"start_up": 2.25, "peak_memory": 1_234_000_000}}
     page, old = (write_report(write_run(tmp_path / name, metrics, one)).read_text()
@@ -111,7 +111,7 @@ def test_report_of_an_interrupted_run(tmp_path: Path, rounds: int) -> None:
     assert page.tags.count("svg") == (1 if rounds == 2 else 0)
 
 
-def test_report_tells_of_dropped_replies_and_failed_checks(tmp_path: Path) -> None:
+def test_report_lists_dropped_replies_and_failed_checks(tmp_path: Path) -> None:
     metrics, summary = results(2, ["a", "b"])
     metrics[1]["dropped"] = {"site-0001": "not finite <here>"}
     summary["checks"]["subtraction_exact"] = False
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says
 
 
 @pytest.mark.parametrize(("key", "value"), [("sites", [1e308]), ("accuracy", {"sum": []})])
-def test_results_that_are_none_are_told(tmp_path: Path, key: str, value: Any) -> None:
+def test_results_that_are_none_are_reported(tmp_path: Path, key: str, value: Any) -> None:
     metrics, summary = results(2, ["a", "b"])
     folder = write_run(tmp_path / "run", metrics, {**summary, key: value})
     with pytest.raises(UserError, match="the run's results are damaged"):

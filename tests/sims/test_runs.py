@@ -63,7 +63,7 @@ def test_orphans_are_pruned(fedloom: Command, run: Path):
     assert last_line(fedloom("ledger", run, "--check", "--json"))["notes"] == []
 
 
-def test_what_is_no_run_is_one_line(fedloom: Command, run: Path, tmp_path: Path):
+def test_what_is_not_a_run_is_one_line(fedloom: Command, run: Path, tmp_path: Path):
     (tmp_path / "other").mkdir()
     for command in (["resume"], ["unlearn"], ["readmit"], ["ledger"], ["verify"]):
         words = {"unlearn": [ONE], "readmit": [ONE]}.get(command[0], [])

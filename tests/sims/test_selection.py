@@ -131,7 +131,7 @@ def test_a_forgotten_site_is_in_no_table(run: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [{"sites": [A]}, {"accuracy": 3}, {"shared": [[0.1]] * 3}, {"bytes": None}])
-def test_a_damaged_summary_is_told_in_one_line(run: Path, broken: dict[str, Any]) -> None:
+def test_a_damaged_summary_is_reported_in_one_line(run: Path, broken: dict[str, Any]) -> None:
     summary = summary_of(run)
     summary["layer_selection"]["learned"] |= broken
     (run / "summary.json").write_text(json.dumps(summary))
@@ -149,7 +149,9 @@ def test_a_damaged_summary_is_told_in_one_line(run: Path, broken: dict[str, Any]
     (["network.norm=batch", "evaluation.statistics=running"], "takes recomputed or batch"),
     (["baselines=[everything]"], "got 'everything', takes learned, all, none"),
 ])  # fmt: skip
-def test_bad_input_is_told_before_anything_is_written(fedloom: Command, tmp_path: Path, words: list[str], told: str) -> None:
+def test_bad_input_is_reported_before_anything_is_written(
+    fedloom: Command, tmp_path: Path, words: list[str], told: str
+) -> None:
     refused(fedloom("run", "layer_selection", *SMALL, f"run.root={tmp_path}", *words), told)
     assert not list(tmp_path.iterdir())
 

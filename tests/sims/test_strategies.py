@@ -48,7 +48,7 @@ def test_the_plain_loop_is_run_again_with_other_settings_alone(tmp_path: Path, m
     assert figure("data.size=8") != 0.125
 
 
-def test_what_the_plain_loop_does_not_do_is_told_before_anything_runs(
+def test_what_the_plain_loop_does_not_do_is_reported_before_anything_runs(
     fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def test_what_the_plain_loop_does_not_do_is_told_before_anything_runs(
 
 
 @pytest.mark.parametrize("looked_at", ["0", "-1"])
-def test_dittos_own_networks_are_told_also_after_a_site_was_forgotten(
+def test_dittos_own_networks_are_reported_also_after_a_site_was_forgotten(
     fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str
 ):
     monkeypatch.chdir(tmp_path)

@@ -164,7 +164,9 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
         (["training.rate=0.1,0.2"], "for one run per value, use --sweep training.rate=0.1,0.2"),
     ],
 )
-def test_what_cannot_be_swept_is_told_before_anything_starts(fedloom: Command, tmp_path: Path, words: list[str], told: str):
+def test_what_cannot_be_swept_is_reported_before_anything_starts(
+    fedloom: Command, tmp_path: Path, words: list[str], told: str
+):
     refused(fedloom("run", "digits", *QUICK, f"run.root={tmp_path}", *words), told)
     assert not list(tmp_path.iterdir())
 
@@ -239,7 +241,7 @@ def test_runs_that_fail_stop_no_other(tmp_path: Path, fedloom: Command, monkeypa
 
 
 @pytest.mark.slow
-def test_a_sweep_is_interrupted_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sweep_is_interrupted_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     words = [*QUICK, "rounds=30", "training.steps=1", "evaluation.every=30", "tracking=[csv]"]
     command, pipe = [FEDLOOM, "run", "digits", *words, "--seeds", "0,1,2", "--parallel", "2"], subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as begun:
@@ -315,7 +317,7 @@ def _processes_in(folder: Path) -> list[int]:
     return found
 
 
-def test_python_is_told_what_it_takes():
+def test_python_learns_what_it_takes():
     grids: list[Any] = [{}, {"rounds": 3}, {"rounds": "12"}, {"rounds": []}, {"network": [{"name": {1, 2}}]}]
     odd: list[dict[str, Any]] = [{"over": grid} for grid in grids]
     odd += [{"seeds": [0], "parallel": 0}, {"seeds": [0], "over": {"seed": [1]}}]

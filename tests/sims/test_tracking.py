@@ -167,7 +167,7 @@ def test_a_tracker_that_comes_later_gets_all_rounds_and_goes_with_the_run(untrac
         ({"name": "mlflow", "uri": "http://127.0.0.1:1"}, "MlflowException: "),
     ],
 )
-def test_a_tracker_that_fails_says_so_once_and_the_run_goes_on(
+def test_a_tracker_that_fails_says_so_once_and_the_run_continues(
     tracker: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     name = tracker if isinstance(tracker, str) else tracker["name"]
@@ -181,7 +181,7 @@ def test_a_tracker_that_fails_says_so_once_and_the_run_goes_on(
     assert lines[0].endswith("The run continues without it.")
 
 
-def test_what_one_tracker_does_to_what_it_is_told_is_nothing_to_another(tmp_path: Path):
+def test_what_one_tracker_does_to_what_it_receives_is_nothing_to_another(tmp_path: Path):
     trackers = ["tests.sims.trackers:Greedy", "csv", {"name": "mlflow", "experiment": "it's mine"}]
     result = run({**TREE, "tracking": trackers}, f"run.root={tmp_path}", "run.name=greedy")
     assert len((result.folder / "csv/main/rounds.csv").read_text().splitlines()) == 1 + len(ROUNDS)
@@ -208,7 +208,7 @@ def test_what_no_tracker_can_be_made_of_is_refused_before_anything_starts(
         run({**TREE, "tracking": "csv"}, root)
 
 
-def test_what_a_callback_raises_in_the_middle_of_a_round_ends_the_run_which_goes_on_from_there(
+def test_what_a_callback_raises_in_the_middle_of_a_round_ends_the_run_which_continues_from_there(
     tracked: Path, tmp_path: Path
 ):
     answers: list[tuple[str, bool, str]] = []

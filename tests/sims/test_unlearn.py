@@ -86,7 +86,7 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert "readmitted" in listed and "asked by mail" in listed
 
 
-def test_a_network_that_still_holds_the_site_is_no_match(fedloom: Command, run: Path):
+def test_a_network_that_still_holds_the_site_is_not_a_match(fedloom: Command, run: Path):
     """What was there before the request is put back, from a copy, say."""
     before = (run / "states/aggregate.safetensors").read_bytes()
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
@@ -112,7 +112,7 @@ def test_a_ledger_whose_events_are_broken_does_not_match(fedloom: Command, run: 
     assert "does not match its digest" in said.out
 
 
-def test_a_baseline_with_the_site_that_is_put_back_is_no_match(fedloom: Command, finished_run: Path, run: Path):
+def test_a_baseline_with_the_site_that_is_put_back_is_not_a_match(fedloom: Command, finished_run: Path, run: Path):
     assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--retrain").code == 0
     certificate = run / "certificates/r1.json"
     assert (run / "retrained/r1").is_dir() and fedloom("verify", certificate, run).code == 0
@@ -184,7 +184,7 @@ def test_a_request_before_the_first_contribution_waits_and_one_to_a_method_that_
                     receive(ledger, "r", [ONE], "", {})
 
 
-def test_retraining_that_was_killed_goes_on(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_retraining_that_was_killed_continues(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
     from fedloom.server.rounds.loop import RoundLoop
     from fedloom.server.run import training_run
 
@@ -236,7 +236,7 @@ def test_resuming_fulfils_what_was_asked_meanwhile_and_writes_its_page(fedloom: 
     assert check(run) == []
 
 
-def test_requests_that_wait_are_told_and_fulfilled_with_the_next(fedloom: Command, run: Path):
+def test_requests_that_wait_are_reported_and_fulfilled_with_the_next(fedloom: Command, run: Path):
     """One that was queued while another command held the ledger, which has ended since."""
     with Ledger.open(run, server=False) as ledger:
         receive(ledger, "r1", [ONE], "", {"retrain": True})
@@ -266,7 +266,7 @@ def test_a_crash_before_the_results_are_measured_again_is_made_good(
     assert check(run) == []
 
 
-def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_one_is_readmitted_whom_a_request_is_still_about(fedloom: Command, run: Path, monkeypatch: pytest.MonkeyPatch):
     from fedloom.server.unlearning.fulfilment import Unlearning
 
     def killed(*_: object) -> None:
@@ -280,7 +280,7 @@ def test_nobody_is_readmitted_whom_a_request_is_still_about(fedloom: Command, ru
     assert fedloom("readmit", run, ONE).code == 0
 
 
-def test_a_certificate_that_is_not_there_is_told_in_plain_words(fedloom: Command, run: Path):
+def test_a_certificate_that_is_missing_is_reported_in_plain_words(fedloom: Command, run: Path):
     refused(fedloom("verify", run / "certificates/r9.json", run), "r9.json: this certificate does not exist")
 
 
