@@ -22,12 +22,10 @@ from fedloom.clients.privacy.secure_aggregation.primitives import (
     PublicKeys,
     agreed,
     counted_words,
-    history_words,
     is_signature,
     places,
     share_commitment,
     threshold_of,
-    trained_words,
 )
 from fedloom.clients.protocol.messages import (
     BASES,
@@ -46,11 +44,11 @@ from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 from fedloom.server.rounds.context import Content, RoundContext, Transport
+from fedloom.server.rounds.masked_answers import MaskedAnswers, Trained
 from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import MIN_MASKED_SITES
 
-DIGEST = 32  # bytes
 MOST_REASON = 300  # characters of a failure's reason
 
 
@@ -66,66 +64,6 @@ class WithoutError(FailedError):
         self.sites = sorted(sites)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a site signs with its contribution: digests of what determined its training, and of the state before it."""
-
-    digest: bytes
-    history: bytes
-    words: bytes  # both signatures
-
-    @staticmethod
-    def read(heard: "Heard", name: str, record: State) -> "Trained":
-        """Return a site's digests and signatures from its record. Raises ReplyError unless both signatures are valid."""
-        digest, history = (read_bytes(record, part, DIGEST) for part in ("digest", "history"))
-        signatures = [read_bytes(record, part, SIGNATURE) for part in ("signature", "history_signature")]
-        texts = trained_words(heard.id, digest.hex()), history_words(heard.id, history)
-        if not all(is_signature(heard.keys[name].signing, *pair) for pair in zip(texts, signatures, strict=True)):
-            raise ReplyError("its signature of its training is wrong")
-        return Trained(digest, history, b"".join(signatures))
-
-
-@dataclass
-class Heard:
-    """What the sites have sent in one attempt at a masked sum. Dictionaries are by site.
-
-    Attributes:
-        id: The attempt's id.
-        keys: The public keys.
-        signatures: The signatures of these keys, which other sites check.
-        sealed: The encrypted shares, by sender and receiver.
-        commitments: The commitments to all shares of a site's secrets: own, pair.
-        samples: The number of training examples.
-        numbers: Other numbers of the reply.
-        vectors: The masked records.
-        trained: The signed digests of what determined the training.
-        signed: The signatures of the list of sites that count.
-        shares: The shares of one of the site's secrets, by index.
-        helped: The sites that sent such shares.
-        refusing: The sites that refuse to let the sum be read.
-        blamed: The sites that report the site's shares as wrong.
-    """
-
-    id: str
-    keys: dict[str, PublicKeys] = field(default_factory=dict)
-    signatures: dict[str, bytes] = field(default_factory=dict)
-    sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by sender and receiver
-    commitments: dict[str, dict[str, bytes]] = field(default_factory=dict)  # of all shares of a site: own, pair
-    samples: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # its other numbers
-    vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by site and record
-    trained: dict[str, "Trained"] = field(default_factory=dict)
-    signed: dict[str, bytes] = field(default_factory=dict)  # the list of the sites that count
-    shares: dict[str, dict[int, bytes]] = field(default_factory=dict)  # of one of its secrets, by index
-    helped: set[str] = field(default_factory=set)  # sites that sent such shares
-    refusing: list[str] = field(default_factory=list)  # sites that refuse to let the sum be read
-    blamed: dict[str, set[str]] = field(default_factory=dict)  # by site, the sites that report its shares as wrong
-
-    def kind(self, name: str) -> str:
-        """Return which secret of a site the server rebuilds: of its 'own' mask if it counts, else of its 'pair' masks."""
-        return "own" if name in self.vectors else "pair"
-
-
 @dataclass
 class MaskedExchange:
     """The five exchanges with the sites in one attempt at a masked sum.
@@ -134,7 +72,7 @@ class MaskedExchange:
         context: The round.
         transport: Sends the questions.
         expected: The records that a reply must have.
-        heard: Receives what the sites send.
+        answers: Receives what the sites send.
         lifts: Returns what a site receives in addition to the method's records.
         check: Raises FailedError if the contributions are not enough. Then no secret is revealed.
     """
@@ -142,7 +80,7 @@ class MaskedExchange:
     context: RoundContext
     transport: Transport
     expected: Mapping[str, RecordSpec]
-    heard: Heard
+    answers: MaskedAnswers
     lifts: Callable[[Site], Mapping[str, State]]
     check: Callable[[], None]
     _failed: str = ""  # the first site that failed, and why
@@ -151,16 +89,16 @@ class MaskedExchange:
     def carry_out(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         """Run the five exchanges. Raises FailedError if too few sites answer."""
         self._keys(asked)
-        self._shares(those(asked, self.heard.keys))
-        self._contributions(kind, content, those(asked, self.heard.sealed))
+        self._shares(those(asked, self.answers.keys))
+        self._contributions(kind, content, those(asked, self.answers.sealed))
         self.check()
-        self._confirm(those(asked, self.heard.vectors))
-        self._unmask(those(asked, self.heard.signed))
+        self._confirm(those(asked, self.answers.vectors))
+        self._unmask(those(asked, self.answers.signed))
 
     @property
     def threshold(self) -> int:
         """How many sites must answer each exchange."""
-        return max(MIN_MASKED_SITES, threshold_of(self.context.config.federation.secure_threshold, len(self.heard.keys)))
+        return max(MIN_MASKED_SITES, threshold_of(self.context.config.federation.secure_threshold, len(self.answers.keys)))
 
     def like(self, record: str, site: str) -> Mapping[str, Tensor]:
         """Return the names and shapes of a masked record's tensors, as tensors on the meta device."""
@@ -175,38 +113,38 @@ class MaskedExchange:
             if not PUBLIC <= len(packed) <= PUBLIC + MOST_BYTES:
                 raise ReplyError("its message for secure aggregation cannot be read")
             keys = PublicKeys.read(packed[:PUBLIC])
-            _check_keys(keys, self.heard.keys.values())
-            self.heard.keys[site.name], self.heard.signatures[site.name] = keys, packed[PUBLIC:]
+            _check_keys(keys, self.answers.keys.values())
+            self.answers.keys[site.name], self.answers.signatures[site.name] = keys, packed[PUBLIC:]
 
         self._ask(SECURE_KEYS, asked, {}, take)
-        self._enough(SECURE_KEYS, asked, self.heard.keys)
+        self._enough(SECURE_KEYS, asked, self.answers.keys)
 
     def _shares(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
-            others, sealed = self.heard.keys.keys() - {site.name}, answer.get(SECURE_SHARES, {})
+            others, sealed = self.answers.keys.keys() - {site.name}, answer.get(SECURE_SHARES, {})
             if sealed.keys() != others:
                 raise ReplyError("its shares are not for the sites that began the round")
-            size = KEY * len(self.heard.keys)
+            size = KEY * len(self.answers.keys)
             committed = {kind: read_bytes(answer.get(COMMITMENTS, {}), kind, size) for kind in ("own", "pair")}
-            self.heard.sealed[site.name] = {name: read_bytes(sealed, name) for name in sorted(others)}
-            self.heard.commitments[site.name] = committed
+            self.answers.sealed[site.name] = {name: read_bytes(sealed, name) for name in sorted(others)}
+            self.answers.commitments[site.name] = committed
 
-        signed = {name: keys.packed() + self.heard.signatures[name] for name, keys in self.heard.keys.items()}
+        signed = {name: keys.packed() + self.answers.signatures[name] for name, keys in self.answers.keys.items()}
         sent = {SECURE_KEYS: {name: to_tensor(content) for name, content in signed.items()}}
         self._ask(SECURE_SHARES, asked, sent, take)
         self._check_blamed(asked)
-        self._enough(SECURE_SHARES, asked, self.heard.sealed)
+        self._enough(SECURE_SHARES, asked, self.answers.sealed)
 
     def _contributions(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
-        index, slots = places(self.heard.keys), self.context.slots
-        bases = {name: torch.tensor([slots.base(name)]) for name in self.heard.sealed}
+        index, slots = places(self.answers.keys), self.context.slots
+        bases = {name: torch.tensor([slots.base(name)]) for name in self.answers.sealed}
 
         def sent(site: Site) -> Mapping[str, State]:
             at = index[site.name]
             committed = {name: self._commitment(name, "own", at) + self._commitment(name, "pair", at)
-                         for name in self.heard.sealed}  # fmt: skip
+                         for name in self.answers.sealed}  # fmt: skip
             shares = {name: to_tensor(sealed[site.name] + committed[name])
-                      for name, sealed in self.heard.sealed.items() if name != site.name}  # fmt: skip
+                      for name, sealed in self.answers.sealed.items() if name != site.name}  # fmt: skip
             records = content(site) if callable(content) else content
             return {**records, SECURE_SHARES: shares, BASES: bases, **self.lifts(site)}
 
@@ -218,30 +156,30 @@ class MaskedExchange:
                 bounds = replace(self.transport.bounds(site), counted=0)  # no weight: each site counts once
                 numbers = train_numbers(content_of(received), bounds, hidden=True)
                 self.context.keep_signature(site.name, content_of(received))
-                trained = Trained.read(self.heard, site.name, states.get(SECURE_TRAINED, {}))
-                self.heard.vectors[site.name] = {
+                trained = Trained.read(self.answers, site.name, states.get(SECURE_TRAINED, {}))
+                self.answers.vectors[site.name] = {
                     record: read_vector(states.get(record), record, self.like(record, site.name)) for record in self.expected
                 }
             except ReplyError as error:
                 self.drop(site, str(error))
                 continue
-            self.heard.numbers[site.name], self.heard.samples[site.name] = numbers, int(numbers["samples"])
-            self.heard.trained[site.name] = trained
+            self.answers.numbers[site.name], self.answers.samples[site.name] = numbers, int(numbers["samples"])
+            self.answers.trained[site.name] = trained
         self._check_blamed(asked)
         self._alike(asked)
-        self._enough(kind, asked, self.heard.vectors)
+        self._enough(kind, asked, self.answers.vectors)
 
     def _alike(self, asked: Sequence[Site]) -> None:
         """Drop sites whose signed training, or starting state, differs from that of most sites with the same base."""
-        trained, base = self.heard.trained, self.context.slots.base
+        trained, base = self.answers.trained, self.context.slots.base
         usual = _usual(own.digest for own in trained.values())
         histories = {round: _usual(own.history for name, own in trained.items() if base(name) == round)
                      for round in map(base, trained)}  # fmt: skip
         for site in those(asked, dict(trained)):
             own = trained[site.name]
             if own.digest != usual or own.history != histories[base(site.name)]:
-                for heard in (self.heard.trained, self.heard.vectors, self.heard.numbers, self.heard.samples):
-                    heard.pop(site.name)
+                for answers in (self.answers.trained, self.answers.vectors, self.answers.numbers, self.answers.samples):
+                    answers.pop(site.name)
                 self.drop(
                     site,
                     "its order, its number of steps (training.steps sets the same for all), or the state that it "
@@ -251,13 +189,13 @@ class MaskedExchange:
     def _check_blame(self, site: Site, record: object) -> None:
         """Note that a site cannot use another one's shares; then raise ReplyError, as it cannot participate."""
         name = record.get("site") if isinstance(record, Mapping) else None
-        if isinstance(name, str) and name in self.heard.keys and name != site.name:
-            self.heard.blamed.setdefault(name, set()).add(site.name)
+        if isinstance(name, str) and name in self.answers.keys and name != site.name:
+            self.answers.blamed.setdefault(name, set()).add(site.name)
             raise ReplyError(f"it cannot use the shares of {name}")
 
     def _check_blamed(self, asked: Sequence[Site]) -> None:
         """Raise WithoutError if more sites blame a site's shares than can all lie."""
-        blamed = self.heard.blamed
+        blamed = self.answers.blamed
         wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(asked)]
         if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
             wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # otherwise too few would be left
@@ -270,46 +208,46 @@ class MaskedExchange:
     def _confirm(self, asked: Sequence[Site]) -> None:
         def take(site: Site, answer: Mapping[str, State]) -> None:
             word = read_bytes(answer.get(SECURE_CONFIRM, {}), "signature", SIGNATURE)
-            text = counted_words(self.heard.id, self.heard.trained[site.name].digest.hex(), [*self.heard.vectors])
-            if not is_signature(self.heard.keys[site.name].signing, text, word):
+            text = counted_words(self.answers.id, self.answers.trained[site.name].digest.hex(), [*self.answers.vectors])
+            if not is_signature(self.answers.keys[site.name].signing, text, word):
                 raise ReplyError("its signature of the list of sites is wrong")
-            self.heard.signed[site.name] = word
+            self.answers.signed[site.name] = word
 
-        counts = {name: to_tensor(bytes([name in self.heard.vectors])) for name in self.heard.sealed}
-        trained = {name: to_tensor(own.words) for name, own in self.heard.trained.items()}
+        counts = {name: to_tensor(bytes([name in self.answers.vectors])) for name in self.answers.sealed}
+        trained = {name: to_tensor(own.words) for name, own in self.answers.trained.items()}
         self._ask(SECURE_CONFIRM, asked, {SECURE_CONFIRM: counts, SECURE_TRAINED: trained}, take)
-        if len(self.heard.signed) < self.threshold and self.heard.refusing:
+        if len(self.answers.signed) < self.threshold and self.answers.refusing:
             ways = (
                 f"with {STANDARDISE}={NONE}"
                 if STATISTICS in self.expected
                 else "with a smaller training.batch, or with privacy.noise"
             )
             raise SummedElsewhereError(
-                f"round {self.context.number}: the contribution of {self.heard.refusing[0]} is nearly the same as in a sum "
-                "over other sites. The difference of both sums would reveal single contributions. Resume when the same "
+                f"round {self.context.number}: the contribution of {self.answers.refusing[0]} is nearly the same as in a "
+                "sum over other sites. The difference of both sums would reveal single contributions. Resume when the same "
                 f"sites are connected, or start a new run {ways}"
             )
-        self._enough(SECURE_CONFIRM, asked, self.heard.signed)
+        self._enough(SECURE_CONFIRM, asked, self.answers.signed)
 
     def _unmask(self, asked: Sequence[Site]) -> None:
-        number = places(self.heard.keys)
+        number = places(self.answers.keys)
 
         def take(site: Site, answer: Mapping[str, State]) -> None:
             shares = answer.get(SECURE_UNMASK, {})
-            dealt = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.heard.sealed.keys()}
+            dealt = {name: read_bytes(shares, name, SECRET) for name in shares.keys() & self.answers.sealed.keys()}
             for name, share in dealt.items():
-                if share_commitment(share) != self._commitment(name, self.heard.kind(name), number[site.name]):
+                if share_commitment(share) != self._commitment(name, self.answers.kind(name), number[site.name]):
                     raise ReplyError(f"its share of {name}'s secret is not the one that {name} dealt")
-            self.heard.helped.add(site.name)
+            self.answers.helped.add(site.name)
             for name, share in dealt.items():
-                self.heard.shares.setdefault(name, {})[number[site.name]] = share
+                self.answers.shares.setdefault(name, {})[number[site.name]] = share
 
-        signed = {name: to_tensor(signature) for name, signature in self.heard.signed.items()}
+        signed = {name: to_tensor(signature) for name, signature in self.answers.signed.items()}
         self._ask(SECURE_UNMASK, asked, {SECURE_UNMASK: signed}, take)
 
     def _commitment(self, name: str, kind: str, index: int) -> bytes:
         """Return a site's commitment to the share of one of its secrets that the site at this index holds."""
-        return self.heard.commitments[name][kind][KEY * (index - 1) : KEY * index]
+        return self.answers.commitments[name][kind][KEY * (index - 1) : KEY * index]
 
     def _ask(
         self, kind: str, asked: Sequence[Site], sent: Content, take: Callable[[Site, Mapping[str, State]], None]
@@ -319,7 +257,7 @@ class MaskedExchange:
             try:
                 answer = read(received)
                 if SUMMED_BEFORE in content_of(received).config_records:
-                    self.heard.refusing.append(received.site.name)
+                    self.answers.refusing.append(received.site.name)
                     continue
                 self._check_blame(received.site, content_of(received).config_records.get(BLAMED))
                 take(received.site, answer)
@@ -334,7 +272,7 @@ class MaskedExchange:
     def _enough(self, kind: str, asked: Sequence[Site], answers: Collection[str]) -> None:
         if len(answers) < (needed := self.threshold):
             fault = f"{len(answers)} of {len(asked)} sites answered '{kind}', secure aggregation needs {needed}"
-            silent = {site.name for site in asked} - {*answers} - set().union(*self.heard.blamed.values())
+            silent = {site.name for site in asked} - {*answers} - set().union(*self.answers.blamed.values())
             raise WithoutError(f"round {self.context.number}: {fault}{self._failed}", silent)
 
 

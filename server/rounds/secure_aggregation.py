@@ -37,7 +37,8 @@ from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import SlotUpdate
 from fedloom.server.rounds.context import Content, RoundContext, Transport
-from fedloom.server.rounds.masked_exchange import Heard, MaskedExchange, SummedElsewhereError, WithoutError, those
+from fedloom.server.rounds.masked_answers import MaskedAnswers
+from fedloom.server.rounds.masked_exchange import MaskedExchange, SummedElsewhereError, WithoutError, those
 from fedloom.server.rounds.masked_replies import shaped
 from fedloom.server.rounds.masks import partners, rounds_together
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -66,7 +67,7 @@ class SecureAggregation:
         self._rebuilt: dict[str, bytes] = {}
         self.needed: Sequence[str] = []  # sites without which the sum is not read
         self.together = rounds_together(self.context.ledger) if self.context.leaving else {}
-        self.heard = Heard("")
+        self.answers = MaskedAnswers("")
 
     def gather(self, kind: str, content: Content, asked: Sequence[Site]) -> dict[str, State]:
         """Ask the sites, put the masked contributions into slots, and return the means over the replies, by record name.
@@ -91,7 +92,7 @@ class SecureAggregation:
         self.needed, self.together = needed, {}
         self._exchange(kind, {}, asked)
         [total] = self._totals().values()
-        return total.totals, sorted(self.heard.vectors)
+        return total.totals, sorted(self.answers.vectors)
 
     def _exchange(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         """Ask until the masks of all sites that count can be removed, and remove those that do not cancel."""
@@ -99,7 +100,7 @@ class SecureAggregation:
         while True:
             try:
                 self._attempt(kind, content, asked)
-                for name, vectors in self.heard.vectors.items():
+                for name, vectors in self.answers.vectors.items():
                     self._bare(name, vectors)
                 return
             except WithoutError as error:
@@ -117,22 +118,22 @@ class SecureAggregation:
                 self.context.again = draws if draws < MOST_DRAWS else IDLE
 
     def _attempt(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
-        self.heard, self._rebuilt = Heard(uuid.uuid4().hex), {}
-        self.context.attempt = self.heard.id
+        self.answers, self._rebuilt = MaskedAnswers(uuid.uuid4().hex), {}
+        self.context.attempt = self.answers.id
         try:
             ways = self._lifts, self._check_partners
-            self._talk = MaskedExchange(self.context, self.transport, self.expected, self.heard, *ways)
+            self._talk = MaskedExchange(self.context, self.transport, self.expected, self.answers, *ways)
             self._talk.carry_out(kind, content, asked)
         finally:
             self.context.attempt = ""
 
     def _check_partners(self) -> None:
         """Raise FailedError if a site is missing that shares masks with leaving sites."""
-        if missing := [name for name in partners(self.together, self.context.leaving) if name not in self.heard.vectors]:
+        if missing := [name for name in partners(self.together, self.context.leaving) if name not in self.answers.vectors]:
             number = self.context.number
             raise FailedError(f"round {number}: {missing[0]} did not answer, and only it can remove its masks with "
                               f"{', '.join(self.context.leaving)}; resume when it is connected, or forget it")  # fmt: skip
-        if missing := [name for name in self.needed if name not in self.heard.vectors]:
+        if missing := [name for name in self.needed if name not in self.answers.vectors]:
             raise FailedError(f"round {self.context.number}: {missing[0]} did not answer, but {STANDARDISE}={SITES} needs a "
                               "sum over the rest of its cohort; resume when it is connected, or forget it, too")  # fmt: skip
 
@@ -140,10 +141,10 @@ class SecureAggregation:
 
     def _bare(self, name: str, vectors: Mapping[str, Tensor]) -> None:
         """Remove a site's own mask, and the masks that it shares with sites that dropped out, in place."""
-        keys, context = self.heard.keys, (self.transport.run, str(self.context.site_round), self.heard.id)
+        keys, context = self.answers.keys, (self.transport.run, str(self.context.site_round), self.answers.id)
         own = self._secret(name, "its own mask", lambda secret: commitment(secret) == keys[name].own)
         off = [(-1, own)]
-        for absent in sorted(self.heard.sealed.keys() - self.heard.vectors.keys()):
+        for absent in sorted(self.answers.sealed.keys() - self.answers.vectors.keys()):
             is_pair = partial(_is_pair, keys[absent].pair)
             pair = self._secret(absent, "the masks that it shares with others", is_pair)
             off.append((-sign(name, absent), agreed(pair, keys[name].pair, *context)))
@@ -158,10 +159,10 @@ class SecureAggregation:
         """
         if name in self._rebuilt:
             return self._rebuilt[name]
-        shares, needed = self.heard.shares.get(name, {}), self._talk.threshold
+        shares, needed = self.answers.shares.get(name, {}), self._talk.threshold
         if len(shares) < needed:
             fault = f"{name}: {len(shares)} valid shares for {purpose} arrived, but {needed} are needed"
-            raise WithoutError(f"round {self.context.number}: {fault}", self.heard.signed.keys() - self.heard.helped)
+            raise WithoutError(f"round {self.context.number}: {fault}", self.answers.signed.keys() - self.answers.helped)
         secret = rebuilt({index: shares[index] for index in sorted(shares)[:needed]})
         if not right(secret):
             raise WithoutError(f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name])
@@ -172,7 +173,7 @@ class SecureAggregation:
         for record, spec in self.expected.items():
             if spec.mean:
                 total = ExactSum(self.context.bits, modular=True)
-                for name, vectors in self.heard.vectors.items():
+                for name, vectors in self.answers.vectors.items():
                     total.merge(shaped(vectors[record], self._talk.like(record, name)), addends=1)
                 totals[record] = total
         return totals
@@ -180,12 +181,12 @@ class SecureAggregation:
     def _put(self) -> None:
         slots, summed = self.context.slots, [(record, spec.slot) for record, spec in self.expected.items() if spec.slot]
         for record, slot in summed:
-            for name, vectors in self.heard.vectors.items():
+            for name, vectors in self.answers.vectors.items():
                 now = shaped(vectors[record], self._talk.like(record, name))
                 if slots.base(name):  # otherwise the stored one is its first contribution, which is not masked
                     before = slots.contribution(slot, name)
                     now = {key: tensor + before[key] for key, tensor in now.items()}
-                slots.put([SlotUpdate(slot, name, now, self.heard.samples[name], now)], self.context.number)
+                slots.put([SlotUpdate(slot, name, now, self.answers.samples[name], now)], self.context.number)
             for name in self.context.leaving:
                 if slots.has(slot, name):
                     nothing = {key: torch.zeros_like(tensor) for key, tensor in slots.contribution(slot, name).items()}
@@ -206,10 +207,10 @@ class SecureAggregation:
 
     def _count(self, asked: Sequence[Site]) -> None:
         """Count the sites that participated."""
-        for name, numbers in self.heard.numbers.items():
+        for name, numbers in self.answers.numbers.items():
             self.context.count_training(name, numbers)
-        self.context.masked = sorted(self.heard.vectors)
-        for site in those(asked, self.heard.vectors):
+        self.context.masked = sorted(self.answers.vectors)
+        for site in those(asked, self.answers.vectors):
             self.transport.replied(site, "")
 
     # Sites that leave
