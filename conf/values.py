@@ -13,6 +13,7 @@ KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text"
 ENTRIES: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values", Any: "values"}
 MOST_CHARACTERS = 100  # characters of a value in an error
 MAX_FLOAT32 = 3.4e38  # of float32
+TINY = 1e-6  # a lower limit up to this reads "above 0"
 
 
 def join(where: str, key: str) -> str:
@@ -119,6 +120,8 @@ def _row(choices: Sequence[str]) -> str:
 def _bounded(kind: str, low: float | None, high: float | None) -> str:
     if low is None and high is None:
         return "a finite number" if kind == "a number" else kind
+    if low is not None and 0 < low <= TINY:
+        return f"{kind} above 0" if high is None else f"{kind} above 0, of at most {high}"
     if high is None:
         return f"{kind} of at least {low}"
     return f"{kind} of at most {high}" if low is None else f"{kind} from {low} to {high}"

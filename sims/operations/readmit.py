@@ -35,7 +35,10 @@ def readmit(path: Path, sites: Sequence[str], node: int | None = None) -> str:
         summed = all(any(view.has(slot, site) for slot in view.slots.declared) for site in sites)
         left = max(0, method.state.length(config.rounds) - method.unlearning().last_round())
     rounds = f"Run 'fedloom resume {path}' to train the remaining {count(left, 'round')}." if left else "No rounds remain."
-    start = "The sum contains them with the initial network." if summed else "They start without a contribution."
+    if summed:
+        start = f"In the sum, {'its contribution is' if len(sites) == 1 else 'their contributions are'} the initial network."
+    else:
+        start = f"{'It starts' if len(sites) == 1 else 'They start'} without a contribution."
     return f"{', '.join(sites)} can participate again. {start} {rounds}"
 
 

@@ -104,7 +104,7 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("rounds=[1", "override 'rounds=.1'"),
         ('data.root="\\0"', r"data\.root: got '.*', takes a text in one line, without control characters"),
         ("training.rate=1e308", r"training\.rate: got 1e\+308, takes a number from 0\.0 to 3\.4e\+38 \(32 bits\)"),
-        ("federation.fraction=0", r"federation\.fraction: got 0\.0, takes a number from 1e-09 to 1\.0"),
+        ("federation.fraction=0", r"federation\.fraction: got 0\.0, takes a number above 0, of at most 1\.0"),
     ],
 )
 def test_bad_overrides_end_in_one_line(override: str, line: str):
