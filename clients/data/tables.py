@@ -7,10 +7,9 @@ With `missing=mean`, gaps get the column's mean, those of categories the value `
 Names are URL-quoted: `%2C` is a comma.
 """
 
-import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,24 @@ from fedloom.clients.data.arrays import Labelled
 from fedloom.clients.data.contents import of_arrays
 from fedloom.clients.data.form import FEATURES
 from fedloom.clients.data.found import Contents, Encoding, asking, fitting, query_of, unquoted
+from fedloom.clients.data.table_columns import (
+    GAP,
+    MISSING,
+    buckets,
+    check_commas,
+    complete,
+    filled,
+    numbers_of,
+    parts_of,
+    targets_of,
+    values_of,
+)
 from fedloom.conf.errors import UserError, listed, nearest, plain
 from fedloom.conf.plugins import error_summary
 
 TARGETS = ("target", "label", "class", "y", "outcome")  # names of a target column, lower-case
 SUFFIXES = {".csv", ".csv.gz", ".tsv", ".parquet"}
-MISSING = ("refuse", "drop", "mean")
-GAP = "missing"  # with missing=mean, the value of a category's gaps
-MOST_VALUES = 100  # of a column of text
-NUMBER = r"\s*[-+]?\d[\d.,]*\s*"  # also with commas
 MOST_BUCKETS = 1024  # of hashed values
-_WHOLE = r"^(-?\d+)\.0+$|^(\d{4}-\d\d-\d\d) 00:00:00$"
 
 
 def read_table(path: Path, domain: str) -> Contents:
@@ -41,14 +47,14 @@ def read_table(path: Path, domain: str) -> Contents:
     with fitting(domain):
         whole, unnamed = _loaded(path, _categories(query.get("categories", "")))
         wanted, features, categories = _asked(whole, query)
-        _check_commas(whole, [name for name in (*features, *wanted) if name not in categories])
+        check_commas(whole, [name for name in (*features, *wanted) if name not in categories])
         missing = query.get("missing", MISSING[0])
-        table, dropped = _complete(whole, features, wanted, categories, missing)
-        values = _values(table, features, categories)
+        table, dropped = complete(whole, features, wanted, categories, missing)
+        values = values_of(table, features, categories)
         numbers = whole.dropna(subset=wanted)[[name for name in features if name not in values]]
         means = numbers.mean().to_dict() if missing == "mean" else {}
-        columns, names, notes = _numbers(table, features, values)
-        example = Labelled(columns, _targets(table, wanted), kind=FEATURES, task=query.get("task", ""), columns=names)
+        columns, names, notes = numbers_of(table, features, values)
+        example = Labelled(columns, targets_of(table, wanted), kind=FEATURES, task=query.get("task", ""), columns=names)
         if len(wanted) > 1:
             example = Labelled(columns, example.targets, tuple(wanted), FEATURES, example.task, names)
     content = of_arrays({"all": example}, domain)
@@ -84,10 +90,10 @@ def rows_of(encoding: Encoding, rows: Any) -> np.ndarray:
         _check(table, features, "inputs")
         _check_twice(name for name in table.columns if name in features)
         table = table.fillna(dict(encoding.means)).infer_objects()
-        table = table.assign(**{name: _filled(table[name], True) for name in features if GAP in values.get(name, ())})
+        table = table.assign(**{name: filled(table[name], True) for name in features if GAP in values.get(name, ())})
         if lacking := [plain(name) for name in features if table[name].isna().any()]:
             raise ValueError(f"has missing values in {', '.join(lacking[:5])}; fill them in, or leave these rows out")
-        return np.stack([part for name in features for part in _parts(table[name], values.get(name))], axis=1)
+        return np.stack([part for name in features for part in parts_of(table[name], values.get(name))], axis=1)
     except ValueError as error:
         where = str(rows) if isinstance(rows, str | Path) else f"the {type(rows).__name__}"
         raise UserError(f"inputs: {where} {error}") from None
@@ -119,27 +125,11 @@ def _categories(text: str) -> dict[str, list[str]]:
     listed = {unquoted(name): [unquoted(value) for value in values.split("|") if value.strip()] for name, _, values in pairs}
     for name, values in listed.items():
         if len(values) == 1 and (hashed := re.fullmatch(r"#(\d{1,9})", values[0])):
-            if not 2 <= (buckets := int(hashed[1])) <= MOST_BUCKETS:
-                raise ValueError(f"'{plain(name)}' is hashed into {buckets} columns; write {quote(name)}:#2 to "
+            if not 2 <= (many := int(hashed[1])) <= MOST_BUCKETS:
+                raise ValueError(f"'{plain(name)}' is hashed into {many} columns; write {quote(name)}:#2 to "
                                  f"{quote(name)}:#{MOST_BUCKETS}")  # fmt: skip
-            listed[name] = _buckets(buckets)
+            listed[name] = buckets(many)
     return listed
-
-
-def _buckets(number: int) -> list[str]:
-    return [f"#{bucket}" for bucket in range(number)]
-
-
-def _texts(column: Any, values: Sequence[str]) -> Any:
-    """Return a categorical column as texts, or as the names of the buckets in `values` (sha256, equal on all machines).
-
-    A value's text depends on no other row: 1.0 is "1", and midnight is its day.
-    """
-    texts = column.astype(str).str.replace(_WHOLE, r"\1\2", regex=True)
-    if not values or list(values) != _buckets(len(values)):
-        return texts
-    digests = {text: int.from_bytes(hashlib.sha256(text.encode()).digest()) for text in texts.unique()}
-    return texts.map({text: f"#{number % len(values)}" for text, number in digests.items()})
 
 
 def _listed(text: str) -> list[str]:
@@ -220,114 +210,3 @@ def _check(table: Any, columns: list[str], key: str, only: list[str] | None = No
             raise ValueError(f"has no column '{plain(name)}' ({key}){hint} {has}")
         if only is not None:
             raise ValueError(f"'{plain(name)}' is in categories, but not in features; add it to features, or remove it")
-
-
-def _complete(
-    table: Any, features: list[str], wanted: list[str], categories: Iterable[str], missing: str
-) -> tuple[Any, str]:
-    """Return the table without gaps, as `missing` says, and a line about rows that are not read."""
-    import pandas
-
-    if missing not in MISSING:
-        raise ValueError(f"missing: got '{plain(missing)}', takes {', '.join(MISSING)}")
-    columns, rows = [*features, *wanted], len(table)
-    if endless := [name for name in columns if table[name].dtype.kind == "f" and np.isinf(table[name]).any()]:
-        raise ValueError(f"has infinite values in {', '.join(map(plain, endless[:5]))}; correct them, or leave them empty")
-    gaps = table[columns].isna().sum()
-    gaps = gaps[gaps > 0]
-    if len(gaps) and missing == "refuse":
-        text = any(not pandas.api.types.is_numeric_dtype(table[name]) for name in gaps.index)
-        mean = f", or ?missing=mean to fill in the column's mean{f' (texts: the value {GAP!r})' if text else ''}"
-        where = ", ".join(f"{plain(str(name))} ({gaps[name]})" for name in gaps.index[:5])
-        mean = "" if set(gaps.index) & set(wanted) else mean
-        raise ValueError(f"has missing values in {where}. Write ?missing=drop to drop these rows{mean}.")
-    table = table.dropna(subset=columns if missing == "drop" else wanted)
-    if not len(table):
-        raise ValueError("has missing values in every row; remove the column with most of them from features")
-    for name in features if missing == "mean" else ():
-        table = table.assign(**{name: _filled(table[name], name in categories)})
-    why = "a missing value" if missing == "drop" else "no target"
-    return table, f"{rows - len(table)} of {rows} rows have {why}, and are not read" if len(table) < rows else ""
-
-
-def _filled(column: Any, is_category: bool) -> Any:
-    """Return a column with its mean in place of missing values, or GAP for texts and categories."""
-    import pandas
-
-    if not column.isna().any():
-        return column
-    if is_category or not pandas.api.types.is_numeric_dtype(column):
-        return _texts(column.dropna(), []).reindex(column.index, fill_value=GAP)
-    if column.isna().all():
-        raise ValueError(f"has no values in '{plain(column.name)}'; leave it out with ?without={quote(column.name)}")
-    return column.fillna(column.mean())
-
-
-def _check_commas(table: Any, columns: list[str]) -> None:
-    """Raise ValueError for a column of texts that are numbers with commas."""
-    for name in columns:
-        texts = table[name].dropna()
-        if texts.dtype.kind in "fiub" or not all(isinstance(text, str) and re.fullmatch(NUMBER, text) for text in texts):
-            continue
-        if odd := next((text for text in texts if "," in text), ""):
-            raise ValueError(f"'{plain(name)}' has numbers with commas, such as {odd}; write decimals with points")
-
-
-def _values(table: Any, features: list[str], categories: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the values of each categorical column. Raises ValueError for texts that nearly every row has for itself."""
-    import pandas
-
-    found = {}
-    for name in features:
-        if name in categories or not pandas.api.types.is_numeric_dtype(table[name]):
-            given = categories.get(name, [])
-            values = found[name] = list(dict.fromkeys(given or sorted(_texts(table[name], given).unique())))
-            if not given and len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
-                raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out "
-                                 f"with ?without={quote(name)}, or hash it with ?categories={quote(name)}:#16.")  # fmt: skip
-    return found
-
-
-def _parts(column: Any, values: Sequence[str] | None) -> list[np.ndarray]:
-    """Return the columns of numbers for a feature: one for each value of a category, else one. Raises ValueError."""
-    import pandas
-
-    name = plain(str(column.name))
-    if values is None:
-        if not pandas.api.types.is_numeric_dtype(column):
-            raise ValueError(f"has texts in '{name}'; it takes numbers")
-        return [column.to_numpy(np.float32)]
-    texts = _texts(column, values)
-    if odd := set(texts) - set(values):
-        raise ValueError(f"'{name}' has the value '{plain(new := sorted(odd)[0])}', takes {plain(listed(new, values))}")
-    return [(texts == value).to_numpy(np.float32) for value in values]
-
-
-def _numbers(
-    table: Any, features: list[str], values: dict[str, list[str]]
-) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Return the features as numbers [n, columns], the names of these columns, and warnings."""
-    parts, names, constant, merged = [], [], [], []
-    for name in features:
-        column, made = table[name], _parts(table[name], values.get(name))
-        parts += made
-        names += [f"{name}={value}" for value in values[name]] if name in values else [name]
-        merged += [name] if name not in values and len(np.unique(made[0])) < column.nunique() / 2 else []
-        constant += [name] if column.nunique() < 2 else []
-    if len(constant) == len(features):
-        raise ValueError("has the same value in every row of all features, so nothing can be learned from it")
-    notes = (f"the same value in every row of {', '.join(map(plain, constant))}; leave it out",) if constant else ()
-    if merged:
-        notes += (f"most values of {', '.join(map(plain, merged))} are equal in float32; subtract a constant from them",)
-    return np.stack(parts, axis=1), tuple(names), notes
-
-
-def _targets(table: Any, wanted: list[str]) -> np.ndarray:
-    columns = table[wanted]
-    if len(wanted) > 1:
-        text = [name for name in wanted if columns[name].dtype.kind not in "fiub"]
-        if text:
-            raise ValueError(f"the target '{plain(text[0])}' is text; several targets are numbers")
-        return columns.to_numpy(np.float64)
-    values = columns[wanted[0]].to_numpy()
-    return values.astype(str) if values.dtype.kind not in "fiub" else values
