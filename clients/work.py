@@ -150,7 +150,10 @@ def _trained(job: Job, images: Examples, protection: "Protection | None") -> Rec
         return update(job, session, Outcome(math.nan, len(images)), start, protection)
     job.policy.limits.check_examples(len(session.training_examples(images)), job.experiment, job.site)
     share = 0.5 if order.fails == DURING else 1.0
-    outcome = learn(session, images, job.experiment, job.site, order.schedule_round, job.device, order.words, least, share)
+    noted = protection.draws.note if protection else None
+    outcome = learn(
+        session, images, job.experiment, job.site, order.schedule_round, job.device, order.words, least, share, noted
+    )
     if order.fails == DURING:
         raise DropoutError(order.fails)
     if job.masks_alone and (outcome.drew or not torch.equal(task.generator.get_state(), begin)):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedloom.clients.data.standardise import STATISTICS
+from fedloom.clients.privacy.draws import repeated
 from fedloom.clients.privacy.sketch import ALIKE, Sketch, likeness, packed, unpacked
 from fedloom.clients.protocol.failures import SummedBeforeError
 from fedloom.conf.errors import UserError
@@ -23,7 +24,7 @@ MOST_NAMED = 5  # sites, in a message
 TABLES = """
 create table if not exists spent (site text, noise real, rounds integer, primary key (site, noise));
 create table if not exists sums (site text, run text, round integer, counted text, beside text, first integer, leaving text,
-  config text, sketches text);
+  config text, sketches text, draws text);
 create index if not exists sums_of on sums (site);
 create table if not exists keys (site text primary key, key blob);
 create table if not exists begun (site text, run text, round integer, primary key (site, run));
@@ -44,6 +45,7 @@ class Disclosure:
         sketches: By summed record, a sketch of what the server does not know about this site's contribution.
         leaving: Sites that are forgotten in this round, whose common masks are removed.
         idle: Whether no site trains in this round.
+        draws: Digests of the images that this site drew (clients.privacy.draws).
     """
 
     run: str
@@ -55,6 +57,7 @@ class Disclosure:
     sketches: Mapping[str, Sketch]
     leaving: Sequence[str] = ()
     idle: bool = False
+    draws: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ class Memory:
                 "\n".join(sorted(names)) for names in (disclosure.counted, disclosure.same_base, disclosure.leaving)
             )
             row = (self.site, disclosure.run, disclosure.round, counted, same_base, disclosure.first, leaving)
-            row = (*row, disclosure.config, json.dumps(packed(disclosure.sketches)))
-            db.execute("insert into sums values (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            row = (*row, disclosure.config, json.dumps(packed(disclosure.sketches)), "\n".join(disclosure.draws))
+            db.execute(f"insert into sums values ({', '.join('?' * len(row))})", row)
 
     def _spent(self, db: sqlite3.Connection) -> dict[float, int]:
         """Return rounds by noise. A store of an earlier version has budgets in files; read those."""
@@ -132,8 +135,9 @@ class Memory:
             raise UserError("secure aggregation: if no site trains, all sites of the last sum must count again, or leave")
         for past in before:
             later = [names for number, names in left.items() if number > past.round] if past.run == disclosure.run else []
-            apart = _apart(past, disclosure, set().union(*later))
-            if apart and likeness(past.sketches, disclosure.sketches) > ALIKE:
+            apart, others = _apart(past, disclosure, gone := set().union(*later)), _others(past, disclosure) - gone
+            alike = apart and likeness(past.sketches, disclosure.sketches) > ALIKE
+            if alike or (apart and repeated(past.draws, disclosure.draws, whole=bool(others))):
                 text = f"what this site has trained was summed in round {past.round} of '{past.run}', {apart}"
                 raise SummedBeforeError(
                     f"secure aggregation: {text}; the difference of the two sums would reveal what a few sites sent",
@@ -142,12 +146,12 @@ class Memory:
 
     def _before(self, db: sqlite3.Connection) -> list[Disclosure]:
         """Return the sums that were read, oldest first."""
-        columns = "run, round, counted, beside, first, config, sketches, leaving"  # plain: ignore
+        columns = "run, round, counted, beside, first, config, sketches, leaving, draws"  # plain: ignore
         query = f"select {columns} from sums where site = ? order by rowid"
         return [
             Disclosure(run, round, counted.split("\n"), same_base.split("\n"), bool(first), config,
-                       unpacked(json.loads(sketches)), leaving.split("\n"))
-            for run, round, counted, same_base, first, config, sketches, leaving in db.execute(query, (self.site,))
+                       unpacked(json.loads(sketches)), leaving.split("\n"), draws=(draws or "").split())
+            for run, round, counted, same_base, first, config, sketches, leaving, draws in db.execute(query, (self.site,))
         ]  # fmt: skip
 
     @contextlib.contextmanager
@@ -159,6 +163,8 @@ class Memory:
             with contextlib.closing(sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)) as db:
                 db.executescript(TABLES)
                 db.execute("begin immediate")
+                if "draws" not in {row[1] for row in db.execute("pragma table_info(sums)")}:  # of an earlier version
+                    db.execute("alter table sums add column draws text")
                 try:
                     yield db
                     db.execute("commit")
@@ -177,7 +183,7 @@ def _apart(before: Disclosure, now: Disclosure, gone: set[str]) -> str:
 
     `gone`: sites that were forgotten in between.
     """
-    if some := (set(before.counted) ^ set(now.counted)) - gone:
+    if some := _others(before, now) - gone:
         return f"and {_named(some)} would be in only one of two sums"
     if some := (set(before.same_base) ^ set(now.same_base)) - gone:
         return f"where {_named(some)} did not continue from the same round as now"
@@ -186,6 +192,11 @@ def _apart(before: Disclosure, now: Disclosure, gone: set[str]) -> str:
     if before.run != now.run and not (before.first and now.first):
         return "another run, in which some sites could continue from something else"
     return ""
+
+
+def _others(before: Disclosure, now: Disclosure) -> set[str]:
+    """Return the sites that are in only one of two sums."""
+    return set(before.counted) ^ set(now.counted)
 
 
 def _named(sites: set[str]) -> str:

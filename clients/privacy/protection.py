@@ -10,6 +10,7 @@ from fedloom.clients.job import Job
 from fedloom.clients.objectives import Session
 from fedloom.clients.privacy.changes import changes, keep_sent
 from fedloom.clients.privacy.differential import private, spend
+from fedloom.clients.privacy.draws import Draws
 from fedloom.clients.privacy.secure_aggregation.contribution import bounded, masked, noise_share
 from fedloom.clients.privacy.secure_aggregation.opening import Ready, ready
 from fedloom.clients.protocol.messages import to_arrays
@@ -42,6 +43,11 @@ class Protection:
         """The site's secret key for sketches; reading it the first time records the start of a masked round."""
         return self.job.memory.begin(self.job.order.run, self.job.order.round)
 
+    @functools.cached_property
+    def draws(self) -> Draws:
+        """The images that the training draws."""
+        return Draws()
+
     def begin(self) -> None:
         """Check the order and charge its cost before anything else, because a failure reveals something, too."""
         if self.job.order.secure:
@@ -73,7 +79,7 @@ class Protection:
             protected = changed.whole()
         if job.order.secure:
             key = b"" if job.charged else self.sketch_key
-            states = masked(job, self.ready, key, protected, changed, steps)
+            states = masked(job, self.ready, key, protected, changed, steps, self.draws.digests())
             sent = {record: to_arrays(state) for record, state in states.items()}
         else:
             floats = {record: dequantise(state, bits) for record, state in protected.items()}

@@ -40,7 +40,7 @@ class Outcome:
 
 def learn(
     session: Session, images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device,
-    words: Sequence[str] = (), least: int = 0, share: float = 1.0,
+    words: Sequence[str] = (), least: int = 0, share: float = 1.0, noted: Callable[[Tensor], None] | None = None,
 ) -> Outcome:  # fmt: skip
     """Train a session for one round.
 
@@ -54,6 +54,7 @@ def learn(
         words: The names of the round's draw of batches (TaskInstructions.words); empty: the first draw.
         least: The fewest images of a batch. A smaller last batch of an epoch is left out.
         share: The share of the steps after which training stops.
+        noted: Called with the indices of each batch's images, int64 [b].
 
     Returns:
         The mean loss, and the numbers of images and steps.
@@ -63,7 +64,7 @@ def learn(
     """
     images, words = session.training_examples(images), words or (str(round),)
     steps, number = (
-        batches(images, experiment, site, round, device, words, least),
+        batches(images, experiment, site, round, device, words, least, noted),
         step_count(len(images), experiment, site, least),
     )
     losses, done = [], 0
@@ -133,6 +134,7 @@ def batches(
     device: torch.device,
     words: Sequence[str] = (),
     least: int = 0,
+    noted: Callable[[Tensor], None] | None = None,
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """Yield the steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. Arguments as in `learn`.
 
@@ -140,11 +142,18 @@ def batches(
         UserError: The site has no batch that its network can train on.
     """
     check_batches(len(images), experiment, site)
-    return _batches(images, experiment, site, round, device, words or (str(round),), least)
+    return _batches(images, experiment, site, round, device, words or (str(round),), least, noted)
 
 
 def _batches(
-    images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device, words: Sequence[str], least: int
+    images: Examples,
+    experiment: Experiment,
+    site: Site,
+    round: int,
+    device: torch.device,
+    words: Sequence[str],
+    least: int,
+    noted: Callable[[Tensor], None] | None,
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     training, rounds = experiment.training, experiment.rounds
     generator, draws = (torch_generator(experiment.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
@@ -152,6 +161,8 @@ def _batches(
     pixels, labels = images.x if augmentation else images.x.to(device), images.y.to(device)
     number, per_epoch = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
     for step, batch in enumerate(islice(_drawn(len(images), training.batch, per_epoch, generator), number)):
+        if noted:
+            noted(batch)
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)

@@ -57,11 +57,14 @@ class SummedElsewhereError(FailedError):
 
 
 class WithoutError(FailedError):
-    """Some sites' shares are wrong, or they are silent. Without them, the round can begin again."""
+    """Some sites' shares are wrong, or they are silent. Without them, the round can begin again.
 
-    def __init__(self, text: str, sites: Collection[str]) -> None:
+    `blamed`: the message says what these sites did. Otherwise they are silent.
+    """
+
+    def __init__(self, text: str, sites: Collection[str], blamed: bool = False) -> None:
         super().__init__(text)
-        self.sites = sorted(sites)
+        self.sites, self.blamed = sorted(sites), blamed
 
 
 @dataclass
@@ -194,15 +197,16 @@ class MaskedExchange:
             raise ReplyError(f"it cannot use the shares of {name}")
 
     def _check_blamed(self, asked: Sequence[Site]) -> None:
-        """Raise WithoutError if more sites blame a site's shares than can all lie."""
+        """Raise WithoutError if more sites blame a site's shares than can all lie, or if too few are left without them."""
         blamed = self.answers.blamed
-        wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(asked)]
-        if blamed and len(asked) - len(set().union(*blamed.values())) < self.threshold:
+        wrong = [name for name, sites in blamed.items() if 3 * len(sites) > len(self.answers.keys)]
+        left = {site.name for site in asked} - set().union(*blamed.values())
+        if blamed and len(left) < self.threshold:
             wrong = wrong or [max(sorted(blamed), key=lambda name: len(blamed[name]))]  # otherwise too few would be left
         if wrong:
             names = ", ".join(sorted(wrong))
             raise WithoutError(
-                f"round {self.context.number}: other sites report that they cannot use the shares of {names}", wrong
+                f"round {self.context.number}: other sites report that they cannot use the shares of {names}", wrong, True
             )
 
     def _confirm(self, asked: Sequence[Site]) -> None:
@@ -257,6 +261,8 @@ class MaskedExchange:
             try:
                 answer = read(received)
                 if SUMMED_BEFORE in content_of(received).config_records:
+                    if kind not in (SECURE_CONFIRM, SECURE_UNMASK):
+                        raise ReplyError(f"it refuses a sum at '{kind}', before the sites of the sum are known")
                     self.answers.refusing.append(received.site.name)
                     continue
                 self._check_blame(received.site, content_of(received).config_records.get(BLAMED))

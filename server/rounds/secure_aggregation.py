@@ -104,6 +104,8 @@ class SecureAggregation:
                     self._bare(name, vectors)
                 return
             except WithoutError as error:
+                for site in (site for site in asked if error.blamed and site.name in error.sites):
+                    self.transport.replied(site, str(error))
                 asked = [site for site in asked if site.name not in error.sites]
                 if len(asked) < needed or not error.sites:  # otherwise liars could exclude one honest site after another
                     raise
@@ -116,19 +118,23 @@ class SecureAggregation:
                 ):
                     raise
                 self.context.again = draws if draws < MOST_DRAWS else IDLE
+                how = "with other batches" if draws < MOST_DRAWS else "without training"
+                self.transport.message(f"round {self.context.number}: sites refuse this sum, since an earlier sum minus it "
+                                       f"would reveal single contributions. The round begins again {how}")  # fmt: skip
 
     def _attempt(self, kind: str, content: Content, asked: Sequence[Site]) -> None:
         self.answers, self._rebuilt = MaskedAnswers(uuid.uuid4().hex), {}
         self.context.attempt = self.answers.id
         try:
-            ways = self._lifts, self._check_partners
-            self._talk = MaskedExchange(self.context, self.transport, self.expected, self.answers, *ways)
+            check = partial(self._check_counted, kind)
+            self._talk = MaskedExchange(self.context, self.transport, self.expected, self.answers, self._lifts, check)
             self._talk.carry_out(kind, content, asked)
         finally:
             self.context.attempt = ""
 
-    def _check_partners(self) -> None:
-        """Raise FailedError if a site is missing that shares masks with leaving sites."""
+    def _check_counted(self, kind: str) -> None:
+        """Raise FailedError if too few sites count, or a site is missing that shares masks with leaving sites."""
+        self.transport.enough(kind, self.context, len(self.answers.vectors))
         if missing := [name for name in partners(self.together, self.context.leaving) if name not in self.answers.vectors]:
             number = self.context.number
             raise FailedError(f"round {number}: {missing[0]} did not answer, and only it can remove its masks with "
@@ -165,7 +171,9 @@ class SecureAggregation:
             raise WithoutError(f"round {self.context.number}: {fault}", self.answers.signed.keys() - self.answers.helped)
         secret = rebuilt({index: shares[index] for index in sorted(shares)[:needed]})
         if not right(secret):
-            raise WithoutError(f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name])
+            raise WithoutError(
+                f"round {self.context.number}: the shares that {name} dealt do not make its secret", [name], True
+            )
         return self._rebuilt.setdefault(name, secret)
 
     def _totals(self) -> dict[str, ExactSum]:

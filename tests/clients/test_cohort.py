@@ -160,7 +160,7 @@ def test_a_site_that_diverges_and_one_that_lost_its_state_fail_alone(tmp_path: P
     (jobs[3].store.folder / "round-000001.safetensors").unlink()
     first, second, third, fourth = train_cohort(jobs)
     assert isinstance(first, DivergedError)
-    assert "site-0000: the loss is" in str(first)
+    assert "site-0000: the first loss of round 2 is inf" in str(first)
     assert jobs[0].store.rounds() == [1]  # nothing of the failed round is kept
     assert_same_reply(second, run.alone(2, 1))
     assert_same_reply(third, run.alone(2, 2))

@@ -222,7 +222,7 @@ def test_of_many_requests_at_once_for_a_site_one_counts(folder: Folder):
         headers = folder.bearer("requester") | {"Idempotency-Key": f"r{key}"}
         return client.post(requests, headers=headers, json={"sites": [ONE]}).status_code
 
-    with ThreadPoolExecutor(12) as threads:
+    with client, ThreadPoolExecutor(12) as threads:  # one event loop, as in a server
         assert Counter(threads.map(asked, range(12))) == {202: 1, 409: 11}
     with Ledger.open(folder.run, server=False) as ledger:
         assert len(ledger.requests()) == 1

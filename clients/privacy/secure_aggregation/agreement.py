@@ -110,4 +110,4 @@ def _disclosure(job: Job, attempt: Attempt, counted: list[str]) -> Disclosure:
     same_base = [name for name in counted if bases[name] == mine or not attempt.trains]
     first = not (attempt.trains and any(bases[name] for name in counted))
     about = job.order.run, job.order.round, counted, same_base, first, attempt.config, unpacked(attempt.sketches)
-    return Disclosure(*about, list(attempt.lifts), attempt.idle)
+    return Disclosure(*about, list(attempt.lifts), attempt.idle, attempt.draws)

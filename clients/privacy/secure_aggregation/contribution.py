@@ -7,7 +7,7 @@ determined the training. See clients.privacy.memory and clients.privacy.secure_a
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,7 +51,13 @@ OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between si
 
 
 def masked(
-    job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int
+    job: Job,
+    ready: Ready,
+    sketch_key: bytes,
+    whole: Mapping[str, State],
+    changed: Changes,
+    steps: int,
+    draws: Sequence[str] = (),
 ) -> dict[str, State]:
     """Mask a contribution.
 
@@ -67,6 +73,7 @@ def masked(
         whole: The records after training, int64.
         changed: The change of the round, before noise.
         steps: The number of optimiser steps.
+        draws: Digests of the images that the training drew (clients.privacy.draws).
 
     Returns:
         By record, an int64 vector that looks random. Only a sum over sites can be read.
@@ -80,7 +87,7 @@ def masked(
     records, moved = dict[str, State](), dict[str, Sketch]()
     if not charged:
         seen, moved = _sketches(job, sketch_key, secrets, changed)
-        attempt.sketches = packed(seen)
+        attempt.sketches, attempt.draws = packed(seen), [] if job.simulated else list(draws)
     for record in order.sums:
         vector = flat(whole[record])
         _check_room(job, vector, changed.begin[record] if changed.is_known(record) else {}, len(common) + 1)

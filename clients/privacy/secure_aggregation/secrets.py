@@ -53,6 +53,7 @@ class Attempt:
         statement: A digest of what determined its training.
         bases: By site, the round that it continues from.
         sketches: Of what the server does not know about its contribution.
+        draws: Digests of the images that its training drew.
         config: A digest of the configuration.
         counted: The sites whose contributions count, as this site has signed.
         lifts: By leaving site, the rounds whose common masks this site has removed.
@@ -75,6 +76,7 @@ class Attempt:
     statement: str = ""
     bases: dict[str, int] = field(default_factory=dict)
     sketches: dict[str, str] = field(default_factory=dict)
+    draws: list[str] = field(default_factory=list)
     config: str = ""
     counted: list[str] = field(default_factory=list)
     lifts: dict[str, list[int]] = field(default_factory=dict)
