@@ -117,7 +117,10 @@ def test_wandb_wrote_every_round_once_and_what_came_out(tracked: Path):
     summaries: set[str] = set()
     for path in sorted(tracked.glob("wandb/offline-run-*/*.wandb")):
         records = list(messages(path))
-        (begun,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
+        begun = next((record.run for record in records if record.WhichOneof("record_type") == "run"), None)
+        if begun is None:  # a session that ended before wandb wrote anything, on a busy machine
+            assert not any(record.history.item for record in records)
+            continue
         for record in records:
             items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
             if "train_loss" in items:
