@@ -23,16 +23,14 @@ class Draws:
     _order: list[int] = field(default_factory=list)  # the first images
     _batches: list[str] = field(default_factory=list)
 
-    def note(self, batch: Tensor) -> None:
-        """Note a batch of image indices, int64 [b]."""
+    def note(self, batch: Tensor, images: int) -> None:
+        """Note a batch of image indices, int64 [b], of a site with this number of images."""
         if len(self._batches) < MOST:
             self._order += batch[: MOST - len(self._order)].tolist()
-            images = batch.sort().values
-            whole = torch.equal(images, torch.arange(len(images)))
-            self._batches.append(WHOLE if whole else _digest(images))
+            self._batches.append(WHOLE if len(batch) == images else _digest(batch.sort().values))
 
     def digests(self) -> list[str]:
-        """Return a digest of the order of the first images, and one of each of the first batches, in any order."""
+        """Return a digest of the order of the first images, then one for each of the first batches, whatever its order."""
         return [_digest(torch.tensor(self._order)), *self._batches] if self._batches else []
 
 
@@ -43,9 +41,10 @@ def repeated(one: Sequence[str], other: Sequence[str], whole: bool) -> bool:
     """
     if not one or not other:
         return False
-    pairs = list(zip(one[1:], other[1:], strict=False))
-    same = [mine for mine, theirs in pairs if mine == theirs and (whole or mine != WHOLE)]
-    return one[0] == other[0] or len(same) > SHARED * len(pairs)
+    if not whole and WHOLE in (one[1], other[1]):
+        return False
+    same = [mine == theirs for mine, theirs in zip(one[1:], other[1:], strict=False)]
+    return one[0] == other[0] or sum(same) > SHARED * len(same)
 
 
 def _digest(indices: Tensor) -> str:

@@ -20,6 +20,8 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.randomness import drawing, drawn, torch_generator
 from fedloom.conf.sites import Site
 
+Noted = Callable[[Tensor, int], None]
+
 
 class DivergedError(RuntimeError):
     """The loss is no longer finite."""
@@ -40,7 +42,7 @@ class Outcome:
 
 def learn(
     session: Session, images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device,
-    words: Sequence[str] = (), least: int = 0, share: float = 1.0, noted: Callable[[Tensor], None] | None = None,
+    words: Sequence[str] = (), least: int = 0, share: float = 1.0, noted: Noted | None = None,
 ) -> Outcome:  # fmt: skip
     """Train a session for one round.
 
@@ -54,7 +56,7 @@ def learn(
         words: The names of the round's draw of batches (TaskInstructions.words); empty: the first draw.
         least: The fewest images of a batch. A smaller last batch of an epoch is left out.
         share: The share of the steps after which training stops.
-        noted: Called with the indices of each batch's images, int64 [b].
+        noted: Called with the indices of each batch's images, int64 [b], and the number of all images.
 
     Returns:
         The mean loss, and the numbers of images and steps.
@@ -134,7 +136,7 @@ def batches(
     device: torch.device,
     words: Sequence[str] = (),
     least: int = 0,
-    noted: Callable[[Tensor], None] | None = None,
+    noted: Noted | None = None,
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """Yield the steps of a round: learning rate, float32 images [b, c, h, w], int64 labels [b]. Arguments as in `learn`.
 
@@ -146,15 +148,9 @@ def batches(
 
 
 def _batches(
-    images: Examples,
-    experiment: Experiment,
-    site: Site,
-    round: int,
-    device: torch.device,
-    words: Sequence[str],
-    least: int,
-    noted: Callable[[Tensor], None] | None,
-) -> Iterator[tuple[float, Tensor, Tensor]]:
+    images: Examples, experiment: Experiment, site: Site, round: int, device: torch.device, words: Sequence[str],
+    least: int, noted: Noted | None,
+) -> Iterator[tuple[float, Tensor, Tensor]]:  # fmt: skip
     training, rounds = experiment.training, experiment.rounds
     generator, draws = (torch_generator(experiment.seed, site.name, *words, purpose) for purpose in ("batches", "augment"))
     augmentation = training.augmentation
@@ -162,7 +158,7 @@ def _batches(
     number, per_epoch = (count(len(images), experiment, site, least) for count in (step_count, batch_count))
     for step, batch in enumerate(islice(_drawn(len(images), training.batch, per_epoch, generator), number)):
         if noted:
-            noted(batch)
+            noted(batch, len(images))
         inputs = augmentation(pixels[batch], draws).to(device) if augmentation else to_float(pixels[batch])
         if site.spec.flip:
             inputs = random_flip(inputs, generator)

@@ -28,15 +28,9 @@ class RequestQueue(Records):
     """The part of a ledger that queues requests. `receive` and `cancel` work while a server runs."""
 
     def receive(
-        self,
-        id: str,
-        kind: str,
-        sites: Sequence[str],
-        reason: str,
-        options: dict[str, Any],
-        by: str = "",
+        self, id: str, kind: str, sites: Sequence[str], reason: str, options: dict[str, Any], by: str = "",
         alone: bool = False,
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         """Queue a request and return it; for a known id, return the existing request. Works while a server runs.
 
         `by`: who sent it. `alone`: refuse it if another request for one of the sites is open. Raises LedgerError then, and

@@ -24,13 +24,7 @@ def wants_training(config: Config, options: Mapping[str, Any]) -> bool:
 
 
 def receive(
-    ledger: Ledger,
-    id: str,
-    sites: Sequence[str],
-    reason: str,
-    options: dict[str, Any],
-    by: str = "",
-    alone: bool = False,
+    ledger: Ledger, id: str, sites: Sequence[str], reason: str, options: dict[str, Any], by: str = "", alone: bool = False
 ) -> Request:
     """Queue a request to forget sites, and return it. This works while a server runs.
 

@@ -77,7 +77,7 @@ def test_a_memory_of_an_earlier_version_is_read_and_continued(server: Server) ->
 def noted(images: int, batch: int, seed: int, steps: int = 10) -> list[str]:
     draws, generator = Draws(), torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        draws.note(torch.randperm(images, generator=generator)[:batch])
+        draws.note(torch.randperm(images, generator=generator)[:batch], images)
     return draws.digests()
 
 
@@ -91,3 +91,6 @@ def test_draws_are_compared_by_their_images() -> None:
     everything = noted(8, 8, seed=1), noted(8, 8, seed=2)
     assert set(everything[0][1:]) == {WHOLE}
     assert repeated(*everything, whole=True) and not repeated(*everything, whole=False)
+    single = noted(1, 1, seed=1), noted(1, 1, seed=2)  # one image: the order is the same, too
+    assert repeated(*single, whole=True) and not repeated(*single, whole=False)
+    assert WHOLE not in noted(100, 1, seed=1, steps=MOST)  # a batch of the first image alone is not the whole

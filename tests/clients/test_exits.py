@@ -71,7 +71,7 @@ def test_an_exit_at_the_end_alone_is_the_network_itself():
         torch.testing.assert_close(plain(images()), network(images()))
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"after": [2, 1]}, "network.after: got [2, 1], takes rising numbers of its blocks, from 1 to 3"),
     ({"after": [1, 4]}, "network.after: got [1, 4], takes rising numbers of its blocks"),
     ({"after": [1, 2], "depth": 3}, "network.depth: got 3, takes at most 2, the number of blocks in network.after"),
@@ -79,6 +79,6 @@ def test_an_exit_at_the_end_alone_is_the_network_itself():
     ({"of": {"name": "exits"}}, "network.of: 'exits' is not a chain of layers and blocks"),
     ({"of": {"name": "resnet181"}}, "unknown network 'resnet181'; did you mean 'resnet18'?"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(options, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         NETWORKS.build({"name": "exits", **options}, "network").empty(Form.images(3, 16, 7))

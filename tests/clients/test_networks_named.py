@@ -178,7 +178,7 @@ def test_files_of_anyone_ask_for_a_name(tmp_path, section):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         *("", "[]", "3", "{}", '{"name": "conv6"}'),
         '{"name": 3, "options": {}, "channels": 3, "size": 8, "classes": 7}',
@@ -186,8 +186,8 @@ def test_files_of_anyone_ask_for_a_name(tmp_path, section):
         '{"name": "conv6", "options": {}, "channels": "3", "size": 8, "classes": 7}',
     ],
 )
-def test_metadata_that_names_no_network(tmp_path, told):
-    write_state(tmp_path / "a.safetensors", {"w": torch.ones(1)}, built_as=told)
+def test_metadata_that_names_no_network(tmp_path, message):
+    write_state(tmp_path / "a.safetensors", {"w": torch.ones(1)}, built_as=message)
     with pytest.raises(UserError, match=r"its metadata 'built_as' is not a valid network's name\. Add --network"):
         load_network(tmp_path / "a.safetensors")
 

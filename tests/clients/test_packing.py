@@ -49,7 +49,7 @@ def test_other_kinds_of_number_and_what_is_not_finite_go_as_they_are(name: str):
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "message"),
     [
         (Array("float32", (4,), "int16", bytes(15)), "has 15 bytes"),
         (Array("float32", (-1,), "int16", bytes(16)), "has no valid shape"),
@@ -60,8 +60,8 @@ def test_other_kinds_of_number_and_what_is_not_finite_go_as_they_are(name: str):
         (Array("float32", (2**40,), "bf16", bytes(8)), "has 8 bytes"),
     ],
 )
-def test_what_is_not_a_packed_tensor_is_refused(array: Array, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_not_a_packed_tensor_is_refused(array: Array, message: str):
+    with pytest.raises(ValueError, match=message):
         unpacked(ArrayRecord({"x": array}))
 
 

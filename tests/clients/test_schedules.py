@@ -102,7 +102,7 @@ def test_options_reach_a_schedule_that_is_named_elsewhere():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rounds", "told"),
+    ("schedule", "rounds", "message"),
     [
         ({"name": "cosine", "warm_up": 5}, 5, "training.schedule.warm_up: 5 of 5 rounds"),
         ({"name": "cosine", "warm_up": 5}, 6, ""),
@@ -112,6 +112,6 @@ def test_options_reach_a_schedule_that_is_named_elsewhere():
         ("constant", 1, ""),
     ],
 )
-def test_a_schedule_says_where_the_rounds_are_too_few_for_it(schedule: Any, rounds: int, told: str):
+def test_a_schedule_says_where_the_rounds_are_too_few_for_it(schedule: Any, rounds: int, message: str):
     found = schedule_of(TrainingConfig(schedule=schedule)).advice(rounds)
-    assert found == [] if not told else len(found) == 1 and told in found[0]
+    assert found == [] if not message else len(found) == 1 and message in found[0]

@@ -68,7 +68,7 @@ REST = {"name": "rest", "of": RESNET, "at": "stage2"}
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"of": RESNET, "at": "stage4"}, r"unknown network\.at 'stage4'; did you mean .*stage1, .*stage3"),
         (
@@ -93,8 +93,8 @@ REST = {"name": "rest", "of": RESNET, "at": "stage2"}
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_with_both_shapes(section, told):
-    with pytest.raises(UserError, match=told):
+def test_parts_that_do_not_fit_are_refused_with_both_shapes(section, message):
+    with pytest.raises(UserError, match=message):
         built({"name": "split", **section})
 
 

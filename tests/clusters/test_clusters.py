@@ -94,7 +94,7 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["slurm", "digits", "--time", "3"], "--time: got '3', takes"),
         (["slurm", "digits", "--partition", "a\n#SBATCH --uid=0"], "partition: got"),
@@ -119,8 +119,8 @@ def test_a_ray_job_holds_what_kuberay_takes_and_its_pods_pass_kubernetes_schema(
         (["ssh", "digits", "--hosts", "a"], "--user: got '', takes whom to log in as"),
     ],
 )
-def test_bad_input_is_one_clear_line(words: list[str], told: str):
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
+def test_bad_input_is_one_clear_line(words: list[str], message: str):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         CliRunner().invoke(app, ["cluster", *words], catch_exceptions=False)
     assert "\n" not in str(caught.value)
 

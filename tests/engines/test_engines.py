@@ -70,12 +70,12 @@ def test_a_ray_that_was_there_is_used_and_kept(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [("engine.address=127.0.0.1:1", "Ray runs in this process already"), ("engine.workers=3", "has room for 2")],
 )
-def test_what_does_not_fit_a_ray_that_was_there_is_refused_and_leaves_it(tmp_path: Path, words: str, told: str):
+def test_what_does_not_fit_a_ray_that_was_there_is_refused_and_leaves_it(tmp_path: Path, words: str, message: str):
     config = load("digits", ["engine.name=ray", words, f"run.root={tmp_path}"])
-    with pytest.raises(UserError, match=told), open_engine(config):
+    with pytest.raises(UserError, match=message), open_engine(config):
         pass
     assert ray.is_initialized()
 

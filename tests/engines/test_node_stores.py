@@ -59,7 +59,7 @@ def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("$NOT_SET_ANYWHERE/kept", "its variable is not set on this node"),
         ("relative/kept", "takes a whole path"),
@@ -67,8 +67,8 @@ def test_a_node_adds_up_what_is_named_and_nothing_that_a_dead_worker_left(calls:
         (__file__, "cannot be written on this node"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_reported_with_the_key(given: str, told: str):
-    with pytest.raises(UserError, match=f"federation.node_store: .*{told}"):
+def test_a_folder_that_cannot_be_used_is_reported_with_the_key(given: str, message: str):
+    with pytest.raises(UserError, match=f"federation.node_store: .*{message}"):
         NodeStore(given, "here")
 
 

@@ -39,12 +39,12 @@ def test_gpus_that_are_not_there_are_refused_before_ray_starts(tmp_path: Path, g
 
 
 @pytest.mark.usefixtures("one_ray")
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, message", [
     (["engine.num_gpus=1"], r"engine\.num_gpus: got 1, and no machine of this Ray has more than 0 GPUs; take 0 at most"),
     (["engine.num_cpus=3"], r"engine\.num_cpus: got 3, and no machine of this Ray has more than 2 CPUs; take 2 at most"),
 ])  # fmt: skip
-def test_what_no_machine_of_a_ray_has_is_refused(words: list[str], told: str):
-    with pytest.raises(UserError, match=told):
+def test_what_no_machine_of_a_ray_has_is_refused(words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
         refuse_full(load("digits", words).engine, patience=0.0)
 
 

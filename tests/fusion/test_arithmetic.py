@@ -201,18 +201,18 @@ def lacking(state: State) -> State:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (reshaped, r"tensor 'head\.bias' is \[9\], takes \[10\]"),
         (lacking, r"tensor 'head\.bias' is in one of the two networks"),
     ],
 )
-def test_a_network_of_another_shape_is_refused_and_its_tensor_named(change, told):
+def test_a_network_of_another_shape_is_refused_and_its_tensor_named(change, message):
     start, gradients = prepared(trained_states())
     odd = Gradient(change(gradients[1].change), gradients[1].start, BITS)
-    with pytest.raises(UserError, match=f"gradient 2: {told}"):
+    with pytest.raises(UserError, match=f"gradient 2: {message}"):
         combine(start, [gradients[0], odd], [0.5, 0.5])
-    with pytest.raises(UserError, match=f"cumulative gradient: {told}"):
+    with pytest.raises(UserError, match=f"cumulative gradient: {message}"):
         cumulative_gradient(start, change(start), BITS)
 
 

@@ -47,14 +47,14 @@ def test_all_weight_on_one_never_answers_what_it_does_not_know():
     assert bool((found[:, 3:].amax(dim=1) < found[:, :3].amax(dim=1)).all())
 
 
-@pytest.mark.parametrize(("classes", "told"), [
+@pytest.mark.parametrize(("classes", "message"), [
     (None, "network 1 has 4 classes, the others 3; name them with classes="),
     (["abc"], "classes of 1 networks for 2"),
     (["abc", "abc"], "network 1: 3 class names, 3 different, for 4 outputs"),
     (["abb", "abcd"], "network 0: 3 class names, 2 different, for 3 outputs"),
 ])  # fmt: skip
-def test_refused(classes, told):
-    with pytest.raises(UserError, match=told):
+def test_refused(classes, message):
+    with pytest.raises(UserError, match=message):
         fuse([mlp(3), mlp(4)], into=0, probe=torch.randn(9, 6).double(), classes=classes)
 
 

@@ -172,14 +172,14 @@ def test_a_small_probe_set_is_said_with_its_rank():
     assert found is not None and int(found[2]) == 6 * 4 - 1 and int(found[1]) == 64 * 9
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"refit": "all"}, "fusion refit: got 'all', takes one of: none, plans, regression, selection"),
     ({"width": 0.0}, "fusion width: got 0"),
     ({"width": 1.5, "refit": "plans"}, "fusion width: got 1.5 with refit 'plans'"),
     ({"sequential": True}, "fusion refit: got 'selection' with sequential plans"),
 ])  # fmt: skip
-def test_settings_that_do_not_go_together(options, told):
-    with pytest.raises(UserError, match=told):
+def test_settings_that_do_not_go_together(options, message):
+    with pytest.raises(UserError, match=message):
         replace(FusionSettings(), **options)
 
 

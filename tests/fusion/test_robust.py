@@ -146,14 +146,14 @@ def test_what_cannot_be_fused_is_refused():
     refused("into=1.0", mlp(0), mlp(1), into=1.0)
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"positions": 1.5}, "fusion positions: got 1.5, takes int"),
     ({"pin_first": "no"}, "fusion pin_first: got 'no', takes bool"),
     ({"width": "2"}, "fusion width: got '2', takes float"),
     ({"transport": "emd"}, "fusion transport: got 'emd', takes TransportSettings"),
 ])  # fmt: skip
-def test_settings_of_another_type_are_refused(options, told):
-    with pytest.raises(UserError, match=told):
+def test_settings_of_another_type_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
         FusionSettings(**options)
 
 

@@ -101,7 +101,7 @@ def test_of_one_architecture_it_is_its_mean_bit_for_bit(weight):
     assert all(torch.equal(new[name], tensor.double()) for name, tensor in mean.items())
 
 
-@pytest.mark.parametrize(("large", "small", "told"), [
+@pytest.mark.parametrize(("large", "small", "message"), [
     (SHALLOW, DEEP, "is not a part of"),
     (DEEP, "mlp:widths=[9,9,7]", "'extractor.5.weight' has 7 channels, 'extractor.7.weight' 6, along dimension 0"),
     ("resnet18:width=0.125", DEEP, "the networks are of different families"),
@@ -109,7 +109,7 @@ def test_of_one_architecture_it_is_its_mean_bit_for_bit(weight):
     ("resnet18:width=0.125,norm=batch", "resnet10:width=0.125,norm=none", "is not a part of"),
     (DEEP, "mlp:widths=[9,6],bias=false", "of 'extractor.1' and 'extractor.1' only one has a bias"),
 ])  # fmt: skip
-def test_what_is_not_a_part_is_refused_naming_both(large, small, told):
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
+def test_what_is_not_a_part_is_refused_naming_both(large, small, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         part(large, small)
     assert large in str(caught.value) and small in str(caught.value)

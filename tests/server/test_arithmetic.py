@@ -302,7 +302,7 @@ def test_more_replies_than_a_sequential_round_can_have_are_asked_of_the_main_met
     assert once.summary["status"] == "finished"
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["sites=[{domain: digits, count: 5, samples: 20}]", "strategy.search.by=grid"], "a grid of 11 steps for 5"),
     (["strategy.search={by: powell, low: 2, high: 1}"], "strategy.search.low: got 2, must be less than"),
     (["strategy.search={by: grid, steps: [1e38]}"], "strategy.search.steps: got 1e.38, takes a number from"),
@@ -312,8 +312,8 @@ def test_more_replies_than_a_sequential_round_can_have_are_asked_of_the_main_met
     (["evaluation.batch=1"], "evaluation.batch: got 1, but statistics=batch needs at least 2"),
     (["federation.partial_sums=true"], "federation.partial_sums"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path: Path, words, told):
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path: Path, words, message):
+    with pytest.raises(UserError, match=message):
         check(configured(tmp_path, *words))
     assert not any(tmp_path.iterdir())
 

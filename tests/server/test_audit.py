@@ -118,7 +118,7 @@ def changed_event(id: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("statements", "told"),
+    ("statements", "message"),
     [
         (changed_event(3), r"event 3 \('round'\) does not match its digest"),
         (changed_event(1), r"event 1 \('created'\) does not match its digest"),
@@ -138,12 +138,12 @@ def changed_event(id: int) -> tuple[str, ...]:
         (("PRAGMA foreign_keys=OFF", "DELETE FROM rounds WHERE round = 0"), "'contributions': row .* missing in 'rounds'"),
     ],
 )
-def test_rows_and_events_that_were_tampered_with_are_named(tmp_path: Path, statements, told):
+def test_rows_and_events_that_were_tampered_with_are_named(tmp_path: Path, statements, message):
     finished(tmp_path)
     tampered(tmp_path, *statements)
     found = check(tmp_path)
     assert {problem.file for problem in found} == {"ledger.sqlite"}
-    assert re.search(told, found[0].what)
+    assert re.search(message, found[0].what)
 
 
 def test_a_chained_event_that_cannot_be_replayed_and_an_odd_finish_are_problems(tmp_path: Path):

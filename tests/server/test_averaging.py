@@ -199,7 +199,7 @@ def test_batchnorm_is_averaged_and_counts_stay(tmp_path: Path, name: str):
     assert count not in sites[0]
 
 
-@pytest.mark.parametrize(("sites", "network", "words", "told"), [
+@pytest.mark.parametrize(("sites", "network", "words", "message"), [
     ("count: 3, partition: {name: dirichlet, alpha: 0.3}", "norms", [], True),
     ("count: 3, partition: {name: classes}", "norms", ["strategy.name=scaffold"], True),
     ("classes: [0, 1]}, {domain: digits, classes: [1, 2]", "norms", [], True),
@@ -209,11 +209,11 @@ def test_batchnorm_is_averaged_and_counts_stay(tmp_path: Path, name: str):
     ("count: 3, partition: {name: classes}", "norms", ["objective.batchnorm=own", "evaluation.where=sites"], False),
 ])  # fmt: skip
 def test_a_mean_of_batchnorms_is_reported_where_sites_have_different_classes(
-    tmp_path: Path, sites: str, network: str, words: list[str], told: bool
+    tmp_path: Path, sites: str, network: str, words: list[str], message: bool
 ):
     config = configured(tmp_path, "strategy.name=fedavg", *words, network=network, sites=sites)
     advice = strategy_of(resolve(config)).warnings(resolve(config))
-    assert any("with network.norm=group" in line for line in advice) == told, advice
+    assert any("with network.norm=group" in line for line in advice) == message, advice
 
 
 def test_fedbn_keeps_batchnorm_at_the_sites(tmp_path: Path):

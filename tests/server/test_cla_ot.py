@@ -176,7 +176,7 @@ def test_a_map_says_which_layers_correspond(tmp_path):
     assert part.places["extractor.3.weight"][0] == "extractor.5.weight" and "extractor.3.weight" in part.neutral
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     ([f"strategy.maps={{{MIDDLE}: [0, 2]}}"], f"{MIDDLE}: [0, 2] does not map its 3 layers to the 4 of {DEEP}"),
     ([f"strategy.maps={{{MIDDLE}: [0, 0, 1]}}"], "takes 3 rising indices from 0"),
     ([f"strategy.maps={{{MIDDLE}: first}}"], "takes a list of indices such as [0, 2, 3]"),
@@ -188,19 +188,19 @@ def test_a_map_says_which_layers_correspond(tmp_path):
     ([f"strategy.reference={SHALLOW}"], f"{MIDDLE} is not a part of {SHALLOW}"),
     (["objective={name: local}"], "objective.name: got 'local', strategy cla_ot takes heterogeneous"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         check(configured(tmp_path, *words))
 
 
-@pytest.mark.parametrize(("network", "told"), [
+@pytest.mark.parametrize(("network", "message"), [
     ("{name: mlp, widths: [16, 9]}", f"mlp-16-9 is not a part of {DEEP}"),
     ("{name: mlp, widths: [16, 9]}", "; for any widths, set strategy.fusion=refit and strategy.start=own"),
     ("{name: conv6}", "mlp-16-8 is not a part of conv6: the networks are of different families"),
     ("{name: mlp, widths: [16, 8], bias: false}", "only one has a bias"),
 ])  # fmt: skip
-def test_a_network_that_is_not_a_part_of_the_others_is_refused_with_both_names(tmp_path, network, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_a_network_that_is_not_a_part_of_the_others_is_refused_with_both_names(tmp_path, network, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         check(configured(tmp_path, "data.size=16", sites=f"{SITES}, {{domain: digits, samples: 50, network: {network}}}"))
 
 

@@ -103,13 +103,13 @@ def test_the_loss_is_the_published_one(tmp_path, place):
     assert all(torch.allclose(one, other, atol=1e-6, rtol=1e-4) for one, other in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["objective={name: heterogeneous}"], "objective.name: got 'heterogeneous', strategy depthfl takes depthfl"),
     (["network={name: mlp, widths: [8]}"], "network: strategy depthfl takes {name: exits, of: NETWORK"),
     (["sites.0.networks.0.of.widths=[7, 8, 6]"], "is not a prefix of exits"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         check(of_depths(tmp_path, *words))
 
 

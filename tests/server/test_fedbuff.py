@@ -147,7 +147,7 @@ def test_forgetting_repeats_the_last_step_and_says_what_remains(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["federation.secure_aggregation=true"], r"federation\.secure_aggregation: strategy fedbuff excludes it"),
         (["federation.partial_sums=true", "engine.name=ray"], r"federation\.partial_sums: strategy fedbuff excludes it"),
@@ -157,6 +157,6 @@ def test_forgetting_repeats_the_last_step_and_says_what_remains(tmp_path: Path):
         (["federation.min_replies=4"], r"strategy\.buffer: got 0, takes .* federation\.min_replies \(4\)"),
     ],
 )
-def test_what_it_excludes_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str):
-    with pytest.raises(UserError, match=told):
+def test_what_it_excludes_is_refused_in_one_line(tmp_path: Path, words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
         refuse(configured(tmp_path, *words))

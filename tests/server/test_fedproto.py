@@ -141,11 +141,11 @@ def test_without_an_aggregate_there_is_nothing_to_compare_with_a_retrained_one(d
     assert "unlearned" not in json.loads((path / "summary.json").read_text())
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["objective={name: heterogeneous}"], "objective.name: got 'heterogeneous', strategy fedproto takes fedproto"),
     (["sites.1.network.widths=[9]"], "mlp-9 has 10 outputs of 9 features, mlp-16-16-16-8 10 of 8"),
     (["sites.1.network={name: exits}"], "takes a linear head, 'exits' has none"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         check(of_prototypes(tmp_path, *words))

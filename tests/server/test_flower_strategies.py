@@ -166,7 +166,7 @@ def test_too_few_replies_for_bulyan_leave_the_network_as_it_was(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "told"),
+    ("name", "words", "message"),
     [
         ("FedAdam", ["strategy.eeta=1"], r"strategy\.eeta"),
         ("FedTrimmedAvg", ["strategy.beta=0.7"], r"failed with beta=0\.7 \(ValueError"),
@@ -181,8 +181,8 @@ def test_too_few_replies_for_bulyan_leave_the_network_as_it_was(tmp_path: Path):
         ("FedAvg", ["objective.name=local"], r"objective\.name: got 'local'"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_line(tmp_path: Path, name: str, words: list[str], told: str):
-    with pytest.raises(UserError, match=told) as caught:
+def test_what_cannot_work_is_refused_in_a_line(tmp_path: Path, name: str, words: list[str], message: str):
+    with pytest.raises(UserError, match=message) as caught:
         configured(tmp_path, name, *words)
     assert "\n" not in str(caught.value)
 
@@ -222,14 +222,14 @@ def flower_array(array):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("Telling", r"sends the sites 'lr'"), ("Failing", r"failed \(KeyError"), ("Nothing", r"failed \(TypeError"),
      ("Infinite", "not finite"),
      ("Waiting", "waits for more sites")],
 )  # fmt: skip
-def test_a_strategy_of_the_user_that_fails_is_reported_in_a_line(tmp_path: Path, name: str, told: str):
+def test_a_strategy_of_the_user_that_fails_is_reported_in_a_line(tmp_path: Path, name: str, message: str):
     run = begun(tmp_path, f"{__name__}:{name}")
-    with pytest.raises(FailedError, match=told):
+    with pytest.raises(FailedError, match=message):
         run.all_rounds()
         network_of(run)
 

@@ -193,7 +193,7 @@ def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["strategy.fusion=ot"], "strategy.fusion: got 'ot'"),
         (["strategy.basis=same"], "strategy.basis: got 'same'"),
@@ -218,10 +218,10 @@ def test_the_paper_method_starts_from_parts_of_one_network_too(tmp_path):
         ),
     ],
 )
-def test_bad_configurations_are_refused_by_the_key(tmp_path, overrides, told):
+def test_bad_configurations_are_refused_by_the_key(tmp_path, overrides, message):
     with pytest.raises(UserError) as refused:
         check(configured(tmp_path, *overrides))
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def anew(config: Config) -> FusedAnew:

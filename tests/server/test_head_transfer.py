@@ -306,7 +306,7 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sites", "told"),
+    ("words", "sites", "message"),
     [
         (["data.heads=own"], APART,
          r"'dcc' needs at least two classes that all sites have, but they share none; take \[rp\]"),
@@ -329,8 +329,8 @@ def test_tasks_of_other_classes_learn_and_are_read_on_those_in_common(tmp_path):
          r"objective\.same_start: takes one network for all sites"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, told):
-    with pytest.raises(UserError, match=told) as caught:
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, message):
+    with pytest.raises(UserError, match=message) as caught:
         config = configured(tmp_path, *words, sites=sites)
         strategy_of(resolve(config))
         check(config)

@@ -137,10 +137,10 @@ def test_the_loss_divides_activations_by_the_rate_and_takes_labels_that_are_not_
     assert bool(gradient[:5].any()) and not bool(gradient[5:].any())
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["objective={name: heterogeneous}"], "objective.name: got 'heterogeneous', strategy heterofl takes heterofl"),
     (["network={name: conv6, norm: batch, width: 0.5}", "data.size=8"], "takes recomputed or batch"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         check(configured(tmp_path, *OPTIONS, *words, sites="{domain: digits, samples: 60}"))

@@ -108,7 +108,7 @@ def test_the_name_of_a_tensor_from_outside_is_reported_short_and_printable(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("option", "fault", "told"),
+    ("option", "fault", "message"),
     [
         ("largest_weight=5", changed(SITE, entry(LAYER, 6.0)), f"tensor '{LAYER}' has an entry of size 6,"),
         ("largest_weight=5", changed(ROUND, entry("head.bias", -6.0)), "record 'round', tensor 'head.bias'"),
@@ -116,12 +116,12 @@ def test_the_name_of_a_tensor_from_outside_is_reported_short_and_printable(tmp_p
         ("largest_change=5", changed(ROUND, entry("head.bias", 6.0)), "record 'round' moved by"),
     ],
 )
-def test_the_bounds_are_the_configured_ones_and_the_reason_says_which(tmp_path: Path, option: str, fault: Any, told: str):
+def test_the_bounds_are_the_configured_ones_and_the_reason_says_which(tmp_path: Path, option: str, fault: Any, message: str):
     run = set_up(
         small(tmp_path, f"federation.{option}", "rounds=1", samples=20), WatchedApp(fault, rounds=(1,))
     ).all_rounds()
     (reason,) = run.listener.records[0]["dropped"].values()
-    assert told in reason
+    assert message in reason
     assert reason.endswith(f"more than federation.{option}")
 
 

@@ -110,17 +110,17 @@ def test_masked_sums_are_those_that_can_be_read(tmp_path: Path):
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("federation.fraction=0.34",), "changes more slowly than with fedavg; objective.initialisation=aggregate"),
     (("federation.fraction=0.34", "objective.mode=regularised"), "have not trained yet slow down the sum"),
     (("federation.fraction=0.34", "objective.initialisation=aggregate"), ""),
     (("federation.fraction=0.34", "objective.mode=fedavg"), ""),
     ((), ""),
 ])  # fmt: skip
-def test_a_low_fraction_is_reported(tmp_path: Path, words: tuple[str, ...], told: str):
+def test_a_low_fraction_is_reported(tmp_path: Path, words: tuple[str, ...], message: str):
     config = small(tmp_path, *words, sites=6, samples=20)
     lines = strategy_of(resolve(config)).warnings(resolve(config))
-    assert bool(lines) == bool(told) and all(told in line and "2 of 6 sites" in line for line in lines)
+    assert bool(lines) == bool(message) and all(message in line and "2 of 6 sites" in line for line in lines)
 
 
 def test_only_exact_begins_at_the_aggregate(tmp_path: Path):

@@ -88,7 +88,7 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     assert torch.equal(sent.long() - honest, torch.tensor([1, 0, 0, 4]))  # of 6 steps
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations, but objective.limit=1 allows 2; "
                             "group the 2 layers, as in groups=[2]"),
     ([RESNET, "evaluation.statistics=batch"], "limit=10 allows 1024; group the 19 layers, as in groups=[5, 5, 5, 4]"),
@@ -120,8 +120,8 @@ def test_a_site_counts_no_more_than_it_can_have_seen(tmp_path: Path) -> None:
     (["federation.partial_sums=true"], "federation.partial_sums: workers can add up only one sum"),
     (["training.loss={name: focal}"], "{'name': 'focal'}, but layer selection trains by cross-entropy"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         config = configured(tmp_path, *words)
         strategy_of(resolve(config))
         check(config)

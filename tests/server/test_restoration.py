@@ -174,7 +174,7 @@ def test_networks_of_different_size_move_back_as_parts_of_one(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "told"),
+    ("words", "options", "message"),
     [
         (("objective.mode=regularised",), {}, "objective.mode=regularised has no restoration, only exact has"),
         ((EXACT, "federation.clip_change=1"), {}, "federation.clip_change limits"),
@@ -183,12 +183,12 @@ def test_networks_of_different_size_move_back_as_parts_of_one(tmp_path: Path, na
     ],
 )
 def test_what_cannot_be_restored_is_refused_before_anything_changes(
-    tmp_path: Path, words: tuple[str, ...], options: dict[str, Any], told: str
+    tmp_path: Path, words: tuple[str, ...], options: dict[str, Any], message: str
 ):
     config = run(configured(tmp_path, *words))
     with method_of(config) as method:
         digest = method.state.digest()
         request = receive(method.ledger, "r1", [ONE], "", {"restore": 2, **options})
-        with pytest.raises(RefusedError, match=told):
+        with pytest.raises(RefusedError, match=message):
             method.unlearning().apply(request)
         assert method.state.digest() == digest and len(method.state.members()) == SITES

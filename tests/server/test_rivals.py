@@ -94,11 +94,11 @@ def test_fedrolex_gives_every_channel_its_turn(tmp_path):
         assert same(before, part.taken(method.state.view().server_state(REFERENCE)))
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["strategy={name: feddf, public: {domain: digit}}"], "unknown domain 'digit'; did you mean 'digits'?"),
     (["strategy={name: feddf}", "data.validation=0"], "strategy.public: needs held-out images"),
     (["strategy={name: fedrolex, maps: {a: [0]}}"], "unknown architecture of strategy.maps 'a'"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         check(configured(tmp_path, *words))

@@ -186,7 +186,7 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("experiment", "words", "told"),
+    ("experiment", "words", "message"),
     [
         ("digits", ("objective.subset_probability=0.5",), "objective.subset_probability: a mean without one site"),
         ("different_digits", (), "counts by samples; choose one that gathers only unweighted sums"),
@@ -194,9 +194,9 @@ def test_a_site_that_lost_its_store_is_dropped_until_it_is_readmitted(tmp_path: 
         ("digits", ("federation.partial_sums=true", MASKS[0]), "federation.partial_sums: workers would read"),
     ],
 )  # fmt: skip
-def test_what_needs_to_read_contributions_is_refused(experiment: str, words: tuple[str, ...], told: str) -> None:
+def test_what_needs_to_read_contributions_is_refused(experiment: str, words: tuple[str, ...], message: str) -> None:
     config = load(experiment, [MASKS[1], *words])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check_hidden(config)
         strategy_of(resolve(config)).check(resolve(config))
         slots_of(resolve(config))

@@ -128,7 +128,7 @@ def test_a_site_answers_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "record", "change", "told"),
+    ("stage", "record", "change", "expected"),
     [
         (SECURE_SHARES, SECURE_KEYS, lambda keys: dict.fromkeys(keys, keys[ONE]), "wrong keys for this site|the same keys"),
         (SECURE_SHARES, SECURE_KEYS, lambda keys: {**keys, TWO: keys[ONE]}, "have the same keys|wrong keys for this site"),
@@ -141,7 +141,7 @@ def test_a_site_answers_once(tmp_path: Path) -> None:
         (SECURE_UNMASK, SECURE_UNMASK, lambda signed: {n: one * 0 for n, one in signed.items()}, "0 sites have signed"),
     ],
 )  # fmt: skip
-def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: str, change: Any, told: str) -> None:
+def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: str, change: Any, expected: str) -> None:
     class Server(Spoiled):
         def __call__(self, message: Message, context: Context) -> Message:
             if message.metadata.message_type != "query" and read_order(message.content).kind == stage:
@@ -153,7 +153,7 @@ def test_a_site_refuses_to_give_itself_away(tmp_path: Path, stage: str, record: 
         run(config, client)
     reasons = [str(reply.error.reason) for kind, _, reply in client.replies if kind == stage and reply.has_error()]
     assert len(reasons) == SITES
-    assert all(re.search(told, reason) for reason in reasons), reasons
+    assert all(re.search(expected, reason) for reason in reasons), reasons
 
 
 def test_sites_that_see_different_sites_send_nothing(tmp_path: Path) -> None:

@@ -70,14 +70,14 @@ def test_weighted_slots_of_a_site_count_by_one_number_of_samples(tmp_path: Path)
         trained(tmp_path, "Unequal")
 
 
-@pytest.mark.parametrize(("strategy", "told"), [
+@pytest.mark.parametrize(("strategy", "message"), [
     ("Fraction", r"slot 'networks': samples of site-0000 must be a whole number from 0, not 2\.5"),
     ("Unknown", r"unknown slot 'network'.*did you mean 'networks'"),
     ("Slashed", r"the slot 'networks/x' must have a name of letters"),
     ("NoSlots", r"its slots\(\) must return a dictionary of fedloom\.server\.strategies\.Sum and PerClientSlot"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, told: str):
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, strategy: str, message: str):
+    with pytest.raises(UserError, match=message):
         trained(tmp_path, strategy)
 
 

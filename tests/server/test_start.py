@@ -188,7 +188,7 @@ def _pickled(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["start: nothing.pt"], "network.start: nothing.pt cannot be read"),
         (["start: LOUD"], "loud.pt cannot be loaded; save only the weights"),
@@ -208,7 +208,7 @@ def _pickled(path: Path) -> str:
         (["freeze: extractor"], "network.freeze: got 'extractor', takes a list of texts"),
     ],
 )
-def test_what_cannot_start_or_freeze_is_refused_in_one_line(tmp_path: Path, capsys, words: list[str], told: str):
+def test_what_cannot_start_or_freeze_is_refused_in_one_line(tmp_path: Path, capsys, words: list[str], message: str):
     torch.save([1, 2], tmp_path / "odd.pt")
     torch.save({"fc.bias": torch.ones(10).to_sparse()}, tmp_path / "sparse.pt")
     torch.save({"fc.bias": torch.ones(10, device="meta")}, tmp_path / "meta.pt")
@@ -221,13 +221,13 @@ def test_what_cannot_start_or_freeze_is_refused_in_one_line(tmp_path: Path, caps
         (files.get(word.removeprefix("start: "), "") and f"start: {files[word.removeprefix('start: ')]}") or word
         for word in words
     ]
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         refuse(configured(tmp_path, *AVERAGING, *own(*words)))
     assert "\n" not in str(error.value) and "executed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["objective.mode=regularised"], "network.freeze: objective 'sum_aggregation' moves all weights"),
         (["objective.mode=exact", "federation.packed=bf16"], "changes them with federation.packed"),
@@ -235,8 +235,8 @@ def test_what_cannot_start_or_freeze_is_refused_in_one_line(tmp_path: Path, caps
         ([*AVERAGING, "evaluation.statistics=recomputed"], "changes frozen BatchNorm layers"),
     ],
 )
-def test_methods_that_would_move_frozen_parts_are_refused(tmp_path: Path, words: list[str], told: str):
-    with pytest.raises(UserError, match=told):
+def test_methods_that_would_move_frozen_parts_are_refused(tmp_path: Path, words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
         refuse(configured(tmp_path, *words, *own("freeze: ['extractor.*']")))
 
 

@@ -144,7 +144,7 @@ def test_a_callback_stops_a_run_which_is_finished_then(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["stopping.patience=1", "data.validation=0"], "stopping.patience: needs validation examples"),
         (["evaluation.keep=best", "data.validation=0"], "evaluation.keep=best: needs validation examples"),
@@ -158,10 +158,10 @@ def test_a_callback_stops_a_run_which_is_finished_then(tmp_path: Path):
          "stopping.patience: with this strategy.every, the last round does what"),
     ],
 )  # fmt: skip
-def test_what_cannot_choose_is_refused_in_one_line(tmp_path: Path, words: list[str], told: str):
+def test_what_cannot_choose_is_refused_in_one_line(tmp_path: Path, words: list[str], message: str):
     with pytest.raises(UserError) as error:
         refuse(configured(tmp_path, *words))
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
 
 
 def test_a_method_without_an_aggregate_has_no_best_network(tmp_path: Path):

@@ -122,7 +122,7 @@ def test_forgotten_sites_are_not_asked_until_they_are_readmitted(finished: Confi
 
 
 @pytest.mark.parametrize(
-    ("sites", "told"),
+    ("sites", "message"),
     [
         (["site-001"], "did you mean 'site-0001'"),
         ([TWO], "'site-0002' is already forgotten"),
@@ -130,11 +130,11 @@ def test_forgotten_sites_are_not_asked_until_they_are_readmitted(finished: Confi
         (["site-0000", ONE, THREE], "no site would be left"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_does_not_wait(finished: Config, tmp_path: Path, sites: list[str], told: str):
+def test_what_cannot_be_done_is_refused_and_does_not_wait(finished: Config, tmp_path: Path, sites: list[str], message: str):
     config = copied(finished, tmp_path)
     forget(config, [TWO])
     before = tables(folder(config))
-    with method_of(config) as method, pytest.raises(UserError, match=told):
+    with method_of(config) as method, pytest.raises(UserError, match=message):
         asked(method.unlearning(), "r2", sites)
     assert tables(folder(config)) == before
 

@@ -85,7 +85,7 @@ def test_a_gradient_is_assigned_to_another_network_only_by_force(run: Path, tmp_
             torch.testing.assert_close(read_state(out)[name], tensor, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("order", "told"), [
+@pytest.mark.parametrize(("order", "message"), [
     (CompositionOrder(["site-7"]), "unknown site 'site-7'"),
     (CompositionOrder([ONE, ONE]), "named twice"),
     (CompositionOrder([ONE], [1.0, 2.0]), "2 for 1 sites"),
@@ -93,8 +93,8 @@ def test_a_gradient_is_assigned_to_another_network_only_by_force(run: Path, tmp_
     (CompositionOrder([ONE], [1e30]), "too large"),
     (CompositionOrder([ONE], how="gradient"), "did you mean 'gradients'"),
 ])  # fmt: skip
-def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: CompositionOrder, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_what_cannot_be_composed_is_refused(run: Path, tmp_path: Path, order: CompositionOrder, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         compose(run, order, tmp_path / "net.safetensors")
     assert not (tmp_path / "net.safetensors").exists()
 

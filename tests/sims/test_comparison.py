@@ -219,9 +219,9 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "told"), ODD)
+@pytest.mark.parametrize(("name", "text", "message"), ODD)
 def test_an_odd_file_leaves_out_its_run_alone(
-    fedloom: Command, swept: Path, tmp_path: Path, name: str, text: str, told: str
+    fedloom: Command, swept: Path, tmp_path: Path, name: str, text: str, message: str
 ):
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -229,7 +229,7 @@ def test_an_odd_file_leaves_out_its_run_alone(
     (odd / "summary.json").write_text('{"status": "finished"}')
     (odd / "metrics.jsonl").write_text('{"round": 9}')
     (odd / name).write_text(f"{(odd / name).read_text()[:-1]}, {text}}}")
-    where = f"{odd}: {name}: {told}"
+    where = f"{odd}: {name}: {message}"
     said = fedloom("compare", swept, odd)
     assert said.code == 0 and f"note: {where}" in said.out and said.out.count("; left out") == 1
     refused(fedloom("compare", odd), where)
@@ -237,16 +237,18 @@ def test_an_odd_file_leaves_out_its_run_alone(
     assert listed.code == 0 and f"note: {where}" in listed.out and f"| {odd} | finished |" in listed.out
 
 
-@pytest.mark.parametrize(("text", "told"), [("novelty: 3\n", "unknown key 'novelty'"), ("version: 99\n", "version: got 99")])
-def test_a_configuration_of_elsewhere_leaves_out_its_run_alone(fedloom: Command, run: Path, text: str, told: str):
+@pytest.mark.parametrize(
+    ("text", "message"), [("novelty: 3\n", "unknown key 'novelty'"), ("version: 99\n", "version: got 99")]
+)
+def test_a_configuration_of_elsewhere_leaves_out_its_run_alone(fedloom: Command, run: Path, text: str, message: str):
     odd = run.with_name("odd")
     shutil.copytree(run, odd)
     kept = [line for line in (odd / "config.yaml").read_text().splitlines(keepends=True) if not line.startswith("version")]
     (odd / "config.yaml").write_text("".join([text, *kept]))
     found = last_line(fedloom("compare", run, odd, "--json"))
     assert len(found["runs"]) == 1 and len(found["notes"]) == 1
-    assert found["notes"][0].startswith(f"{odd / 'config.yaml'}: {told}") and found["notes"][0].endswith("; left out")
-    refused(fedloom("compare", odd), told)
+    assert found["notes"][0].startswith(f"{odd / 'config.yaml'}: {message}") and found["notes"][0].endswith("; left out")
+    refused(fedloom("compare", odd), message)
 
 
 def test_a_configuration_with_a_name_alone_is_listed(fedloom: Command, run: Path):

@@ -28,7 +28,7 @@ def test_without_a_name_the_networks_are_listed(fedloom: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["resnet21"], "unknown network 'resnet21'; did you mean"),
         (["torchvision:resnet19"], "did you mean 'resnet18'"),
@@ -37,5 +37,5 @@ def test_without_a_name_the_networks_are_listed(fedloom: Command) -> None:
         (["torchvision:alexnet", "--size", "8"], "fails on"),
     ],
 )
-def test_what_cannot_be_cut_is_one_line(fedloom: Command, words: list[str], told: str) -> None:
-    refused(fedloom("networks", *words), told)
+def test_what_cannot_be_cut_is_one_line(fedloom: Command, words: list[str], message: str) -> None:
+    refused(fedloom("networks", *words), message)

@@ -39,7 +39,7 @@ def forgot(certified: Path, tmp_path: Path) -> Path:
 
 
 def changed_event(run: Path, kind: str) -> None:
-    """One letter of an event's JSON, so that it is none any longer."""
+    """Change one letter of an event's JSON, so that it is not valid JSON."""
     with closing(sqlite3.connect(run / "ledger.sqlite")) as db, db:
         db.execute("PRAGMA ignore_check_constraints=ON")
         db.execute("DROP TRIGGER events_stay")

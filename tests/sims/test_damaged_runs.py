@@ -62,23 +62,23 @@ def bad(run: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("name", "damage", "told"), DAMAGE)
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE)
 def test_a_damaged_file_is_named(
-    fedloom: Command, run: Path, bad: Path, name: str, damage: Callable[[Path], object], told: str
+    fedloom: Command, run: Path, bad: Path, name: str, damage: Callable[[Path], object], message: str
 ):
     damage(bad / name)
     shutil.rmtree(bad / "baselines") if name != CONFIG else None
     said = last_line(fedloom("compare", run.parent, "--json"))
     assert [entry["run"] for entry in said["runs"]] == [str(run)]
     (note,) = said["notes"]
-    assert str(bad) in note and name in note and told in note and note.endswith("; left out") and "\n" not in note
+    assert str(bad) in note and name in note and message in note and note.endswith("; left out") and "\n" not in note
     listed = {row["run"]: row for row in last_line(fedloom("runs", run.parent, "--json"))["runs"]}
     assert listed.keys() == {str(run), str(bad)} and "odd" not in listed[str(run)]
     assert listed[str(bad)]["status"] == ("finished" if name == METRICS else "damaged")
     shown = fedloom("runs", run.parent)
     assert shown.code == 0 and f"| {bad} | {listed[str(bad)]['status']} |" in shown.out
-    assert any(line.startswith("note: ") and str(bad) in line and told in line for line in shown.out.splitlines())
-    refused(fedloom("compare", bad), "no finished run", told)
+    assert any(line.startswith("note: ") and str(bad) in line and message in line for line in shown.out.splitlines())
+    refused(fedloom("compare", bad), "no finished run", message)
 
 
 def test_a_damaged_baseline_is_named(run: Path, bad: Path):

@@ -78,7 +78,7 @@ def test_narrow_convolutions_are_trained_in_a_process_of_their_own(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("import ctypes; ctypes.string_at(0)", "kills its process (SIGSEGV)"),
         ("import os; os.abort()", "kills its process (SIGABRT)"),
@@ -86,9 +86,9 @@ def test_narrow_convolutions_are_trained_in_a_process_of_their_own(monkeypatch: 
         ("import time; time.sleep(60)", "does not end within 1.5 s"),
     ],
 )
-def test_what_dies_hangs_or_is_wrong_is_reported_with_a_way_out(script: str, told: str) -> None:
+def test_what_dies_hangs_or_is_wrong_is_reported_with_a_way_out(script: str, message: str) -> None:
     finding, ok = narrow_convolutions(script, patience=1.5)
-    assert not ok and told in finding
+    assert not ok and message in finding
     assert "16 channels" in finding and "torch.backends.mkldnn.enabled = False" in finding
 
 

@@ -64,7 +64,7 @@ def test_a_servers_certificate_goes_with_its_key_and_authority(fedloom: Command,
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('environment: {"A=B": x}', "environment: 'A=B' cannot be the name of a variable"),
         ('environment: {"": x}', "environment: '' cannot be the name of a variable"),
@@ -76,12 +76,12 @@ def test_a_servers_certificate_goes_with_its_key_and_authority(fedloom: Command,
         ('superlink: "fe80::1%a b:8000"', "superlink: got"),
     ],
 )
-def test_a_text_of_a_sheet_that_can_be_nothing(fedloom: Command, federation: Path, line: str, told: str):
+def test_a_text_of_a_sheet_that_can_be_nothing(fedloom: Command, federation: Path, line: str, message: str):
     sheet = federation / "a" / SITE
     key = line.split(":")[0]
     rest = [one for one in sheet.read_text().splitlines() if not one.startswith(key)]
     sheet.write_text("\n".join([*rest, line]), encoding="utf-8")
-    refused(fedloom("federation", "node", sheet), str(sheet), told)
+    refused(fedloom("federation", "node", sheet), str(sheet), message)
 
 
 @pytest.mark.parametrize("given", ["a\n:8000", "a:80\n", "fe80::1%\x1b[2J:8000", "[::1]x:8000", "a:99999", "a:²"])

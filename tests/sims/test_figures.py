@@ -92,7 +92,7 @@ def test_tables_in_markdown_equal_the_file(name: str):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"figure": "[FedAvg, test, accuracy, ten, 1.0]"}, ["figure 1", "mean must be a number, not 'ten'"]),
         ({"figure": "[FedAvg, test, accuracy, 10.0, -1.0]"}, ["figure 1", "deviation must be finite and at least 0"]),
@@ -110,9 +110,9 @@ def test_tables_in_markdown_equal_the_file(name: str):
         ({"rest": "other: ["}, ["needs `heading` and a list `measured`"]),
     ],
 )
-def test_a_bad_row_is_one_clear_line(fedloom: Command, published, changed: dict, told: list[str]):
+def test_a_bad_row_is_one_clear_line(fedloom: Command, published, changed: dict, message: list[str]):
     published(**changed)
-    refused(fedloom("results"), "figures.yaml", *told)
+    refused(fedloom("results"), "figures.yaml", *message)
 
 
 def test_a_table_is_written_between_its_marks(published):

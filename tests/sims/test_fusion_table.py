@@ -138,7 +138,7 @@ def test_validation_images_have_results_of_their_own(elsewhere):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["pairs=nothing"], "unknown pair 'nothing'"),
         (["methods=PLeas"], "did you mean 'PLeaS'"),
@@ -147,8 +147,8 @@ def test_validation_images_have_results_of_their_own(elsewhere):
         (["seed=1"], "override 'seed=1': takes pairs=..., methods=..., part=..., most=..."),
     ],
 )
-def test_what_it_does_not_take_is_refused(overrides, told):
-    with pytest.raises(UserError, match=told):
+def test_what_it_does_not_take_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
         reproduce("cpu", 1, overrides, quiet=True)
     with pytest.raises(UserError, match="unknown preset 'paper'"):
         reproduce("paper", 1, [], quiet=True)

@@ -116,7 +116,7 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
 
 
 @pytest.mark.parametrize(
-    ("giver", "taker", "told"),
+    ("giver", "taker", "message"),
     [
         ("site-0009", A, "unknown --from 'site-0009'"),
         (A, "site-000", "unknown --to 'site-000'; did you mean"),
@@ -124,9 +124,11 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
         (A, C, f"site '{C}' has no components in the catalogue: it published none"),
     ],
 )
-def test_pairs_that_there_are_not(fedloom: Command, done: Path, tmp_path: Path, giver: str, taker: str, told: str) -> None:
+def test_pairs_that_there_are_not(
+    fedloom: Command, done: Path, tmp_path: Path, giver: str, taker: str, message: str
+) -> None:
     out = tmp_path / "net.safetensors"
-    refused(fedloom("transfer-head", done, "--from", giver, "--to", taker, "--out", out), told)
+    refused(fedloom("transfer-head", done, "--from", giver, "--to", taker, "--out", out), message)
     assert not out.exists()
 
 

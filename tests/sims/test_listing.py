@@ -128,7 +128,7 @@ def test_a_list_of_runs_lists_forgotten_sites(fedloom: Command, run: Path):
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         ({"thesis.txt": "precious"}, "has files that fedloom did not write (thesis.txt)"),
         ({"thesis.txt": "precious", METRICS: ""}, "has files that fedloom did not write (thesis.txt)"),
@@ -136,7 +136,7 @@ def test_a_list_of_runs_lists_forgotten_sites(fedloom: Command, run: Path):
         ({"states": "precious"}, "(without ledger.sqlite, metrics.jsonl, summary.json)"),
     ],
 )
-def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, files: dict[str, str], told: str):
+def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, files: dict[str, str], message: str):
     place = run.with_name("proj")
     place.mkdir()
     for name, text in files.items():
@@ -144,7 +144,7 @@ def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, file
     shutil.copy(run / CONFIG, place)
     for words in (["rm", place, "--yes"],
                   ["run", "digits", *SMALL, f"run.root={run.parent}", "run.name=proj", "--overwrite"]):  # fmt: skip
-        refused(fedloom(*words), "proj", told)
+        refused(fedloom(*words), "proj", message)
     assert {path.name for path in place.iterdir()} == {CONFIG, *files}
 
 

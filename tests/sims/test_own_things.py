@@ -118,7 +118,7 @@ def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_th
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (
             ["network={name: 'mine.nets:TineNet'}"],
@@ -133,11 +133,11 @@ def test_forgetting_resuming_and_the_report_work_without_a_line_about_what_is_th
     ],
 )
 def test_a_slip_is_reported_in_one_line_before_anything_starts(
-    folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+    folder: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    refused(fedloom("run", "mine.yaml", "run.name=slip", "engine.name=inline", *words), told)
+    refused(fedloom("run", "mine.yaml", "run.name=slip", "engine.name=inline", *words), message)
     assert not (folder / "runs" / "slip").exists()
 
 

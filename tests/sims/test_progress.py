@@ -275,21 +275,21 @@ with steps_shown({quiet}), under_way('loading torch'): print(input())
 
 
 @pytest.mark.parametrize("code", [WAITS, STEPS])
-@pytest.mark.parametrize(("quiet", "told"), [(False, True), (True, False)])
-def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(code: str, quiet: bool, told: bool):
+@pytest.mark.parametrize(("quiet", "message"), [(False, True), (True, False)])
+def test_a_terminal_hears_of_a_wait_before_it_is_over_unless_it_is_to_be_quiet(code: str, quiet: bool, message: bool):
     person, terminal = os.openpty()
     code = code.format(quiet=quiet)
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
         os.close(terminal)
         heard = b""
-        while told and b"loading torch" not in heard:
+        while message and b"loading torch" not in heard:
             heard += os.read(person, 4096)
         assert process.communicate("done\n", timeout=60)[0] == "done\n"
     with contextlib.suppress(OSError):  # the terminal's other end is closed
         heard += os.read(person, 4096)
     os.close(person)
-    assert (b"loading torch" in heard) == told
+    assert (b"loading torch" in heard) == message
 
 
 def test_a_step_that_has_just_begun_is_reported_without_a_number_and_is_gone_when_it_is_over():

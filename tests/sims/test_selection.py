@@ -140,7 +140,7 @@ def test_a_damaged_summary_is_reported_in_one_line(run: Path, broken: dict[str, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["objective.limit=1"], "objective.groups: 2 groups of layers have 4 configurations"),
     (["objective.groups=[3]"], "there are 2 layers: extractor.block1.0, extractor.block2.0"),
     (["objective.mode='011'"], "objective.mode: '011' has 3 digits, but there are 2 groups of layers"),
@@ -150,9 +150,9 @@ def test_a_damaged_summary_is_reported_in_one_line(run: Path, broken: dict[str, 
     (["baselines=[everything]"], "got 'everything', takes learned, all, none"),
 ])  # fmt: skip
 def test_bad_input_is_reported_before_anything_is_written(
-    fedloom: Command, tmp_path: Path, words: list[str], told: str
+    fedloom: Command, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    refused(fedloom("run", "layer_selection", *SMALL, f"run.root={tmp_path}", *words), told)
+    refused(fedloom("run", "layer_selection", *SMALL, f"run.root={tmp_path}", *words), message)
     assert not list(tmp_path.iterdir())
 
 

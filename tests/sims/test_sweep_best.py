@@ -55,7 +55,7 @@ def test_the_best_network_counts_with_its_own_round(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--best", "accuracy"], "--best: needs several runs"),
         ([*GRID, "--best", "auroc"], "unknown metric in --best 'auroc'"),
@@ -64,8 +64,8 @@ def test_the_best_network_counts_with_its_own_round(tmp_path: Path):
         ([*GRID, "--parallel", "0"], "parallel: got '0'"),
     ],
 )
-def test_what_chooses_nothing_is_refused_before_anything_starts(fedloom: Command, tmp_path: Path, words, told: str):
-    refused(fedloom("run", "digits", *QUICK, f"run.root={tmp_path}", *words), told)
+def test_what_chooses_nothing_is_refused_before_anything_starts(fedloom: Command, tmp_path: Path, words, message: str):
+    refused(fedloom("run", "digits", *QUICK, f"run.root={tmp_path}", *words), message)
     assert not list(tmp_path.iterdir())
 
 

@@ -127,7 +127,7 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--sweep", "training.rat=1,2"], "unknown key 'training.rat'"),
         (["--sweep", "training.rate"], "takes the form key=value,value"),
@@ -165,9 +165,9 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
     ],
 )
 def test_what_cannot_be_swept_is_reported_before_anything_starts(
-    fedloom: Command, tmp_path: Path, words: list[str], told: str
+    fedloom: Command, tmp_path: Path, words: list[str], message: str
 ):
-    refused(fedloom("run", "digits", *QUICK, f"run.root={tmp_path}", *words), told)
+    refused(fedloom("run", "digits", *QUICK, f"run.root={tmp_path}", *words), message)
     assert not list(tmp_path.iterdir())
 
 

@@ -162,7 +162,7 @@ def test_a_tracker_that_comes_later_gets_all_rounds_and_goes_with_the_run(untrac
 
 
 @pytest.mark.parametrize(
-    ("tracker", "told"),
+    ("tracker", "message"),
     [
         ("tests.sims.trackers:Full", "OSError: [Errno 28] No space left on device: '/full'"),
         ("tests.sims.trackers:Hanging", "did not end within 0.2 s"),
@@ -171,7 +171,7 @@ def test_a_tracker_that_comes_later_gets_all_rounds_and_goes_with_the_run(untrac
     ],
 )
 def test_a_tracker_that_fails_says_so_once_and_the_run_continues(
-    tracker: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tracker: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     name = tracker if isinstance(tracker, str) else tracker["name"]
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -180,7 +180,7 @@ def test_a_tracker_that_fails_says_so_once_and_the_run_continues(
     result = run({**TREE, "tracking": [tracker]}, f"run.root={tmp_path}", "run.name=odd")
     assert result.summary["status"] == "finished" and len(result.metrics) == len(ROUNDS)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("tracking: ")]
-    assert len(lines) == 1 and lines[0].startswith(f"tracking: {name} has stopped ({told}"), lines
+    assert len(lines) == 1 and lines[0].startswith(f"tracking: {name} has stopped ({message}"), lines
     assert lines[0].endswith("The run continues without it.")
 
 

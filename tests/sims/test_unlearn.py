@@ -206,7 +206,7 @@ def test_retraining_that_was_killed_continues(fedloom: Command, run: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["site-001"], "did you mean 'site-0001'"),
         ([ONE, ONE], "named twice"),
@@ -218,9 +218,11 @@ def test_retraining_that_was_killed_continues(fedloom: Command, run: Path, monke
         ([ONE, "--reason", "\udcff withdrawn"], "is not valid UTF-8 text"),
     ],
 )
-def test_what_cannot_be_forgotten_is_one_line_and_changes_nothing(fedloom: Command, run: Path, words: list[str], told: str):
+def test_what_cannot_be_forgotten_is_one_line_and_changes_nothing(
+    fedloom: Command, run: Path, words: list[str], message: str
+):
     before = events(run)
-    refused(fedloom("unlearn", run, *words), told)
+    refused(fedloom("unlearn", run, *words), message)
     assert events(run) == before
     assert fedloom("ledger", run, "--check").code == 0
 

@@ -157,9 +157,9 @@ def test_the_tables_have_a_row_for_every_way_and_are_taken_from_disk(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("preset", "words", "told"),
+    ("preset", "words", "message"),
     [("paper", [], "unknown preset 'paper'"), ("cpu", ["tables=trace"], "did you mean 'traces'")],
 )
-def test_another_preset_or_table_is_one_line(preset: str, words: list[str], told: str):
-    with pytest.raises(UserError, match=told):
+def test_another_preset_or_table_is_one_line(preset: str, words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
         unlearning.reproduce(preset, 1, words, quiet=True)

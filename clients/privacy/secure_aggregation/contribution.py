@@ -51,14 +51,9 @@ OWN_AFFAIR = (SECURE_SHARES, LIFT)  # records of an order that differ between si
 
 
 def masked(
-    job: Job,
-    ready: Ready,
-    sketch_key: bytes,
-    whole: Mapping[str, State],
-    changed: Changes,
-    steps: int,
+    job: Job, ready: Ready, sketch_key: bytes, whole: Mapping[str, State], changed: Changes, steps: int,
     draws: Sequence[str] = (),
-) -> dict[str, State]:
+) -> dict[str, State]:  # fmt: skip
     """Mask a contribution.
 
     For the contribution that the server stores, the result is the change since the last one that counted. Masks in common
