@@ -77,6 +77,11 @@ class Registry(Generic[T]):
         """Return whether the name belongs to a class whose fields are its options, and not to another object."""
         return self._fits(self.find(name))
 
+    def load(self) -> None:
+        """Import the modules of all shipped names, for a process that starts others by forking."""
+        for module in {*self._modules.values()}:
+            importlib.import_module(module)
+
     def find(self, name: str, where: str = "") -> Any:
         """Return the class or other object that a name stands for. Raise UserError as conf.plugins.outside does."""
         if isinstance(name, str) and name in self._modules and name not in self._classes:

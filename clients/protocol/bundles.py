@@ -1,7 +1,8 @@
-"""Bundle the arrays of a message into one array, as long as it travels through Flower's SuperLink (flwr 1.41).
+"""Bundle the arrays of a message, as long as it travels through Flower's SuperLink (flwr 1.41).
 
-Flower sends every array as parts of its own, and each part is a request of some ten milliseconds at the SuperLink: a
-ResNet-18 has 244 of them. A bundle is one array of bytes: the length of an index, the index (JSON), and all arrays' bytes.
+Flower sends every array as parts of its own, and each part is a request of some twenty milliseconds at the SuperLink: a
+ResNet-18 has 244 of them. A bundle is the length of an index, the index (JSON), and all arrays' bytes. Up to MOST_WHOLE
+bytes travel as a value of a config record, which is one part; more as an array, which is three.
 """
 
 import json
@@ -17,13 +18,15 @@ from fedloom.clients.protocol.messages import ORDER
 BUNDLE = "fedloom.bundle"  # name of the record, of its array, and of the array's encoding
 BUNDLED = "bundled"  # down, in the order: the reply may be bundled
 LENGTH = struct.Struct("<Q")
+Bundle = ArrayRecord | ConfigRecord
 MOST_INDEX = 4 << 20  # bytes of a message's indices; reading one needs sixty times its bytes
+MOST_WHOLE = 1 << 20  # bytes of a bundle in a config record, of which a message may have 16 MiB (server.flower.unfolding)
 MOST_ENTRIES = 100_000  # arrays of a bundle, and records without arrays
 
 
 def bundled_orders(messages: Iterable[Message]) -> list[Message]:
     """Return messages to sites with each array record in a bundle of its own: what several sites get travels once."""
-    bundles: dict[tuple[str, int], ArrayRecord] = {}  # by the record's name, which is in the bundle, and its identity
+    bundles: dict[tuple[str, int], Bundle] = {}  # by the record's name, which is in the bundle, and its identity
 
     def bundled(message: Message) -> Message:
         content = RecordDict(dict(message.content))
@@ -57,10 +60,10 @@ def unbundled(content: RecordDict) -> RecordDict:
     """
     records, room = list[tuple[str, Any]](), MOST_INDEX
     for name, record in content.items():
-        if not isinstance(record, ArrayRecord) or [array.stype for array in record.values()] != [BUNDLE]:
+        if (bundle := _bytes_of(record)) is None:
             records.append((name, record))
             continue
-        data = memoryview(next(iter(record.values())).data)
+        data = memoryview(bundle)
         room -= (size := _index_bytes(data, room))
         records.extend(_records(data, size).items())
     if len(dict(records)) < len(records):
@@ -68,7 +71,7 @@ def unbundled(content: RecordDict) -> RecordDict:
     return RecordDict(dict(records))
 
 
-def _bundle(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
+def _bundle(records: Mapping[str, ArrayRecord]) -> Bundle:
     index = [[record, name, array.dtype, list(array.shape), array.stype, len(array.data)]
              for record, arrays in records.items() for name, array in arrays.items()]  # fmt: skip
     empty = [record for record, arrays in records.items() if not arrays]
@@ -76,7 +79,18 @@ def _bundle(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
     data = b"".join(
         [LENGTH.pack(len(head)), head, *(array.data for arrays in records.values() for array in arrays.values())]
     )
+    if len(data) <= MOST_WHOLE:
+        return ConfigRecord({BUNDLE: data})
     return ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})
+
+
+def _bytes_of(record: Any) -> bytes | None:
+    """Return the bytes of a bundle, or None for another record."""
+    if isinstance(record, ConfigRecord) and isinstance(data := record.get(BUNDLE), bytes):
+        return data if len(record) == 1 else None
+    if isinstance(record, ArrayRecord) and [array.stype for array in record.values()] == [BUNDLE]:
+        return next(iter(record.values())).data
+    return None
 
 
 def _index_bytes(data: memoryview, most: int) -> int:

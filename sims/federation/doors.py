@@ -96,6 +96,7 @@ OF_OWN = {
 NODE: ContextVar[int | None] = ContextVar("node", default=None)  # the caller of the current request; None: not a node
 HOST = [(b"host", b"superlink")]  # replaces the caller's header; no answer depends on it
 NO_NEWS = Response(b"", media_type=PROTOBUF_MEDIA_TYPE)  # an empty message: no order, task or reply
+Admission = tuple[int, int | None]
 TASK, REPLY = "task", "reply"  # news that executors and ServerApps wait for
 
 
@@ -105,8 +106,8 @@ class Door:
 
     Attributes:
         app: The application that receives admitted requests.
-        admits: Returns the HTTP status of a refusal for a path and its headers; 0 admits the request. It may block.
-        speaker: Returns the node that sent a request with these headers, or None.
+        admits: Returns the HTTP status of a refusal for a path and its headers (0 admits the request), and the node that
+            sent it, or None. It may block.
         largest: By path, the largest body in bytes. Other paths: SMALL.
         wary: Whether to count bodies with the memory that their content may need.
         crowd: Counts connections.
@@ -116,8 +117,7 @@ class Door:
     """
 
     app: ASGIApp
-    admits: Callable[[str, Mapping[bytes, bytes]], int]
-    speaker: Callable[[Mapping[bytes, bytes]], int | None] = lambda headers: None
+    admits: Callable[[str, Mapping[bytes, bytes]], Admission]
     largest: Mapping[str, int] = field(default_factory=dict)
     wary: bool = False
     crowd: Crowd = field(default_factory=Crowd)
@@ -130,9 +130,8 @@ class Door:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return None
-        status = await self._refused(scope)
+        status, node = await self._admission(scope)
         if not status:
-            node = await run_in_threadpool(self.speaker, dict(scope["headers"]))
             self.crowd.known(scope["client"], node)
             try:
                 return await self._pass_on(node, scope, receive, send)
@@ -159,19 +158,22 @@ class Door:
                 NODE.reset(token)
                 self.done(scope["path"])
 
-    async def _refused(self, scope: Scope) -> int:
-        """Return the status of a refusal, before the body is read, or 0."""
+    async def _admission(self, scope: Scope) -> Admission:
+        """Return the status of a refusal, before the body is read, or 0; and the node that sent the request."""
         if scope["method"] != "POST" or scope["query_string"] or scope["raw_path"] != scope["path"].encode():
-            return 404
+            return 404, None
         headers = dict(scope["headers"])
         if len(headers) != len(scope["headers"]):
-            return 400  # a repeated header; readers may disagree on which counts
-        if status := await run_in_threadpool(self.admits, scope["path"], headers):
-            return status
+            return 400, None  # a repeated header; readers may disagree on which counts
+        status, node = await run_in_threadpool(self.admits, scope["path"], headers)
+        return status or self._too_large(scope["path"], headers), node
+
+    def _too_large(self, path: str, headers: Mapping[bytes, bytes]) -> int:
+        """Return the status of a refusal for the size of a body, or 0."""
         size = headers.get(b"content-length", b"")
         if not size.isdigit() or b"transfer-encoding" in headers:
             return 411
-        most = self.largest.get(scope["path"], SMALL)
+        most = self.largest.get(path, SMALL)
         return 413 if len(size) > len(str(most)) or int(size) > most else 0
 
 
@@ -181,22 +183,20 @@ def for_nodes(app: ASGIApp, node_of: Callable[[bytes], int | None], news: Signal
     `node_of`: returns the node id of a public key (PEM), or None. `news`: of orders, by node id.
     """
 
-    def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
+    def admits(path: str, headers: Mapping[bytes, bytes]) -> Admission:
         if path not in FLEET:
-            return 404
+            return 404, None
         try:
             key = base64.b64decode(_header(headers, FLEET_HTTP_PUBLIC_KEY_HEADER), validate=True)
-            return 0 if node_of(key) is not None and _signed(key, headers) else 401
+            node = node_of(key)
+            return (0, node) if node is not None and _signed(key, headers) else (401, None)
         except (KeyError, ValueError, TypeError, OverflowError, binascii.Error):
-            return 401
-
-    def speaker(headers: Mapping[bytes, bytes]) -> int | None:
-        return node_of(base64.b64decode(_header(headers, FLEET_HTTP_PUBLIC_KEY_HEADER)))
+            return 401, None
 
     def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
         return news.wait(node) if path == ORDERS else None
 
-    return Door(app, admits, speaker, OF_NODES, wary=True, room=Room(share=MOST_SHARE), waits=waits)
+    return Door(app, admits, OF_NODES, wary=True, room=Room(share=MOST_SHARE), waits=waits)
 
 
 def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[str], object], news: Signals) -> Door:
@@ -206,9 +206,9 @@ def for_the_owner(app: ASGIApp, token: str, secret: bytes, task_of: Callable[[st
     """
     expected, of_apps = f"Bearer {token}".encode(), for_apps(app, secret, task_of, news)
 
-    def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
+    def admits(path: str, headers: Mapping[bytes, bytes]) -> Admission:
         if path.startswith(CONTROL):
-            return 0 if hmac.compare_digest(headers.get(b"authorization", b""), expected) else 401
+            return 0 if hmac.compare_digest(headers.get(b"authorization", b""), expected) else 401, None
         return of_apps.admits(path, headers)
 
     def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
@@ -237,15 +237,15 @@ def for_apps(
     """
     key = derive_auth_secret(secret)
 
-    def admits(path: str, headers: Mapping[bytes, bytes]) -> int:
+    def admits(path: str, headers: Mapping[bytes, bytes]) -> Admission:
         if path != ACQUIRE and path not in RUNTIME:
-            return 404
+            return 404, None
         try:
             if path == ACQUIRE:
-                return 0 if _of_executor(key, headers) else 401
-            return 0 if task_of(_header(headers, TASK_TOKEN_HEADER).decode("ascii")) is not None else 401
+                return 0 if _of_executor(key, headers) else 401, None
+            return 0 if task_of(_header(headers, TASK_TOKEN_HEADER).decode("ascii")) is not None else 401, None
         except (KeyError, ValueError, OverflowError):
-            return 401
+            return 401, None
 
     def waits(path: str, headers: Mapping[bytes, bytes], node: int | None) -> Wait | None:
         return news.wait(TASK) if path == ACQUIRE else None

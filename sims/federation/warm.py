@@ -5,6 +5,7 @@ PID. Each ClientApp is still a separate process.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from fedloom.sims.process import Ending
 
 LOOK_SECONDS = 2.0  # between two checks whether the node is alive
 MOST_BYTES = 1 << 16
+USED = "cryptography.hazmat.backends.openssl dp_accounting.rdp httpcore numpy.ctypeslib torch.utils._device"
 
 
 def next_words(parent: int) -> list[str] | None:
@@ -50,11 +52,18 @@ def main(parent: int, apps: str) -> None:
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
     import fedloom.sims.federation.node_app  # noqa: F401
+    from fedloom.clients.networks.base import NETWORKS
+    from fedloom.clients.objectives.base import OBJECTIVES
 
+    for registry in (NETWORKS, OBJECTIVES):
+        registry.load()
+    for module in USED.split():  # the work on a message imports them
+        importlib.import_module(module)
     be_client_app(apps)
     keep_beating()
     be_wary()
     if (words := next_words(parent)) is not None:
+        ending = Ending()  # ends the process before the handlers of imported packages, which take a third of its time
         random.seed()
         np.random.seed()  # noqa: NPY002
         sys.argv = words

@@ -51,9 +51,14 @@ def plain(content: RecordDict) -> dict[str, Any]:
     }
 
 
-@given(RECORDS)
-def test_what_is_bundled_comes_out_as_it_was(records: dict[str, dict[str, Array]]):
-    content = content_of(records)
+@given(RECORDS, st.sampled_from([0, bundles.MOST_WHOLE]))
+def test_what_is_bundled_comes_out_as_it_was(records: dict[str, dict[str, Array]], most: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "MOST_WHOLE", most)
+        comes_out_as_it_was(content_of(records))
+
+
+def comes_out_as_it_was(content: RecordDict) -> None:
     assert plain(unbundled(bundled_reply(content))) == plain(content)
     order = message_of(RecordDict(dict(content)))
     order.content[ORDER] = ConfigRecord({"json": "{}"})
@@ -63,7 +68,10 @@ def test_what_is_bundled_comes_out_as_it_was(records: dict[str, dict[str, Array]
     assert sent.content.config_records[ORDER]["json"] == "{}"
 
 
-def test_a_bundle_holds_the_same_states():
+@pytest.mark.parametrize(("most", "parts"), [(bundles.MOST_WHOLE, 4), (0, 6)])
+def test_a_bundle_holds_the_same_states(most: int, parts: int, monkeypatch: pytest.MonkeyPatch):
+    """Small ones in one part of a message, larger ones in three."""
+    monkeypatch.setattr(bundles, "MOST_WHOLE", most)
     state = {f"layer{number}.weight": full(number) for number in range(60)}
     content = RecordDict({"site": to_arrays(state), "metrics": MetricRecord({"loss": 1.0})})
     reply = bundled_reply(content)
@@ -71,7 +79,7 @@ def test_a_bundle_holds_the_same_states():
     assert all(np.array_equal(found[name].numpy(), tensor.numpy()) for name, tensor in state.items())
     assert reply.metric_records["metrics"]["loss"] == 1.0
     assert len(get_all_nested_objects(message_of(content))) > 120
-    assert len(get_all_nested_objects(message_of(reply))) == 6
+    assert len(get_all_nested_objects(message_of(reply))) == parts
 
 
 def full(number: int) -> torch.Tensor:
@@ -81,7 +89,7 @@ def full(number: int) -> torch.Tensor:
 def test_what_several_sites_get_is_bundled_once():
     common, own = to_arrays({"a": full(2)}), [to_arrays({"a": full(number)}) for number in (3, 4)]
     messages = [message_of(RecordDict({"mean": common, "subset": one})) for one in own]
-    first, second = (message.content.array_records for message in bundled_orders(messages))
+    first, second = (message.content for message in bundled_orders(messages))
     assert first["mean"] is second["mean"] and first["subset"] is not second["subset"]
 
 
@@ -93,9 +101,13 @@ def test_one_record_under_two_names_keeps_both():
     assert found == [plain(order.content) for order in orders]
 
 
-def bundle(head: bytes, data: bytes = b"", length: int | None = None) -> RecordDict:
+def bundle(head: bytes, data: bytes = b"", length: int | None = None, small: bool = False) -> RecordDict:
     whole = LENGTH.pack(len(head) if length is None else length) + head + data
-    return RecordDict({BUNDLE: ArrayRecord({BUNDLE: Array("uint8", (len(whole),), BUNDLE, whole)})})
+    return RecordDict({BUNDLE: KINDS[small](whole)})
+
+
+KINDS = {True: lambda data: ConfigRecord({BUNDLE: data}),
+         False: lambda data: ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})}  # fmt: skip
 
 
 def entry(
@@ -136,9 +148,16 @@ def entry(
         json.dumps([[entry()], [{}]]).encode(),
     ],
 )
-def test_a_malformed_bundle_is_refused(head: bytes):
+@pytest.mark.parametrize("small", [True, False])
+def test_a_malformed_bundle_is_refused(head: bytes, small: bool):
     with pytest.raises((ValueError, TypeError, RecursionError)):
-        unbundled(bundle(head, b"abcd"))
+        unbundled(bundle(head, b"abcd", small=small))
+
+
+@pytest.mark.parametrize("record", [{BUNDLE: "text"}, {BUNDLE: [b"a"]}, {BUNDLE: b"", "more": 1}, {"other": b""}])
+def test_a_config_record_that_is_not_a_bundle_stays(record: dict[str, Any]):
+    content = RecordDict({"own": ConfigRecord(record)})
+    assert unbundled(content).config_records["own"] == record
 
 
 def test_an_index_has_a_bound_in_all_bundles_together(monkeypatch: pytest.MonkeyPatch):
@@ -181,7 +200,7 @@ def test_the_site_answers_as_it_was_asked():
     (sent,) = bundled_orders([order])
     assert plain(carried(echo)(order, context()).content) == plain(content)
     reply = carried(echo)(sent, context())
-    assert list(reply.content.array_records) == [BUNDLE] and plain(unbundled(reply.content)) == plain(content)
+    assert list(reply.content) == [BUNDLE] and plain(unbundled(reply.content)) == plain(content)
     assert seen == [plain(content)] * 2
     sent.content["mean"] = bundle(b"[[" * 1000)[BUNDLE]
     assert "order" in str(carried(echo)(sent, context()).error.reason)

@@ -120,7 +120,8 @@ def _bundle(data: bytes) -> Lie:
 
     def do(node: Node, asked: Message) -> None:
         content = true(asked)
-        content[BUNDLE] = ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})
+        whole = ConfigRecord({BUNDLE: data}), ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})
+        content[BUNDLE] = whole[len(data) % 2]
         node.send(Message(content, reply_to=asked))
 
     return do

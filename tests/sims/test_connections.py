@@ -15,7 +15,7 @@ from tests.sims.doors import HEAD, everything, head, opened, until
 def test_a_flood_of_connections_shuts_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither those that never begin to speak TLS, nor those that never say what they ask for."""
     monkeypatch.setattr(connections, "MOST_UNKNOWN", 8)
-    door = Door(everything, lambda path, headers: 0 if path == "/x" else 404)
+    door = Door(everything, lambda path, headers: (0 if path == "/x" else 404, None))
     with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
         member = stack.enter_context(say.line())
         member.sendall(HEAD + b"\r\na")  # known from here on, and slow
@@ -49,7 +49,7 @@ def test_a_flood_from_one_address_closes_no_connection_of_another(monkeypatch: p
 
 def test_a_member_closes_its_own_connections_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "MOST_OF_MEMBER", 4)
-    door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), {"/x": 99})
+    door = Door(everything, lambda path, headers: (0, int(headers[b"speaker"])), {"/x": 99})
     with opened(door, tmp_path) as say, contextlib.ExitStack() as stack:
         honest = [stack.enter_context(say.line()) for _ in range(3)]
         for line in honest:

@@ -38,14 +38,14 @@ METHOD = "/flwr.proto.Runtime/AcquireTask"
 def test_no_one_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.3)
-    with opened(Door(everything, lambda path, headers: 0), tmp_path) as say:
+    with opened(Door(everything, lambda path, headers: (0, None)), tmp_path) as say:
         assert say(b"") == say(b"POST /x HT") == say(HEAD) == b""
         assert say(HEAD + b"\r\nab").startswith(b"HTTP/1.1 500")
         assert say(HEAD + b"\r\nabcPOST /x").startswith(b"HTTP/1.1 200")
 
 
 def test_what_a_caller_calls_the_server_reaches_no_application(tmp_path: Path):
-    with opened(Door(everything, lambda path, headers: 0), tmp_path) as say:
+    with opened(Door(everything, lambda path, headers: (0, None)), tmp_path) as say:
         for host in (b"a", b"h/v1/runtime/pull-object?", b"127.0.0.1:1"):
             told = say(HEAD.replace(b"Host: a", b"Host: " + host + b"\r\nConnection: close") + b"\r\nabc")
             assert told.endswith(b"\r\n\r\nsuperlink"), told
@@ -64,36 +64,36 @@ def test_each_path_has_one_door(path: str):
         for_the_owner(everything, "token", SECRET, tasks.get, NEWS),
     )
     apps, fleet, control = for_apps(everything, SECRET, tasks.get, NEWS), path in FLEET, "control" in path
-    assert nodes.admits(path, {}) == (401 if fleet else 404)
-    assert owner.admits(path, {}) == (404 if fleet else 401)
-    assert owner.admits(path, {b"authorization": b"Bearer token"}) == (404 if fleet else 0 if control else 401)
-    assert owner.admits(path, {b"authorization": b"Bearer toke\xff"}) == (404 if fleet else 401)
-    assert apps.admits(path, {}) == (404 if fleet or control else 401)
+    assert nodes.admits(path, {})[0] == (401 if fleet else 404)
+    assert owner.admits(path, {})[0] == (404 if fleet else 401)
+    assert owner.admits(path, {b"authorization": b"Bearer token"})[0] == (404 if fleet else 0 if control else 401)
+    assert owner.admits(path, {b"authorization": b"Bearer toke\xff"})[0] == (404 if fleet else 401)
+    assert apps.admits(path, {})[0] == (404 if fleet or control else 401)
 
 
 def test_the_programs_of_a_machine_say_who_they_are_before_their_bodies_are_read():
     door, key = for_apps(everything, SECRET, tasks.get, NEWS), derive_auth_secret(SECRET)
     words = create_superexec_auth_metadata(auth_secret=key, method=METHOD, request=AcquireTaskRequest())
     good = {name.encode(): text.encode() for name, text in words.items()}
-    assert door.admits(ACQUIRE, good) == 0
+    assert door.admits(ACQUIRE, good)[0] == 0
     for name in good:
         for odd in (b"", b"1", b"\xff", b"9" * 400):
-            assert door.admits(ACQUIRE, {**good, name: odd}) == 401, (name, odd)
-        assert door.admits(ACQUIRE, {other: text for other, text in good.items() if other != name}) == 401
+            assert door.admits(ACQUIRE, {**good, name: odd})[0] == 401, (name, odd)
+        assert door.admits(ACQUIRE, {other: text for other, text in good.items() if other != name})[0] == 401
     other = create_superexec_auth_metadata(auth_secret=b"other", method=METHOD, request=AcquireTaskRequest())
-    assert door.admits(ACQUIRE, {name.encode(): text.encode() for name, text in other.items()}) == 401
+    assert door.admits(ACQUIRE, {name.encode(): text.encode() for name, text in other.items()})[0] == 401
     for path in RUNTIME:
-        assert door.admits(path, {b"flwr-task-token": b"token"}) == 0
+        assert door.admits(path, {b"flwr-task-token": b"token"})[0] == 0
         for odd in (good, {b"flwr-task-token": b""}, {b"flwr-task-token": b"x"}, {b"flwr-task-token": b"\xff"}):
-            assert door.admits(path, odd) == 401
+            assert door.admits(path, odd)[0] == 401
     for path in ("/docs", "/openapi.json", "/health", "/v1/runtime/", "/v1/runtime/create-task", "/v1/runtime/responses"):
-        assert door.admits(path, {**good, b"flwr-task-token": b"token"}) == 404
+        assert door.admits(path, {**good, b"flwr-task-token": b"token"})[0] == 404
 
 
 def test_unfinished_bodies_take_so_much_memory_and_one_member_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
     size, room = 150_000, Room(most=300_000, share=200_000)
-    door = Door(everything, lambda path, headers: 0, lambda headers: int(headers[b"speaker"]), room=room)
+    door = Door(everything, lambda path, headers: (0, int(headers[b"speaker"])), room=room)
     door = replace(door, largest={"/x": size})
     with opened(door, tmp_path) as say, say.line() as first, say.line() as second:
         first.sendall(head(1, size))
@@ -124,12 +124,12 @@ def test_a_body_is_as_large_as_its_path_needs(path: str):
     """A small protobuf may unfold to many times its bytes, and all others wait while it is read."""
     doors = [for_nodes(everything, lambda key: None, NEWS), for_the_owner(everything, "token", SECRET, tasks.get, NEWS),
              for_apps(everything, SECRET, tasks.get, NEWS)]  # fmt: skip
-    known = [replace(door, admits=lambda path, headers: 0) for door in doors]
+    known = [replace(door, admits=lambda path, headers: (0, None)) for door in doors]
     for door in [known[0]] if path in FLEET else known[1:]:
         for size, status in ((LIMITS[path], 0), (LIMITS[path] + 1, 413), (10**30, 413)):
             heads = [(b"content-length", b"%d" % size)]
             scope = {"method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path, "headers": heads}
-            assert asyncio.run(door._refused(scope)) == status, (size, path)
+            assert asyncio.run(door._admission(scope))[0] == status, (size, path)
 
 
 def test_what_unfolds_counts_as_what_it_unfolds_to():
@@ -139,7 +139,7 @@ def test_what_unfolds_counts_as_what_it_unfolds_to():
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             held.append(door.room.held_bytes)
 
-        door = replace(for_nodes(app, lambda key: 7, NEWS), admits=lambda path, headers: 0, speaker=lambda headers: 7)
+        door = replace(for_nodes(app, lambda key: 7, NEWS), admits=lambda path, headers: (0, 7))
         heads, nothing = [(b"content-length", b"%d" % size)], AsyncMock(return_value={"type": "http.request", "body": b""})
         scope = {"type": "http", "method": "POST", "query_string": b"", "raw_path": path.encode(), "path": path,
                  "headers": heads, "client": ("127.0.0.1", 1)}  # fmt: skip
@@ -162,7 +162,7 @@ async def much(scope: Scope, receive: Receive, send: Send) -> None:
 def test_answers_that_no_one_reads_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.3)
     room = Room(share=16 << 20)
-    with opened(Door(much, lambda path, headers: 0, lambda headers: 1, room=room), tmp_path) as say:
+    with opened(Door(much, lambda path, headers: (0, 1), room=room), tmp_path) as say:
         with say.line() as line:
             line.sendall(head(1, 0))
             until(lambda: room.held_bytes > 32 << 20)
@@ -182,7 +182,7 @@ def test_answers_that_no_one_reads_count_as_well(tmp_path: Path, monkeypatch: py
 def test_a_body_does_not_come_by_drops_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "PIECE_SECONDS", 1.0)
     monkeypatch.setattr(bodies, "SLOWEST", 1 << 30)
-    with opened(Door(everything, lambda path, headers: 0), tmp_path) as say, say.line() as line:
+    with opened(Door(everything, lambda path, headers: (0, None)), tmp_path) as say, say.line() as line:
         line.sendall(head(1, 100))
         line.settimeout(0.2)
         for _ in range(50):

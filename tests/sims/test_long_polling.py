@@ -146,7 +146,7 @@ def answers(app: ASGIApp, path: str, signals: Signals) -> Door:
     def waits(asked: str, headers: object, node: object) -> Wait | None:
         return signals.wait("a", seconds=LONG) if asked == path else None
 
-    return Door(app, lambda path, headers: 0, waits=waits)
+    return Door(app, lambda path, headers: (0, None), waits=waits)
 
 
 def request(path: str, body: bytes = b"abc") -> bytes:
