@@ -105,11 +105,25 @@ def site_sizes(config: Config) -> list[int]:
 
 @held()
 def remarks(config: Config) -> list[str]:
-    """Return warnings about the domains: files that are not read, images of a single colour, features of little use."""
+    """Return warnings about the domains: unread files, images of a single colour, a single class, features of little use."""
     found = [(left_out(domain), check_not_blank(place := locate(domain, config.data), config.data.white),
-              *(notes(domain) if isinstance(place.source, Own) else ())) for domain in config.domains]  # fmt: skip
+              _one_class(domain, place), *(notes(domain) if isinstance(place.source, Own) else ()))
+             for domain in config.domains]  # fmt: skip
     divided = {(site.spec.domain, site.spec.partition.column): None for site in config.roster if site.parts > 1}
     return [*(line for lines in found for line in lines if line), *filter(None, starmap(_disclosed, divided))]
+
+
+def _one_class(domain: str, place: Place) -> str:
+    """Return a warning if all labels of a user's training examples are the same."""
+    if not isinstance(place.source, Own) or place.schema.task != CLASS:
+        return ""
+    labels = place.labels(part := place.source.parts[0])
+    if len(labels) < 2 or (labels != labels[0]).any():
+        return ""
+    called = (known := find(domain)).names or known.meanings
+    name = f"class '{plain(called[labels[0]])}'" if called else f"class {labels[0]}"
+    where = f"domain '{short(domain)}': all {len(labels)} examples of part '{part}'"
+    return f"{where} have the same label ({name}); check the labels"
 
 
 def _disclosed(domain: str, column: str) -> str:

@@ -119,6 +119,16 @@ def test_images_of_a_single_colour_each_are_reported(tmp_path: Path):
     assert "have a single colour each; check that this is intended" in data.remarks(settings)[0]
 
 
+@pytest.mark.parametrize(("y", "name"), [(np.zeros(40, int), "class 0"), (np.array(["cat"] * 40), "class 'cat'")])
+def test_labels_of_a_single_class_are_reported(y: np.ndarray, name: str, tmp_path: Path):
+    x = np.random.default_rng(0).integers(0, 256, (40, 6, 6)).astype(np.uint8)
+    np.savez(tmp_path / "cats.npz", x=x, y=y)
+    (line,) = data.remarks(settings := config({"domain": f"npz:{tmp_path}/cats.npz"}))
+    assert line == f"domain 'cats': all 40 examples of part 'all' have the same label ({name}); check the labels"
+    np.savez(tmp_path / "cats.npz", x=x, y=np.r_[y[1:], np.array(["dog"] if y.dtype.kind == "U" else [1])])
+    assert not data.remarks(settings)
+
+
 def test_deep_colours_of_sixteen_bits_are_looked_at_as_well(tmp_path: Path):
     """PIL reads them with eight."""
     x = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3)).astype(np.uint8) // 16
