@@ -29,14 +29,14 @@ def bundled_orders(messages: Iterable[Message]) -> list[Message]:
     bundles: dict[tuple[str, int], Bundle] = {}  # by the record's name, which is in the bundle, and its identity
 
     def bundled(message: Message) -> Message:
-        content = RecordDict(dict(message.content))
+        records = dict[str, Any](message.content)
         for name, record in message.content.array_records.items():
             if (key := (name, id(record))) not in bundles:
                 bundles[key] = _bundle({name: record})
-            content[name] = bundles[key]
-        if ORDER in content.config_records:
-            content[ORDER] = ConfigRecord({**content.config_records[ORDER], BUNDLED: True})
-        return make_message(message.metadata, content=content)
+            records[name] = bundles[key]
+        if isinstance(order := records.get(ORDER), ConfigRecord):
+            records[ORDER] = ConfigRecord({**order, BUNDLED: True})
+        return make_message(message.metadata, content=RecordDict(records))
 
     return [bundled(message) for message in messages]
 

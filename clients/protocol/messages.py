@@ -34,7 +34,7 @@ CLASSES = "classes"  # up: the names of the site's classes, in the order of thei
 QUERY = "query"
 ASK = "query.ask"  # Flower's type of messages with a question other than TRAIN
 WHO = "who"
-PROTOCOL = 5  # version of the messages: server and sites must have the same
+PROTOCOL = 6  # version of the messages: server and sites must have the same
 
 MOST_ROUNDS = 999_999
 KEPT_NAMES = (

@@ -86,6 +86,14 @@ def full(number: int) -> torch.Tensor:
     return torch.full((2, number), float(number))
 
 
+def test_nothing_is_logged_for_a_bundle(caplog: pytest.LogCaptureFixture):
+    """Flower warns when a record gets another type."""
+    order = RecordDict({"mean": to_arrays({"a": full(2)}), ORDER: ConfigRecord({"json": "{}"})})
+    bundled_orders([message_of(order)])
+    bundled_reply(order)
+    assert not caplog.records
+
+
 def test_what_several_sites_get_is_bundled_once():
     common, own = to_arrays({"a": full(2)}), [to_arrays({"a": full(number)}) for number in (3, 4)]
     messages = [message_of(RecordDict({"mean": common, "subset": one})) for one in own]

@@ -346,8 +346,8 @@ def test_a_network_of_the_user_in_a_file_is_built_where_it_is_named_and_not_beca
 
 @pytest.mark.parametrize("kind, given", [("pair", "a tuple"), ("named", "a dict"), ("wider", r"\[2, 128\]")])
 def test_a_network_that_answers_otherwise_in_training_mode_is_refused_before_the_run(kind: str, given: str):
-    told = rf"passes {given} to its last layer in training mode, but \[2, 64\] in evaluation mode; its forward must"
-    with pytest.raises(UserError, match=told):
+    message = rf"passes {given} to its last layer in training mode, but \[2, 64\] in evaluation mode; its forward must"
+    with pytest.raises(UserError, match=message):
         built("my_package.nets:TwoModes", f"network.kind={kind}")
 
 

@@ -76,17 +76,17 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
 def test_what_is_sent_is_noised_and_reported(tmp_path: Path, masks: str) -> None:
     word = f"federation.secure_aggregation={masks}"
     config, plain = configured(tmp_path, *NOISE, word), configured(tmp_path, word, name="plain")
-    told = run(config)
+    recorder = run(config)
     run(plain)
     with method_of(config) as method, method_of(plain) as without:
         assert method.state.digest() != without.state.digest()
         assert all(method.state.checks()[0].values())
         assert method.state.digest()["sum"] == held(config, others())  # the sum of what was sent
-        assert [record["epsilon"] for record in told.records] == [
+        assert [record["epsilon"] for record in recorder.records] == [
             dict.fromkeys(others(), epsilon({1.0: times}, 1e-5)) for times in (1, 2)
         ]
         noted = [event.body["record"] for event in method.ledger.events() if event.kind == "round" and event.body["round"]]
-        assert [one["epsilon"] for one in noted] == [record["epsilon"] for record in told.records]
+        assert [one["epsilon"] for one in noted] == [record["epsilon"] for record in recorder.records]
     again = configured(tmp_path, *NOISE, word, name="again")
     run(again)
     with method_of(config) as first, method_of(again) as second:

@@ -173,8 +173,8 @@ def test_modules_of_ours_are_found_by_the_names_of_earlier_versions(package: Pat
     found = imported("sims.experiments.unlearning.averaging:Averaging", "strategy.name")
     assert found.__module__ == "fedloom.sims.experiments.unlearning.averaging"
     (package / "my_server.py").write_text("from server.strategies import Strategy\n")
-    told = r"cannot find module 'server.*'; server is part of the package fedloom: import fedloom\.server$"
-    with pytest.raises(UserError, match=told):
+    message = r"cannot find module 'server.*'; server is part of the package fedloom: import fedloom\.server$"
+    with pytest.raises(UserError, match=message):
         imported("my_server:Strategy", "strategy.name")
 
 

@@ -51,9 +51,11 @@ def test_a_closed_port_is_one_clear_line(tmp_path: Path):
     config = load("digits", ["engine.name=ray", "engine.address=127.0.0.1:1", f"run.root={tmp_path}"])
     with pytest.raises(UserError) as caught, open_engine(config):
         pass
-    told = str(caught.value)
-    assert told.startswith("engine.address: there is no Ray cluster at 127.0.0.1:1 (Connection refused)")
-    assert "ray start --head --port=6379" in told and "ray status --address=127.0.0.1:1" in told and "\n" not in told
+    message = str(caught.value)
+    assert message.startswith("engine.address: there is no Ray cluster at 127.0.0.1:1 (Connection refused)")
+    assert (
+        "ray start --head --port=6379" in message and "ray status --address=127.0.0.1:1" in message and "\n" not in message
+    )
 
 
 def test_a_server_of_another_kind_is_none_of_rays(other: str):
@@ -83,7 +85,7 @@ def test_an_interruption_ends_the_wait_for_a_cluster(tmp_path: Path, mute: socke
             mute.settimeout(120)
             with mute.accept()[0]:  # it waits for an answer from here on
                 running.send_signal(signal.SIGTERM)
-                told = running.communicate(timeout=0.75 * ANSWER_SECONDS)[1]
+                output = running.communicate(timeout=0.75 * ANSWER_SECONDS)[1]
         finally:
             running.kill()
-    assert running.returncode == 130 and "interrupted" in told
+    assert running.returncode == 130 and "interrupted" in output

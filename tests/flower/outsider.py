@@ -53,13 +53,13 @@ def answer(host: str, port: int, path: str, method: str = "POST", **headers: str
 
 def said(host: str, port: int, text: bytes) -> bytes:
     """The answer to bytes that need not be HTTP."""
-    told, context = b"", ssl._create_unverified_context()
+    output, context = b"", ssl._create_unverified_context()
     with socket.create_connection((host, port), timeout=10) as plain, context.wrap_socket(plain) as line:
         line.sendall(text)
         with contextlib.suppress(OSError):
             while piece := line.recv(4096):
-                told += piece
-    return told
+                output += piece
+    return output
 
 
 def signed(key: ec.EllipticCurvePrivateKey, public: bytes | None = None) -> dict[str, str]:
@@ -89,8 +89,8 @@ def flwr(home: Path, *words: str) -> str:
 def authority(host: str, port: int) -> str:
     """The certificates that the handshake tells."""
     command = ["openssl", "s_client", "-showcerts", "-connect", f"{host}:{port}"]
-    told = subprocess.run(command, input="", capture_output=True, text=True, timeout=30).stdout
-    parts = told.split("-----BEGIN CERTIFICATE-----")[1:]
+    output = subprocess.run(command, input="", capture_output=True, text=True, timeout=30).stdout
+    parts = output.split("-----BEGIN CERTIFICATE-----")[1:]
     return "".join(f"-----BEGIN CERTIFICATE-----{part.split('-----END')[0]}-----END CERTIFICATE-----\n" for part in parts)
 
 

@@ -106,8 +106,10 @@ def test_a_second_server_of_a_run_is_refused_in_a_line_and_one_of_another_run_is
     try:
         until(lambda: rounds(tmp_path / "one") >= 1, "no round was committed")
         for command in (["resume", "one"], ["run", "digits", *given, "--overwrite"]):
-            told = fedloom(tmp_path, *command)
-            assert told.returncode and f"process {child.pid} is working on it" in told.stderr.splitlines()[-1], told.stderr
+            output = fedloom(tmp_path, *command)
+            assert output.returncode and f"process {child.pid} is working on it" in output.stderr.splitlines()[-1], (
+                output.stderr
+            )
         assert run(federation, tmp_path, "other", "rounds=1")["status"] == "finished"
         assert child.poll() is None
     finally:

@@ -84,8 +84,8 @@ def test_a_run_over_tls_has_the_bits_of_the_inline_engine_and_names_belong_to_ke
     assert "match" in fedloom(tmp_path, "verify", "plain/certificates/gone.json", "plain").stdout
     assert found_in([federation, tmp_path / "plain"], needles) == {}
     left = json.loads((tmp_path / "plain/certificates/gone.json").read_text())["not_exact"]
-    told = left.get("the SuperLink", "")
-    assert not told or "it deletes them when the run ends" in told
+    reason = left.get("the SuperLink", "")
+    assert not reason or "it deletes them when the run ends" in reason
     assert rounds(tmp_path / "plain") == 3
     with Ledger.open(tmp_path / "plain", server=False) as ledger:
         name = ledger.run().run
@@ -201,10 +201,10 @@ def test_a_claimed_name_is_refused_and_reported(federation: Path, tmp_path: Path
     try:
         write(home / SITE, SiteSheet(**{**vars(read(SiteSheet, home / SITE)), "name": "site-0001"}))
         launch(home, "federation", "node", SITE)
-        told = fedloom(tmp_path, "run", "digits", *words(federation, tmp_path, "claimed", "rounds=1",
+        output = fedloom(tmp_path, "run", "digits", *words(federation, tmp_path, "claimed", "rounds=1",
                        "federation.min_sites=2", "federation.min_replies=2", "federation.join_timeout=20"))  # fmt: skip
-        assert "claims to be site-0001 and is refused: its key is registered as 'site-0002'" in told.stdout + told.stderr
-        assert told.returncode == 0, told.stdout + told.stderr
+        assert "claims to be site-0001 and is refused: its key is registered as 'site-0002'" in output.stdout + output.stderr
+        assert output.returncode == 0, output.stdout + output.stderr
         with Ledger.open(tmp_path / "claimed", server=False) as ledger:
             assert ledger.bound().keys() == {"site-0000", "site-0001"}
     finally:
@@ -304,7 +304,7 @@ def test_what_a_killed_keeper_leaves_behind_is_known_and_stopped(tmp_path: Path)
 
 
 def test_what_is_wrong_is_reported_in_a_line(tmp_path: Path):
-    for given, told in [
+    for given, message in [
         (Plan(), "sites: takes at least one"),
         (Plan(sites=[{"name": "../away"}]), r"sites\[0\]\.name: got '\.\./away', takes letters"),
         (Plan(sites=[{"name": "server"}]), r"sites\[0\]\.name: 'server' is taken"),
@@ -312,7 +312,7 @@ def test_what_is_wrong_is_reported_in_a_line(tmp_path: Path):
         (Plan(sites=[{"name": "a", "key": "mine"}]), r"sites\[0\]\.key: is set by the plan"),
         (Plan(sites=[{"name": "a", "nets": []}]), r"unknown key 'sites\[0\]\.nets'"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             write_plan(given, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "new")

@@ -67,8 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place = Place(spaces, root)
         (root / "server").mkdir()
         (root / "server" / "nodes.yaml").write_text(f"host: {address(0)}\nport: {PORT}\nsites: [{{name: north}}]")
-        told = place.fedloom("server", "federation", "plan", "nodes.yaml", "--folder", "m")
-        assert "fedloom federation join" in told
+        output = place.fedloom("server", "federation", "plan", "nodes.yaml", "--folder", "m")
+        assert "fedloom federation join" in output
         shutil.copytree(root / "server" / "m" / "north", root / "north")
         shutil.rmtree(root / "server" / "m" / "north")
         stack.callback(_down, root)

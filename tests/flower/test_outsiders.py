@@ -86,8 +86,8 @@ def test_no_way_of_writing_a_path_leads_past_the_door(port: int, path: str):
 def test_nothing_is_smuggled_behind_a_request(port: int, head: bytes):
     """A second request rides behind one whose length can be read in two ways: it is never answered as if it were one."""
     second = b"POST /v1/control/list-runs HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
-    told = said(HERE, port, b"POST /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n0\r\n\r\n" + second)
-    assert told.split(b" ")[1] in (b"400", b"401", b"404", b"411") and b" 200 " not in told, told
+    output = said(HERE, port, b"POST /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n0\r\n\r\n" + second)
+    assert output.split(b" ")[1] in (b"400", b"401", b"404", b"411") and b" 200 " not in output, output
 
 
 def test_only_whoever_holds_the_key_of_a_member_is_heard(federation: Path, port: int):
@@ -145,8 +145,8 @@ def test_a_node_is_not_another_node(federation: Path, port: int):
 def test_the_owners_door_opens_to_who_can_read_the_servers_folder(federation: Path, owners: int):
     """A local user reaches it on loopback, and has no token; nobody else reaches it."""
     for name in CONTROL.split():
-        for told in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic eDp5"}):
-            assert answer(HERE, owners, f"/v1/control/{name}", **told) == 401
+        for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic eDp5"}):
+            assert answer(HERE, owners, f"/v1/control/{name}", **headers) == 401
     assert {answer(HERE, owners, path) for path in PATHS} == {404}
     _closed_to_strangers(owners)
     assert "nodes" in flwr(federation / SERVER, "supernode", "list", CONNECTION, "--format", "json")
@@ -157,8 +157,8 @@ def test_the_owners_door_opens_to_who_can_read_the_servers_folder(federation: Pa
 def _closed_to_strangers(port: int) -> None:
     """No Runtime request of somebody without a token or the secret is read, whatever it says of itself."""
     for name in RUNTIME.split():
-        for told in ({}, {"flwr-task-token": "x"}, {"flwr-superexec-signature": "x"}, {"content-length": "99999999"}):
-            assert answer(HERE, port, f"/v1/runtime/{name}", **told) == 401
+        for headers in ({}, {"flwr-task-token": "x"}, {"flwr-superexec-signature": "x"}, {"content-length": "99999999"}):
+            assert answer(HERE, port, f"/v1/runtime/{name}", **headers) == 401
     for path in ("/", "/health", "/docs", "/openapi.json", "/v1/runtime/", "/v1/runtime/create-task"):
         assert {answer(HERE, port, path, method) for method in ("GET", "POST")} == {404}
 

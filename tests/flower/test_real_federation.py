@@ -173,6 +173,6 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: 
 def test_a_run_that_exists_is_refused_in_one_line(flower: Flower):
     (flower.root / "taken").mkdir()
     (flower.root / "taken" / CONFIG).write_text("")
-    told = flower.run("run.name=taken")
-    assert "RunFailed: the run 'taken' exists" in told
-    assert "Traceback" not in told, told
+    output = flower.run("run.name=taken")
+    assert "RunFailed: the run 'taken' exists" in output
+    assert "Traceback" not in output, output

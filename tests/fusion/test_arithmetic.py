@@ -184,8 +184,10 @@ def test_gradients_that_are_assigned_to_another_network_change_it_as_their_own_s
 def test_gradients_of_another_start_are_refused_unless_forced():
     start, gradients = prepared(trained_states())
     other = {**start, "head.bias": start["head.bias"] + 1}  # 2 ** -32
-    told = rf"gradient 1 counts from another start \(digest {digest(start)[:12]}, this network's is {digest(other)[:12]}\)"
-    with pytest.raises(UserError, match=told):
+    message = (
+        rf"gradient 1 counts from another start \(digest {digest(start)[:12]}, this network's is {digest(other)[:12]}\)"
+    )
+    with pytest.raises(UserError, match=message):
         combine(other, gradients, [0.5, 0.5])
     combine(other, gradients, [0.5, 0.5], force=True)
     with pytest.raises(UserError, match="gradient 1 counts from another start, from which weights do not follow"):

@@ -156,8 +156,8 @@ def test_what_the_public_code_cannot():
 
 def test_biases_that_the_public_codes_plans_would_leave_out_of_scale():
     reference, wide = FusionSettings.reference(), "mlp:widths=[8,5],bias=false"
-    told = refusal([network("mlp:widths=[6,5],bias=false"), network(wide)], settings=reference)
-    assert "'head' has a bias, and the widths differ at 'extractor.1'" in told and "head_bias=false" in told
+    message = refusal([network("mlp:widths=[6,5],bias=false"), network(wide)], settings=reference)
+    assert "'head' has a bias, and the widths differ at 'extractor.1'" in message and "head_bias=false" in message
     bare = [network(f"mlp:widths=[{width},5],bias=false,head_bias=false") for width in (6, 8)]
     assert fuse(bare, into=0, probe=PROBE, settings=reference).network is not None
     normed = [network(f"vgg11:width={width},norm=batch,bias=true,head_bias=false") for width in (0.125, 0.25)]

@@ -243,13 +243,13 @@ FAULTS: dict[str, tuple[Callable[[State], State], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_reply_that_cannot_be_used_names_its_tensor_and_leaves_no_trace(once: Done, tmp_path: Path, fault):
-    change, told = FAULTS[fault]
+    change, message = FAULTS[fault]
     config = configured(tmp_path)
     with arithmetic_of(config) as aggregate:
         one, other = config.roster
         good = given(other, {SITE: once.client.replied[1]})
         dropped = staged(aggregate, 1, [good, given(one, {SITE: change(dict(once.client.replied[0]))})])
-        assert re.search(told, dropped[A])
+        assert re.search(message, dropped[A])
         aggregate.commit(1, {})
         assert not any(tensor.any() for tensor in aggregate.slots.contribution("sum", A).values())
         assert aggregate.digest() == {"sum": digest(aggregate.slots.contribution("sum", B))}
@@ -286,9 +286,9 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_cannot_work_is_refused_in_one_line_before_anything_is_trained(tmp_path: Path, word):
     words = ["objective={name: sum_aggregation}"] if word.startswith("strategy.name") else []
-    with pytest.raises(UserError, match=REFUSED[word].replace(".", r"\.")) as told:
+    with pytest.raises(UserError, match=REFUSED[word].replace(".", r"\.")) as raised:
         check(configured(tmp_path, *words, word))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("network", ["{name: conv6, norm: group}", "{name: lenet}", "{name: mlp}"])

@@ -174,15 +174,15 @@ def test_a_site_that_never_took_part_or_just_began_has_left_nothing(tmp_path: Pa
     assert run.aggregate.digest() == before
     run.aggregate.forget([late], {})
     run.aggregate.forget([early], {})
-    told = [bool(run.aggregate.residue([name])) for name in (never, late, early)]
-    assert told == [False, False, True] and run.aggregate.residue([never, early])
+    residue = [bool(run.aggregate.residue([name])) for name in (never, late, early)]
+    assert residue == [False, False, True] and run.aggregate.residue([never, early])
 
 
 def test_later_rounds_leave_traces_that_are_reported(tmp_path: Path):
     run = played(tmp_path, "strategy.name=fedadam")
-    told = run.aggregate.residue()
-    assert told[0].location == "the other sites' networks"
-    assert "momentum and squares" in told[1].location
+    residue = run.aggregate.residue()
+    assert residue[0].location == "the other sites' networks"
+    assert "momentum and squares" in residue[1].location
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -300,7 +300,7 @@ def test_weights_under_masks_are_refused_with_what_to_set(tmp_path: Path):
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path):
-    for words, told in [
+    for words, message in [
         (["strategy.name=ditto", "training.clip=1"], r"training\.clip: ditto trains two networks"),
         (["strategy.name=scaffold", "training.clip=1"], r"training\.clip: strategy scaffold"),
         (["strategy.name=fednova", "training.clip=1"], r"training\.clip: strategy fednova"),
@@ -319,7 +319,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path):
         (["strategy.name=fedavg", "objective.mode=x"], r"objective\.mode: got 'x', but this objective has no modes"),
         (["strategy.name=scaffold", "objective.name=fedavg"], r"objective\.name: got 'fedavg', strategy scaffold takes"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             configured(tmp_path, *words)
 
 

@@ -109,9 +109,9 @@ def test_removing_is_repeatable_and_an_absent_folder_is_empty(blobs: Blobs):
 
 def test_a_folder_that_cannot_be_made_is_reported_in_one_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LedgerError, match=r"file.*: (Not a directory|File exists)") as told:
+    with pytest.raises(LedgerError, match=r"file.*: (Not a directory|File exists)") as raised:
         Blobs(tmp_path / "file" / "blobs").put(STATE)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("left", [b"", b"torn"])

@@ -98,8 +98,8 @@ def test_the_certificate_says_what_the_ledger_keeps_of_the_forgotten_and_nothing
     config, done = certified
     assert "the sum" in done["exact"]["statement"] and "weights are deleted from the ledger" in done["exact"]["statement"]
     assert "in it or in the ledger" not in done["exact"]["statement"]
-    told = done["not_exact"]["events of the ledger"]
-    assert all(word in told for word in ("round", "number of samples", "sha256", "chain", "could prove that it was sent"))
+    reason = done["not_exact"]["events of the ledger"]
+    assert all(word in reason for word in ("round", "number of samples", "sha256", "chain", "could prove that it was sent"))
     with Ledger.open(folder(finished), server=False) as before, Ledger.open(folder(config), server=False) as after:
         given = {one.blob for one in before.history(ONE)}
         kept = [event.body["contributions"][ONE] for event in after.events("round") if ONE in event.body["contributions"]]
@@ -107,7 +107,7 @@ def test_the_certificate_says_what_the_ledger_keeps_of_the_forgotten_and_nothing
         assert {key for one in kept for key in one} == {"blob", "samples", "round", "bits"}
         assert not given & after.blobs.names()
     page = write_html(folder(config) / CERTIFICATES / "r1.json").read_text(encoding="utf-8")
-    assert html.escape(told) in page and html.escape(done["exact"]["statement"]) in page
+    assert html.escape(reason) in page and html.escape(done["exact"]["statement"]) in page
 
 
 def put(*place: str) -> Callable[[dict[str, Any]], None]:
@@ -180,11 +180,11 @@ def test_the_word_of_a_site_is_for_one_request(tmp_path: Path):
     identity = Identity(str(tmp_path / "key"))
     word = dict(identity.sign(*erased_words("run", ONE, 3, 900, request="r1")) or {})
     old = dict(identity.sign(*erased_words("run", ONE, 3, 900, request="")) or {})
-    told = {"files": 3, "bytes": 900}
-    assert deleted("run", "r1", ONE, {**told, **word}).verdict == "match"
-    assert deleted("run", "r2", ONE, {**told, **word}).verdict == "mismatch"
-    assert deleted("run", "r1", ONE, {**told, **old}).verdict == "not checkable"
-    assert deleted("run", "r1", ONE, {"signature": "zz", "key": "x", **told}).verdict == "mismatch"
+    deleted_files = {"files": 3, "bytes": 900}
+    assert deleted("run", "r1", ONE, {**deleted_files, **word}).verdict == "match"
+    assert deleted("run", "r2", ONE, {**deleted_files, **word}).verdict == "mismatch"
+    assert deleted("run", "r1", ONE, {**deleted_files, **old}).verdict == "not checkable"
+    assert deleted("run", "r1", ONE, {"signature": "zz", "key": "x", **deleted_files}).verdict == "mismatch"
 
 
 def test_a_check_says_what_a_certificate_is_about_and_compares_it(certified: tuple[Config, dict[str, Any]], tmp_path: Path):
@@ -228,12 +228,12 @@ def test_a_certificate_is_signed_and_checked_without_the_run(
     assert not verify_certificate(there, None, ours)[1]
     there.with_suffix(".sig").unlink()
     assert not verify_certificate(there, None, ours)[1]
-    for odd, told in [
+    for odd, message in [
         ("", "verify: needs the run.s folder"),
         ("nowhere", "the file 'nowhere' does not exist"),
         ("a b", "ssh-ed25519"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             verify_certificate(there, None, odd)
     (tmp_path / "other").write_text("nonsense")
     with pytest.raises(UserError, match="is not a private key"):

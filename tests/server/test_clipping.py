@@ -51,9 +51,9 @@ def test_a_reply_that_is_refused_is_not_reported_as_clipped(tmp_path: Path):
     words = ("federation.clip_change=0.01", "federation.largest_change=5", "rounds=1")
     run = set_up(small(tmp_path, *words, samples=20), WatchedApp(changed(SITE, entry(LAYER, 6.0)), rounds=(1,)))
     run.all_rounds()
-    (told,) = run.listener.records
-    assert "moved by" in told["dropped"]["site-0001"]
-    assert "site-0001" not in told["clipped"]
+    (record,) = run.listener.records
+    assert "moved by" in record["dropped"]["site-0001"]
+    assert "site-0001" not in record["clipped"]
 
 
 def test_without_the_bound_nothing_is_reported(tmp_path: Path):

@@ -116,5 +116,5 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, mes
 def test_recalibration_is_refused_with_the_network_s_name(done):
     with method_of(done.config) as method, pytest.raises(UserError) as refused:
         method.state.check_recalibration(["site-0001"])
-    told = "recalibration: the head of 'exits-3' is not one linear layer with a bias; leave --recalibrate out"
-    assert str(refused.value) == told
+    message = "recalibration: the head of 'exits-3' is not one linear layer with a bias; leave --recalibrate out"
+    assert str(refused.value) == message

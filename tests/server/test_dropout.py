@@ -62,8 +62,8 @@ def test_who_fails_does_not_count_and_the_run_continues(tmp_path: Path, words: l
     run(config := configured(tmp_path, DROPOUT, *words), listener, client)
     expected = [failing(config, number, config.roster) for number in range(1, 5)]
     assert sum(map(len, expected)) >= 4
-    told = "federation.dropout: the site fails {} its training"
-    assert dropped(config) == [{name: told.format(moment) for name, moment in fails.items()} for fails in expected]
+    message = "federation.dropout: the site fails {} its training"
+    assert dropped(config) == [{name: message.format(moment) for name, moment in fails.items()} for fails in expected]
     assert [line["replies"] for line in metrics(folder(config))] == [6 - len(fails) for fails in expected]
     assert listener.messages == [] and check(folder(config)) == []
     assert {(order.site, order.round, order.fails) for order in client.orders if order.fails} == {
@@ -125,8 +125,8 @@ def test_a_budget_is_divided_among_the_sites_of_an_entry(tmp_path: Path):
 def test_what_cannot_be_is_refused():
     with pytest.raises(UserError, match=r"site-0000 \(digits\): total=99999, but there are \d+ training examples"):
         site_sizes(load("digits", ["sites=[{domain: digits, total: 99999}]"]))
-    for word, told in {"federation.dropout=1.5": "from 0", "training.epochs=0": "of at least 0.001"}.items():
-        with pytest.raises(UserError, match=told):
+    for word, message in {"federation.dropout=1.5": "from 0", "training.epochs=0": "of at least 0.001"}.items():
+        with pytest.raises(UserError, match=message):
             load("digits", [word])
     order = TaskInstructions(config="0" * 64, run="r", site=0, round=1, rounds=1, base=0, members=1, fails="never")
     with pytest.raises(UserError, match=r"order\.fails: takes one of before, during, after"):

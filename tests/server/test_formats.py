@@ -136,11 +136,11 @@ def test_a_later_ledger_is_refused_in_one_line_and_so_is_its_check(tmp_path: Pat
     monkeypatch.setattr("fedloom.server.ledger.ledger.FORMAT", 99)  # as a later fedloom would write it
     new(tmp_path).close()
     monkeypatch.undo()
-    told = f"has format 99, but this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it"
+    message = f"has format 99, but this fedloom reads {OLDEST} to {FORMAT}; use the fedloom that wrote it"
     for server in (True, False):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             Ledger.open(tmp_path, server=server)
-    assert [problem.what for problem in problems(tmp_path)] == [told]
+    assert [problem.what for problem in problems(tmp_path)] == [message]
 
 
 @pytest.mark.parametrize("gone", ["experiment", "sites", "run", "evaluation"])

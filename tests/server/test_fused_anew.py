@@ -131,8 +131,8 @@ def test_forgetting_in_a_fusing_round_is_the_fusion_of_what_is_left(done, tmp_pa
         for group in groups_of(resolve(config)):
             wanted = fused_apart(group.architecture, found.values(), before[group.name], probe, SETTINGS[CLA_OT])
             assert same(models[group.name].state, wanted)
-        told = aggregation.residue(["site-0001"])
-        assert told and "round 1" in told[0].reason
+        residue = aggregation.residue(["site-0001"])
+        assert residue and "round 1" in residue[0].reason
 
 
 def test_a_round_that_does_not_fuse_leaves_each_architecture_its_own_mean(tmp_path):

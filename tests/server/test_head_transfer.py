@@ -340,8 +340,8 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, words, sites, message):
 def test_names_that_stand_for_no_class_of_any_site_are_reported(tmp_path):
     """Once a misspelt name was passed over in silence."""
     config = configured(tmp_path, "strategy.alike=[['1', nix]]")
-    [told] = strategy_of(resolve(config)).warnings(resolve(config))
-    assert told.startswith("unknown class in strategy.alike 'nix' (known: 0, 1, 2,")
+    [warning] = strategy_of(resolve(config)).warnings(resolve(config))
+    assert warning.startswith("unknown class in strategy.alike 'nix' (known: 0, 1, 2,")
 
 
 def test_a_name_that_a_site_gave_steers_no_terminal(tmp_path):

@@ -82,10 +82,10 @@ LABEL_LIES = {
 @pytest.mark.parametrize("lie", [*FALSE, *LABEL_LIES])
 def test_a_lie_about_labels_drops_the_site_and_no_other(tmp_path, lie):
     """Once the run ended in round 2, when the liar alone was asked again."""
-    change, told = {**FALSE, **LABEL_LIES}[lie]
+    change, message = {**FALSE, **LABEL_LIES}[lie]
     run = played(tmp_path, "heterofl", LABELS, change, rounds=[1, 2])
     assert [list(record["dropped"]) for record in run.listener.records] == [[LIAR], [LIAR], []]
-    assert told in run.listener.records[1]["dropped"][LIAR]
+    assert message in run.listener.records[1]["dropped"][LIAR]
     assert all(run.aggregate.checks()[0].values())
 
 
@@ -132,10 +132,10 @@ PROTOTYPE_LIES = {
 @pytest.mark.parametrize("lie", [*FALSE, *PROTOTYPE_LIES])
 def test_a_lie_about_prototypes_drops_the_site_and_harms_no_other(tmp_path, lie):
     """Sums and counts in different units once gave prototypes at which the others' training burst."""
-    change, told = {**FALSE, **PROTOTYPE_LIES}[lie]
+    change, message = {**FALSE, **PROTOTYPE_LIES}[lie]
     run = played(tmp_path, "fedproto", PROTOTYPES, change, rounds=[1, 2])
     assert [list(record["dropped"]) for record in run.listener.records] == [[LIAR], [LIAR], []]
-    assert told in run.listener.records[0]["dropped"][LIAR]
+    assert message in run.listener.records[0]["dropped"][LIAR]
     assert max(record["train_loss"] for record in run.listener.records) < 3.0
     assert all(run.aggregate.checks()[0].values())
 
@@ -185,9 +185,9 @@ def published(root: Path, kind: str, change: Change | None, client: ClientApp | 
 
 @pytest.mark.parametrize("lie", PUBLISHED_LIES)
 def test_a_lie_in_what_is_published_keeps_the_site_out_of_the_catalogue_and_no_other(tmp_path, lie):
-    change, told = PUBLISHED_LIES[lie]
+    change, message = PUBLISHED_LIES[lie]
     run = published(tmp_path, PUBLISH, change)
-    assert told in run.listener.records[1]["dropped"][LIAR]
+    assert message in run.listener.records[1]["dropped"][LIAR]
     assert list(run.aggregate.models()) == ["site-0000", "site-0002"]
 
 

@@ -44,12 +44,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_replies_are_dropped_and_the_run_continues(tmp_path: Path, what: str) -> None:
-    fault, told = HOSTILE[what]
+    fault, message = HOSTILE[what]
     heard = Recorder()
     done = run(configured(tmp_path, "objective.prior=tasks"), Noting(fault, 1, (1,)), heard)
     assert [record["replies"] for record in heard.records] == [2, 3]
     [reason] = heard.records[0]["dropped"].values()
-    assert told in reason
+    assert message in reason
     assert done.summary["status"] == "finished" and all(done.summary["checks"].values())
     assert found(done)["own"] == [[1, 2], [2, 2], [1, 2]] and found(done)["shared"][1][0] == [None, None]
 
@@ -131,8 +131,8 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str],
 def test_a_certainty_without_a_configuration_is_reported(tmp_path: Path) -> None:
     """Once it was passed over in silence."""
     config = configured(tmp_path, "objective.certainty=0.5")
-    [told] = strategy_of(resolve(config)).warnings(resolve(config))
-    assert told.startswith("objective.certainty=0.5 needs a fixed configuration")
+    [warning] = strategy_of(resolve(config)).warnings(resolve(config))
+    assert warning.startswith("objective.certainty=0.5 needs a fixed configuration")
     for words in (["objective.mode=all"], ["baselines=[all]"]):
         config = configured(tmp_path, "objective.certainty=0.5", *words)
         assert not strategy_of(resolve(config)).warnings(resolve(config))

@@ -23,9 +23,9 @@ def kinds(ledger: Ledger) -> list[str]:
 def refused(ledger: Ledger, match: str, call, *arguments) -> None:
     """Assert that a call is refused in one line and leaves everything as it was."""
     before = (kinds(ledger), ledger.rounds(), ledger.all_latest(), ledger.sites())
-    with pytest.raises(LedgerError, match=match) as told:
+    with pytest.raises(LedgerError, match=match) as raised:
         call(*arguments)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert (kinds(ledger), ledger.rounds(), ledger.all_latest(), ledger.sites()) == before
 
 

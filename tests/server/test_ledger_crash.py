@@ -143,10 +143,10 @@ def test_another_process_queues_a_request_while_a_server_is_open(tmp_path: Path)
 def test_a_full_disk_is_reported_in_one_line_and_the_last_commit_stays(tmp_path: Path, limit):
     new(tmp_path).close()
     with child(commit_for_ever, tmp_path, limit) as (_, says):
-        *rounds, told = heard(says)
-    assert "free space and run again" in told
-    assert str(tmp_path) in told
-    assert "\n" not in told
+        *rounds, message = heard(says)
+    assert "free space and run again" in message
+    assert str(tmp_path) in message
+    assert "\n" not in message
     assert problems(tmp_path) == []
     with Ledger.open(tmp_path) as ledger:
         plain = after(rounds[-1]) if rounds else Plain()
@@ -170,8 +170,8 @@ def test_a_blob_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path):
     closed(tmp_path)
     before = contents(tmp_path)
     with child(put_much, tmp_path) as (_, says):
-        (told,) = heard(says)
-    assert "File too large; free space and run again" in told
+        (message,) = heard(says)
+    assert "File too large; free space and run again" in message
     assert contents(tmp_path) == before
 
 

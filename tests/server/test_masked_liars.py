@@ -63,9 +63,9 @@ def test_wrong_shares_have_a_name_and_the_sum_its_bits(
     tmp_path: Path, honest_sum: str, lie: Callable[[State], State], liars: tuple[int, ...]
 ):
     config = configured(tmp_path)
-    told = run(config, Spoiled(changed(SECURE_UNMASK, lie), [SECURE_UNMASK], liars))
+    recorder = run(config, Spoiled(changed(SECURE_UNMASK, lie), [SECURE_UNMASK], liars))
     assert sum_of(config) == honest_sum
-    for record in told.records:
+    for record in recorder.records:
         assert set(record["dropped"]) == {f"site-{one:04d}" for one in liars}
         assert all("secret is not the one that" in reason for reason in record["dropped"].values())
 
@@ -73,10 +73,10 @@ def test_wrong_shares_have_a_name_and_the_sum_its_bits(
 @pytest.mark.parametrize(("record", "lie"), [(SECURE_SHARES, noise), (COMMITMENTS, noise), (COMMITMENTS, zeros)])
 def test_a_site_whose_shares_no_one_can_use_is_left_out(tmp_path: Path, record: str, lie: Callable[[State], State]):
     config = configured(tmp_path, sites=7)
-    told = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
+    recorder = run(config, Spoiled(changed(record, lie), [SECURE_SHARES], [3]))
     assert (
         f"round 1: other sites report that they cannot use the shares of {LIAR}: the round begins again without {LIAR}"
-        in told.messages
+        in recorder.messages
     )
     with method_of(config) as method:
         rounds = [event.body["record"]["masked"]["sites"] for event in method.ledger.events() if event.kind == "round"
@@ -86,15 +86,15 @@ def test_a_site_whose_shares_no_one_can_use_is_left_out(tmp_path: Path, record: 
 
 def test_a_site_that_blames_others_is_out_itself(tmp_path: Path):
     config = configured(tmp_path, sites=7)
-    told = run(config, Spoiled(answered(BLAMED, {"site": "site-0000"}), [TRAIN], [3]))
-    assert {name for record in told.records for name in record["dropped"]} == {LIAR}
-    assert "it cannot use the shares of site-0000" in told.records[0]["dropped"][LIAR]
+    recorder = run(config, Spoiled(answered(BLAMED, {"site": "site-0000"}), [TRAIN], [3]))
+    assert {name for record in recorder.records for name in record["dropped"]} == {LIAR}
+    assert "it cannot use the shares of site-0000" in recorder.records[0]["dropped"][LIAR]
 
 
 @pytest.mark.parametrize("content", [{"site": LIAR}, {"site": "../x"}, {}, {"site": "site-9999"}])
 def test_blame_that_makes_no_sense_is_that_sites_failure(tmp_path: Path, content: dict[str, str]):
-    told = run(configured(tmp_path, sites=7), Spoiled(answered(BLAMED, content), [TRAIN], [3]))
-    assert {name for record in told.records for name in record["dropped"]} == {LIAR}
+    recorder = run(configured(tmp_path, sites=7), Spoiled(answered(BLAMED, content), [TRAIN], [3]))
+    assert {name for record in recorder.records for name in record["dropped"]} == {LIAR}
 
 
 @pytest.mark.parametrize("stage", [SECURE_CONFIRM, SECURE_UNMASK])
@@ -110,15 +110,15 @@ def test_a_site_that_spoils_some_shares_and_is_silent_then_does_not_stop_the_oth
             reply.content[SECURE_SHARES] = to_arrays(shares)
         return reply
 
-    told = run(configured(tmp_path, "training.batch=2", sites=7), Spoiled(lies, [SECURE_SHARES, stage], [3]))
-    assert [record["replies"] for record in told.records] == [6, 6]
-    assert any(text.endswith(f"the round begins again without {LIAR}") for text in told.messages)
+    recorder = run(configured(tmp_path, "training.batch=2", sites=7), Spoiled(lies, [SECURE_SHARES, stage], [3]))
+    assert [record["replies"] for record in recorder.records] == [6, 6]
+    assert any(text.endswith(f"the round begins again without {LIAR}") for text in recorder.messages)
 
 
 def test_one_site_that_says_so_does_not_have_a_round_restart(tmp_path: Path):
     config, client = configured(tmp_path, sites=7), Spoiled(answered(SUMMED_BEFORE, {}), [SECURE_CONFIRM], [3])
-    told = run(config, client)
-    assert [record["replies"] for record in told.records] == [7, 7]
+    recorder = run(config, client)
+    assert [record["replies"] for record in recorder.records] == [7, 7]
     assert sum(kind == TRAIN for kind, _, _ in client.replies) == 14
 
 
@@ -140,11 +140,11 @@ def test_a_dealer_whose_shares_make_no_secret_does_not_end_the_round(
         return deals(job, attempt, secrets)
 
     monkeypatch.setattr(site, "_dealt", dealt)
-    told = run(configured(tmp_path, "training.batch=2", sites=7), Spoiled(gone, [TRAIN] if secret else [], [3]))
+    recorder = run(configured(tmp_path, "training.batch=2", sites=7), Spoiled(gone, [TRAIN] if secret else [], [3]))
     for number in (1, 2):
         start = f"round {number}: the shares that {LIAR} dealt do not make its secret"
-        assert f"{start}: the round begins again without {LIAR}" in told.messages
-    assert [record["replies"] for record in told.records] == [6, 6]
+        assert f"{start}: the round begins again without {LIAR}" in recorder.messages
+    assert [record["replies"] for record in recorder.records] == [6, 6]
 
 
 def test_what_was_summed_before_a_crash_is_summed_again_with_other_batches(tmp_path: Path):

@@ -65,8 +65,8 @@ def test_a_second_server_is_refused_in_one_line_and_changes_nothing(tmp_path: Pa
         before = files(folder(config))
         with pytest.raises(
             LedgerError, match=r"digits: process \d+ is working on it; wait until it ends, or stop it"
-        ) as told:
+        ) as raised:
             resumed(config)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(raised.value)
         assert files(folder(config)) == before
     assert resumed(config)["status"] == "finished"

@@ -42,8 +42,8 @@ def test_a_site_that_lost_its_store_begins_at_its_contribution_and_that_is_repor
         shutil.rmtree(store_folder(lost) / ledger.run().run / "site-0001")
     client, listener = WatchedApp(), Recorder()
     summary = resumed(lost, listener, client)
-    (told,) = listener.messages
-    assert told == "round 3: site-0001 has lost its own state after round 2; it starts again from its contribution"
+    (message,) = listener.messages
+    assert message == "round 3: site-0001 has lost its own state after round 2; it starts again from its contribution"
     assert summary["status"] == "finished" and all(summary["checks"].values())
     assert [(order.round, order.base) for order in client.orders if order.site == 1] == [(3, 2), (3, 2), (4, 3)]
     assert all(record["replies"] == 3 and not record["dropped"] for record in listener.records)
@@ -81,9 +81,9 @@ def test_a_lost_store_may_stop_the_run_and_put_back_it_continues(tmp_path: Path,
     shutil.move(store_folder(config), tmp_path / "away")
     with pytest.raises(
         UserError, match=r"round 3: .*site-000\d has lost its own state.*federation\.lost_store=restart"
-    ) as told:
+    ) as raised:
         resumed(config)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     with Ledger.open(folder(config)) as ledger:
         last = ledger.last_round()
     assert last is not None and last.round == 2

@@ -112,7 +112,7 @@ def boasted(root: Path, *words: str) -> tuple[Config, list[str]]:
 
 def test_a_site_that_boasts_does_not_become_the_mean_and_can_be_forgotten(tmp_path: Path):
     config, messages = boasted(tmp_path)
-    assert any("site-0001 reports 2147483647 images, many more than the other sites; " in told for told in messages)
+    assert any("site-0001 reports 2147483647 images, many more than the other sites; " in text for text in messages)
     with method_of(config) as method:
         weights = [method.state.slots.weight("networks", site.name) for site in config.roster]
         assert weights[1] == 10 * weights[0] == 10 * weights[2]
@@ -156,5 +156,5 @@ def test_its_replies_are_dropped_until_it_has(tmp_path: Path):
     assert sorted(client.asked) == [0, 1, 1, 2]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["class_names"] == {"0": "cat", "1": "dog", "2": "owl"}
-    told = "it did not enrol: its number of images is missing, or not from 1 to 2147483647"
-    assert [json.loads(line)["dropped"] for line in lines] == [{"site-0001": told}, {}]
+    message = "it did not enrol: its number of images is missing, or not from 1 to 2147483647"
+    assert [json.loads(line)["dropped"] for line in lines] == [{"site-0001": message}, {}]

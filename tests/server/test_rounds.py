@@ -51,10 +51,10 @@ def test_a_faulty_site_is_dropped_with_its_reason_and_keeps_its_old_contribution
     assert record["replies"] == 2
     assert list(record["dropped"]) == ["site-0001"]
     assert reason in record["dropped"]["site-0001"]
-    told = [text for text in run.listener.messages if "site-0001" in text]
-    assert len(told) == 1
-    assert told[0] == f"round 2: site-0001 dropped: {record['dropped']['site-0001']}"
-    assert "\n" not in told[0]
+    messages = [text for text in run.listener.messages if "site-0001" in text]
+    assert len(messages) == 1
+    assert messages[0] == f"round 2: site-0001 dropped: {record['dropped']['site-0001']}"
+    assert "\n" not in messages[0]
     assert [(name, ok) for name, ok, _ in run.listener.replies[3:]] == [
         ("site-0000", True),
         ("site-0001", False),

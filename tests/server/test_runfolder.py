@@ -184,9 +184,9 @@ def test_results_are_the_digests_of_what_came_out(tmp_path: Path):
     (made.path / "report.html").write_text("")
     first = made.results()
     assert list(first) == sorted([CONFIG, METRICS, SUMMARY, "states/aggregate.safetensors"])
-    assert all(hashlib.sha256((made.path / name).read_bytes()).hexdigest() == told for name, told in first.items())
+    assert all(hashlib.sha256((made.path / name).read_bytes()).hexdigest() == content for name, content in first.items())
     made.append({"round": 1})
-    assert {name for name, told in made.results().items() if told != first[name]} == {METRICS}
+    assert {name for name, content in made.results().items() if content != first[name]} == {METRICS}
 
 
 def test_records_become_lines_in_their_order(tmp_path: Path):

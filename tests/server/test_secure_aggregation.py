@@ -89,7 +89,7 @@ def test_neither_messages_nor_the_ledger_hold_what_a_site_gave(tmp_path: Path) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_whoever_drops_out_is_not_in_the_sum(tmp_path: Path, stage: str) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
-    told = run(config, Spoiled(gone, [stage]))
+    recorder = run(config, Spoiled(gone, [stage]))
     counts = others() if stage == SECURE_UNMASK else others(ONE)
     with method_of(config) as method:
         event = next(event for event in method.ledger.events() if event.kind == "round" and event.body["round"] == 1)
@@ -101,15 +101,15 @@ def test_whoever_drops_out_is_not_in_the_sum(tmp_path: Path, stage: str) -> None
         for name in set(others()) - set(counts):
             total.add(initial.slots.summed("sum", initial.integers("sum", name)))
         assert method.state.digest()["sum"] == digest(total.totals)
-    assert told.records[0]["replies"] == len(counts)
+    assert recorder.records[0]["replies"] == len(counts)
 
 
 def test_too_few_sites_end_the_round(tmp_path: Path) -> None:
     for stage in STAGES:
         config = configured(tmp_path, MASKS[1], name=stage)
         missing = (1, 2, 3, 4) if stage == SECURE_KEYS else (1, 2)  # those that began count
-        told = r"[13] of 5 sites answered '.*', secure aggregation needs [24] \(first failure: site-0001: .*gone"
-        with pytest.raises(FailedError, match=rf"{told}|3 valid shares for .* arrived, but 4 are needed"):
+        message = r"[13] of 5 sites answered '.*', secure aggregation needs [24] \(first failure: site-0001: .*gone"
+        with pytest.raises(FailedError, match=rf"{message}|3 valid shares for .* arrived, but 4 are needed"):
             run(config, Spoiled(gone, [stage], sites=missing))
         with method_of(config) as method:
             assert method.unlearning().last_round() == 0
@@ -218,8 +218,8 @@ def test_requests_that_together_would_leave_one_site_are_taken_one_after_the_oth
     run(config)
     with method_of(config) as method:
         receive(method.ledger, "first", ["site-0000", ONE], "", {})
-        told = forget(method, config, [TWO, FOUR], "second")
-        assert "Request 'second' waits until the run has forgotten site-0000, site-0001" in " ".join(told.messages)
+        recorder = forget(method, config, [TWO, FOUR], "second")
+        assert "Request 'second' waits until the run has forgotten site-0000, site-0001" in " ".join(recorder.messages)
         states = {id: request.state for id in ("first", "second") if (request := method.ledger.request(id))}
         assert states == {"first": "verified", "second": "refused"}
         assert method.state.digest()["sum"] == held(config, others("site-0000", ONE))

@@ -77,8 +77,8 @@ def test_wrong_shares_are_found_out(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_cannot_be_read_drops_its_site_alone(tmp_path: Path, stage: str, record: str, change: Any) -> None:
     config = configured(tmp_path, MASKS[1], "rounds=1")
-    told = run(config, Spoiled(changed(record, change), [stage]))
-    assert list(told.records[0]["dropped"]) == [ONE] and told.records[0]["replies"] == SITES - 1
+    recorder = run(config, Spoiled(changed(record, change), [stage]))
+    assert list(recorder.records[0]["dropped"]) == [ONE] and recorder.records[0]["replies"] == SITES - 1
 
 
 def test_what_is_not_a_contribution_is_seen_in_the_sum(tmp_path: Path) -> None:
@@ -119,12 +119,13 @@ def turned(message: Message) -> None:
 
 
 def test_a_site_answers_once(tmp_path: Path) -> None:
-    assert all("this attempt's contribution is already sent" in told for told in asked_again(tmp_path / "a", TRAIN))
-    assert all("cannot be removed now" in told for told in asked_again(tmp_path / "b", SECURE_UNMASK))
+    assert all("this attempt's contribution is already sent" in message for message in asked_again(tmp_path / "a", TRAIN))
+    assert all("cannot be removed now" in message for message in asked_again(tmp_path / "b", SECURE_UNMASK))
     assert all(
-        "another list" in told or "of this attempt" in told for told in asked_again(tmp_path / "c", SECURE_CONFIRM, turned)
+        "another list" in message or "of this attempt" in message
+        for message in asked_again(tmp_path / "c", SECURE_CONFIRM, turned)
     )
-    assert all("secrets are already shared" in told for told in asked_again(tmp_path / "d", SECURE_SHARES))
+    assert all("secrets are already shared" in message for message in asked_again(tmp_path / "d", SECURE_SHARES))
 
 
 @pytest.mark.parametrize(
@@ -173,14 +174,14 @@ def test_sites_that_see_different_sites_send_nothing(tmp_path: Path) -> None:
             return reply
 
     client = Server()
-    told = run(configured(tmp_path, MASKS[1], "rounds=1"), client)
+    recorder = run(configured(tmp_path, MASKS[1], "rounds=1"), client)
     kinds = [kind for kind, _, _ in client.replies]
     first = client.replies[: kinds.index(SECURE_KEYS, kinds.index(TRAIN))]  # until the round begins again
     trained = [reply for kind, _, reply in first if kind == TRAIN]
     assert trained and all(reply.has_error() or BLAMED in reply.content.config_records for reply in trained)
     assert (
         f"round 1: other sites report that they cannot use the shares of {ONE}: the round begins again without {ONE}"
-        in told.messages
+        in recorder.messages
     )
 
 
@@ -191,8 +192,10 @@ def test_of_two_sites_with_the_same_keys_one_takes_part(tmp_path: Path) -> None:
         first.append(state)
         return first[0]
 
-    told = run(configured(tmp_path, MASKS[1], "rounds=1"), Spoiled(changed(SECURE_KEYS, same), [SECURE_KEYS], sites=(1, 2)))
-    assert told.records[0]["dropped"] == {TWO: "its keys are another site's"}
+    recorder = run(
+        configured(tmp_path, MASKS[1], "rounds=1"), Spoiled(changed(SECURE_KEYS, same), [SECURE_KEYS], sites=(1, 2))
+    )
+    assert recorder.records[0]["dropped"] == {TWO: "its keys are another site's"}
 
 
 def test_a_round_is_not_told_again_over_other_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

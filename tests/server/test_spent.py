@@ -15,8 +15,8 @@ def test_a_session_counts_from_its_command_on_and_tells_what_was_start_up():
     spent.began -= 5.0
     spent.started("digits (baseline)", 2, 3, "")
     spent = Spent(time.monotonic() - 50.0, spent.entries())
-    told = spent.entries()  # it was interrupted before it started
-    assert 85.0 <= told["seconds"] < 95.0 and 30.0 <= told["resources"]["start_up"] < 35.0
+    entries = spent.entries()  # it was interrupted before it started
+    assert 85.0 <= entries["seconds"] < 95.0 and 30.0 <= entries["resources"]["start_up"] < 35.0
 
 
 def test_the_peak_of_memory_is_that_of_the_session_that_held_most():

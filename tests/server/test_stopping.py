@@ -44,9 +44,9 @@ def test_a_run_stops_after_rounds_without_a_better_value(tmp_path: Path):
     assert [len(metrics(folder(config) / part)) for part in ("", "baselines/fedavg")] == [3, 3]
     assert (found["status"], found["rounds"], found["stopped"]["round"]) == ("finished", 4, 3)
     share = f"{100 * first['accuracy']['union']:.1f}%"
-    told = f"the best validation accuracy is that of round 1 ({share}), 2 rounds ago (stopping.patience)"
-    assert found["stopped"]["reason"] == told
-    assert f"stopped after round 3: {told}" in listener.messages
+    message = f"the best validation accuracy is that of round 1 ({share}), 2 rounds ago (stopping.patience)"
+    assert found["stopped"]["reason"] == message
+    assert f"stopped after round 3: {message}" in listener.messages
     assert check(folder(config)) == []
 
 

@@ -31,12 +31,12 @@ class Say:
         return self._context.wrap_socket(plain, server_hostname="127.0.0.1")
 
     def __call__(self, text: bytes) -> bytes:
-        told = b""
+        output = b""
         with self.line() as line, contextlib.suppress(OSError):
             line.sendall(text)
             while piece := line.recv(4096):
-                told += piece
-        return told
+                output += piece
+        return output
 
 
 async def everything(scope: Scope, receive: Receive, send: Send) -> None:

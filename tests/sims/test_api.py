@@ -180,17 +180,17 @@ def test_a_network_of_any_origin_is_measured_and_stays_as_it_is(run_folder: Path
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(root: str, tmp_path: Path):
-    for bad, told in [("digts", "did you mean 'digits'"), ({**TREE, "round": 1}, "unknown key 'round'"),
+    for bad, message in [("digts", "did you mean 'digits'"), ({**TREE, "round": 1}, "unknown key 'round'"),
                       ({**TREE, "rounds": Path()}, "rounds: got"), (tmp_path / "no.yaml", "not found")]:  # fmt: skip
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             run(bad, root)
     within: dict = {"name": "mlp"}
     within["within"] = within
-    for odd, told in [
+    for odd, message in [
         ({"baselines": {"fedavg"}}, "^baselines: got a value of the type set, takes texts"),
         ({"network": within}, r"^network\.within.*: is nested too deep, or contains itself"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             run({**TREE, **odd}, root)
     deep: list = []
     for _ in range(5000):
@@ -244,12 +244,12 @@ def test_what_is_committed_is_on_record_whatever_a_callback_raises(root: str, st
 
 def test_a_finished_run_gets_more_rounds_and_nothing_else(root: str):
     done, constant = run(TREE, "run.name=more", "training.schedule=constant", root), "training.schedule=constant"
-    for word, told in {
+    for word, message in {
         "seed=1": "can only get more rounds",
         "rounds=ten": "takes a whole number",
         "rounds=true": "whole",
     }.items():
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             resume(done.folder, word)
     whole = run(TREE, "run.name=whole-3", constant, "rounds=3", root)
     assert resume(done.folder, "rounds=3").summary["digest"] == whole.summary["digest"]
@@ -266,8 +266,8 @@ def test_a_request_that_waits_when_a_run_is_stopped_is_named(root: str, capsys: 
 
     with pytest.raises(KeyboardInterrupt):
         run(TREE, "run.name=asked", "rounds=3", root, progress=True, on_round=ask)
-    told = "Request '2026-17' (clinic) waits. Run `fedloom resume"
-    assert told in " ".join("".join(capsys.readouterr()).split())
+    message = "Request '2026-17' (clinic) waits. Run `fedloom resume"
+    assert message in " ".join("".join(capsys.readouterr()).split())
     [row] = rows_of(path)
     assert row["waiting"] == ["2026-17"] and "interrupted, request 2026-17 waits" in table([row], path).plain()
     resume(path)

@@ -59,20 +59,20 @@ def test_a_process_that_takes_too_long_is_stopped():
 def test_json_is_the_last_line_its_rows_are_complete_and_the_files_are_there(tiny: None, tmp_path: Path):
     done = CliRunner().invoke(app, ["bench", "engines", "--quick", "--json", "--out", str(tmp_path / "bench")])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     assert len(done.stdout.splitlines()) == 1
-    assert [(row["case"], row["engine"]) for row in told["rows"]] == [
+    assert [(row["case"], row["engine"]) for row in result["rows"]] == [
         ("training-tiny", "inline"),
         ("training-tiny", "loop-1"),
     ]
-    assert all(row.keys() >= NEEDED for row in told["rows"])
-    row = Row(**told["rows"][0])
+    assert all(row.keys() >= NEEDED for row in result["rows"])
+    row = Row(**result["rows"][0])
     assert (row.rounds, row.note) == (2, "")
     assert row.round_s and row.tasks_per_s and row.startup_s and row.peak_rss_mb
     assert row.round_min_s == row.round_s == row.round_max_s
     assert row.tasks_per_s == pytest.approx(TRAIN.asked / row.round_s)
     assert row.workers_rss_mb == row.object_store_mb == 0
-    assert json.loads((tmp_path / "bench" / "engines.json").read_text()) == told
+    assert json.loads((tmp_path / "bench" / "engines.json").read_text()) == result
     assert (tmp_path / "bench" / "engines.png").read_bytes().startswith(b"\x89PNG")
     assert "training-tiny" in (tmp_path / "bench" / "engines.md").read_text()
     assert "<img" in (tmp_path / "bench" / "engines.html").read_text()

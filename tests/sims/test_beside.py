@@ -61,5 +61,5 @@ def test_a_script_runs_beside_files_of_the_names_of_our_packages(tmp_path: Path)
 @pytest.mark.parametrize("name", ["random", "logging", "queue", "typing"])
 def test_a_file_that_hides_a_standard_module_is_named(tmp_path: Path, name: str) -> None:
     done = ran(crowded(tmp_path, (name,)), sys.executable, "script.py")
-    told = f"ImportError: {tmp_path / name}.py hides the standard module '{name}': rename it"
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == told
+    message = f"ImportError: {tmp_path / name}.py hides the standard module '{name}': rename it"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == message

@@ -99,8 +99,8 @@ def test_rows_are_what_differs_apart_from_the_seed(swept: Path):
         assert row["union std"] == pytest.approx(numpy.std(unions, ddof=1))
         assert sorted(runs[runs["row"] == group.label]["union"]) == sorted(unions)
         assert row["bytes_to_sites"] > 0 and row["seconds"] > 0
-        told = [entry.summary["resources"]["peak_memory"] for entry in group.entries if not entry.baseline]
-        assert row["peak_memory"] == pytest.approx(numpy.mean(told) if told else math.nan, nan_ok=True)
+        peaks = [entry.summary["resources"]["peak_memory"] for entry in group.entries if not entry.baseline]
+        assert row["peak_memory"] == pytest.approx(numpy.mean(peaks) if peaks else math.nan, nan_ok=True)
     one, other = (runs[runs["row"] == label].set_index("seed")["union"] for label in labels[:2])
     first = found.differences[0]
     assert (first.one, first.other, first.difference.n) == (labels[1], labels[0], 2)
@@ -153,9 +153,9 @@ def test_tables_and_curves_in_files(fedloom: Command, swept: Path, tmp_path: Pat
 
 def test_of_one_seed_nothing_is_judged(fedloom: Command, swept: Path, tmp_path: Path):
     said = fedloom("compare", *swept.glob("*-seed=0"), "--html", tmp_path / "page.html")
-    told = "One seed cannot show whether a difference is more than chance"
-    assert said.code == 0 and told in said.out and told in (tmp_path / "page.html").read_text()
-    assert told not in fedloom("compare", swept).out
+    message = "One seed cannot show whether a difference is more than chance"
+    assert said.code == 0 and message in said.out and message in (tmp_path / "page.html").read_text()
+    assert message not in fedloom("compare", swept).out
 
 
 def test_what_cannot_be_compared_is_reported(fedloom: Command, swept: Path, run: Path):
@@ -262,10 +262,10 @@ def test_rounds_that_metrics_lack_are_reported(fedloom: Command, run: Path):
     assert not last_line(fedloom("compare", run, "--json"))["notes"]
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    told = "{}: metrics.jsonl has {} of 2 rounds; cost and curve cover only these"
-    assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 1)]
+    message = "{}: metrics.jsonl has {} of 2 rounds; cost and curve cover only these"
+    assert last_line(fedloom("compare", run, "--json"))["notes"] == [message.format(run, 1)]
     metrics.unlink()
-    assert last_line(fedloom("compare", run, "--json"))["notes"] == [told.format(run, 0)]
+    assert last_line(fedloom("compare", run, "--json"))["notes"] == [message.format(run, 0)]
 
 
 def test_other_training_data_are_reported(fedloom: Command, run: Path):

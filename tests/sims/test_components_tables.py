@@ -122,8 +122,8 @@ def test_every_cell_of_the_paper_that_is_shown_is_there() -> None:
 
 
 def test_what_is_not_there_is_refused() -> None:
-    for words, told in ((["tables=figure7"], "figure"), (["tasks=usps"], "tiny"), (["rouds=3"], "rounds")):
-        with pytest.raises(UserError, match=told):
+    for words, message in ((["tables=figure7"], "figure"), (["tasks=usps"], "tiny"), (["rouds=3"], "rounds")):
+        with pytest.raises(UserError, match=message):
             components.reproduce("cpu", 1, words, quiet=True)
     with pytest.raises(UserError, match="preset"):
         components.reproduce("tiny", 1, [], quiet=True)

@@ -133,8 +133,8 @@ def test_table() -> None:
 @pytest.mark.parametrize("date", [None, "", "tomorrow", "Mon, 99 Foo 20000 10:00:00 +0000", "25 Nov 2025 10:00:00 +999999"])
 def test_whatever_a_server_says_of_the_time_is_a_line(monkeypatch: pytest.MonkeyPatch, date: str | None):
     monkeypatch.setattr(checks, "_answer", lambda *_: (404, date))
-    told = checks._check_server("a", 1, Path())
-    assert told.startswith(("answers, but not as Flower's", "its clock differs by"))
+    message = checks._check_server("a", 1, Path())
+    assert message.startswith(("answers, but not as Flower's", "its clock differs by"))
 
 
 def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch):

@@ -47,8 +47,8 @@ def test_no_one_holds_a_connection_by_sending_nothing(tmp_path: Path, monkeypatc
 def test_what_a_caller_calls_the_server_reaches_no_application(tmp_path: Path):
     with opened(Door(everything, lambda path, headers: (0, None)), tmp_path) as say:
         for host in (b"a", b"h/v1/runtime/pull-object?", b"127.0.0.1:1"):
-            told = say(HEAD.replace(b"Host: a", b"Host: " + host + b"\r\nConnection: close") + b"\r\nabc")
-            assert told.endswith(b"\r\n\r\nsuperlink"), told
+            output = say(HEAD.replace(b"Host: a", b"Host: " + host + b"\r\nConnection: close") + b"\r\nabc")
+            assert output.endswith(b"\r\n\r\nsuperlink"), output
         for odd in (HEAD + b"Host: b\r\n", HEAD + b"X: 1\r\nX: 2\r\n", HEAD + b"Content-Length: 4\r\n"):
             assert say(odd + b"\r\nabc").startswith(b"HTTP/1.1 400")
         for length in (b"Transfer-Encoding: chunked", b"X: 1"):
@@ -216,8 +216,8 @@ def test_the_nodes_port_answers_its_own_programs_alone(tmp_path: Path):
         )
         lines = "".join(f"{name}: {text}\r\n" for name, text in words.items()).encode()
         start = b"POST " + ACQUIRE.encode() + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nConnection: close\r\n"
-        told = say(start + b"Content-Type: application/protobuf\r\n" + lines + b"\r\n")
-        assert told.split(b" ")[1] in (b"200", b"400", b"412", b"426"), told  # Flower's own answer
+        output = say(start + b"Content-Type: application/protobuf\r\n" + lines + b"\r\n")
+        assert output.split(b" ")[1] in (b"200", b"400", b"412", b"426"), output  # Flower's own answer
     finally:
         server.should_exit = True
         thread.join()

@@ -56,10 +56,10 @@ def test_a_servers_file_that_is_not_what_it_should_be(
 
 def test_a_servers_certificate_goes_with_its_key_and_authority(fedloom: Command, federation: Path, tmp_path: Path):
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "other")
-    for name, told in ((SERVER_KEY, "is not the certificate of the key"), (AUTHORITY, "is not from the authority")):
+    for name, message in ((SERVER_KEY, "is not the certificate of the key"), (AUTHORITY, "is not from the authority")):
         before = (federation / "server" / name).read_bytes()
         shutil.copyfile(tmp_path / "other" / "server" / name, federation / "server" / name)
-        refused(fedloom("federation", "server", federation / "server"), told)
+        refused(fedloom("federation", "server", federation / "server"), message)
         (federation / "server" / name).write_bytes(before)
 
 

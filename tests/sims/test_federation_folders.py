@@ -50,8 +50,8 @@ def test_what_a_sheet_takes_is_planned_and_kept_out_of_git(fedloom: Command, tmp
     assert fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "new").code == 0
     assert read(SiteSheet, tmp_path / "new" / "a" / SITE).domain == "npz:/x"
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    told = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert told.stdout == "?? nodes.yaml\n"
+    output = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert output.stdout == "?? nodes.yaml\n"
 
 
 @pytest.mark.parametrize("host", ["http://127.0.0.1:8000", "a b", "127.0.0.1:8000", ""])
@@ -125,9 +125,9 @@ def test_a_port_in_use_is_reported_with_the_key_to_change(fedloom: Command, tmp_
         taken.listen()
         port = taken.getsockname()[1]
         write_plan(Plan(port=port, sites=[{"name": "a"}]), tmp_path / "m")
-        told = f"server.yaml: port {port} is in use by another program; stop that program, or change it there"
-        refused(fedloom("federation", "server", tmp_path / "m" / "server"), told)
-        refused(fedloom("federation", "up", tmp_path / "m"), told)
+        message = f"server.yaml: port {port} is in use by another program; stop that program, or change it there"
+        refused(fedloom("federation", "server", tmp_path / "m" / "server"), message)
+        refused(fedloom("federation", "up", tmp_path / "m"), message)
     refuse_port(tmp_path / "m" / "server", ServerSheet(port=port))
 
 
@@ -146,8 +146,8 @@ def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: P
         fedloom("federation", "plan", plan, "--folder", folder), "already has all sites of the plan; add a site to the plan"
     )
     plan.write_text("port: 8001\nsites: [{name: north}, {name: east}]")
-    told = "is a federation with the server 127.0.0.1:8000, not 127.0.0.1:8001; use the same"
-    refused(fedloom("federation", "plan", plan, "--folder", folder), told)
+    message = "is a federation with the server 127.0.0.1:8000, not 127.0.0.1:8001; use the same"
+    refused(fedloom("federation", "plan", plan, "--folder", folder), message)
     assert not (folder / "east").exists()
     plan.write_text("sites: [{name: north}, {name: south}, {name: east, publish: [none]}]")
     said = fedloom("federation", "plan", plan, "--folder", folder)
@@ -171,15 +171,15 @@ def test_a_server_that_does_not_run_takes_no_run(tmp_path: Path):
 def test_a_server_of_an_earlier_version_is_refused_by_every_command(fedloom: Command, tmp_path: Path):
     """Its keys may be known to whoever reached its port."""
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
-    home, told = tmp_path / "m" / "server", "is from an earlier version"
+    home, message = tmp_path / "m" / "server", "is from an earlier version"
     old = "host: 127.0.0.1\nport: 8000\ncertificate: server.crt\nkey: server.key\nauthority: ca.crt\nauthenticate: true\n"
     for text in (old, "port: 8000\n"):
         (home / SERVER).write_text(text)
-        refused(fedloom("federation", "server", home), told, "Plan again")
-        refused(fedloom("federation", "up", tmp_path / "m"), told)
+        refused(fedloom("federation", "server", home), message, "Plan again")
+        refused(fedloom("federation", "up", tmp_path / "m"), message)
         (tmp_path / "nodes.yaml").write_text("sites: [{name: a}, {name: b}]")
-        refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), told)
-        with pytest.raises(UserError, match=told):
+        refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "m"), message)
+        with pytest.raises(UserError, match=message):
             _server(str(tmp_path / "m"))
         said = fedloom("doctor", "--federation", home)
         assert said.code == 1 and "earlier version" in " ".join(said.out.split())

@@ -35,9 +35,9 @@ def test_a_site_makes_its_own_key_and_all_learn_each_others(fedloom: Command, op
     north, file = operator.parent / "north", operator / "server" / "members.yaml"
     said = fedloom("federation", "join", "north", *LINK, "--folder", north)
     public = (north / "key.pub").read_text()
-    told = subprocess.run(["ssh-keygen", "-lf", north / "key.pub"], capture_output=True, text=True)
+    output = subprocess.run(["ssh-keygen", "-lf", north / "key.pub"], capture_output=True, text=True)
     assert said.code == 0 and f"north {fingerprint(public)}" in said.out
-    assert told.returncode or told.stdout.split()[1] == fingerprint(public)
+    assert output.returncode or output.stdout.split()[1] == fingerprint(public)
     assert (north / "key").stat().st_mode & 0o077 == 0 and north.stat().st_mode & 0o077 == 0
     asked = ("federation", "admit", north / "join.request", "--folder", operator)
     refused(fedloom(*asked), "admit: stdin is not a terminal, so no one can answer; nothing is changed")
@@ -85,7 +85,7 @@ def test_a_request_that_is_not_its_own_is_refused(fedloom: Command, operator: Pa
     other = operator.parent / "other"
     other.mkdir()
     key = write_node_key(other)
-    for altered, told in [
+    for altered, message in [
         ({**given, "name": "south"}, "is not signed by the key in it"),
         ({**given, "key": key}, "is not signed by the key in it"),
         ({**given, "signature": "zz"}, "is not signed by the key in it"),
@@ -99,7 +99,7 @@ def test_a_request_that_is_not_its_own_is_refused(fedloom: Command, operator: Pa
         ("x" * 20_000, "is not a site's request"),
     ]:
         (operator.parent / "altered").write_text(write_yaml(altered))
-        refused(fedloom(*asked, operator.parent / "altered"), told)
+        refused(fedloom(*asked, operator.parent / "altered"), message)
     (operator.parent / "altered").write_bytes(b"\xff\xfe{")
     refused(fedloom(*asked, operator.parent / "altered"), "cannot be read")
     refused(fedloom(*asked, operator.parent / "nowhere"), "cannot be read")
@@ -116,8 +116,8 @@ def test_a_key_is_one_sites_alone(fedloom: Command, operator: Path):
     key = (home / "key.pub").read_text().strip()
     signature = Identity(str(home / "key")).signed(signing_payload("join", "south", key)).hex()
     (operator.parent / "again").write_text(write_yaml({"name": "south", "key": key, "signature": signature}))
-    told = "south: north has the same key"
-    refused(fedloom("federation", "admit", operator.parent / "again", "--folder", operator, "--yes"), told)
+    message = "south: north has the same key"
+    refused(fedloom("federation", "admit", operator.parent / "again", "--folder", operator, "--yes"), message)
 
 
 def test_a_members_file_is_not_believed_blindly(fedloom: Command, operator: Path):
@@ -125,7 +125,7 @@ def test_a_members_file_is_not_believed_blindly(fedloom: Command, operator: Path
     file, other = operator / "server" / "members.yaml", operator.parent / "other.yaml"
     given = read_yaml(file.read_text())
     take = ("federation", "accept", other, "--folder", north, "--yes")
-    for altered, told in [
+    for altered, message in [
         ({**given, "sites": {}}, "north: is not in the members' file"),
         ({**given, "certificate": "x"}, "certificate: cannot be read"),
         ({**given, "certificate": 2 * given["certificate"]}, "certificate: cannot be read"),
@@ -137,7 +137,7 @@ def test_a_members_file_is_not_believed_blindly(fedloom: Command, operator: Path
         ({}, "is not a members' file"),
     ]:
         other.write_text(write_yaml(altered))
-        refused(fedloom(*take), told)
+        refused(fedloom(*take), message)
     assert not (north / "peers").exists() and not (north / "ca.crt").exists()
     other.write_text(write_yaml({**given, "superlink": "127.0.0.1:9000"}))
     assert "stays" in " ".join(fedloom(*take).out.split())

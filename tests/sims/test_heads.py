@@ -194,8 +194,8 @@ def test_a_head_brings_its_own_classes_and_one_that_was_not_measured_says_so(
 )
 def test_stored_statistics_are_advised_against_where_there_are_some(words: list[str], warned: bool) -> None:
     config = load("components", [*SMALL, *words])
-    told = strategy_of(resolve(config)).warnings(resolve(config))
-    assert [line.startswith("evaluation.statistics=running: stored statistics") for line in told] == [True] * warned
+    warnings = strategy_of(resolve(config)).warnings(resolve(config))
+    assert [line.startswith("evaluation.statistics=running: stored statistics") for line in warnings] == [True] * warned
 
 
 def test_parts_that_do_not_fit_are_refused_with_both_shapes() -> None:

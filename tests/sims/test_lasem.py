@@ -176,7 +176,7 @@ def test_tasks_have_as_many_images_as_the_papers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_wrong_words_are_reported_in_a_line():
-    for words, told in [
+    for words, message in [
         (["tables=figure9"], "table.*figure"),
         (["sequences=office"], "unknown sequence 'office'"),
         (["rat=1"], "rate"),
@@ -184,7 +184,7 @@ def test_wrong_words_are_reported_in_a_line():
         (["epochs=0"], "epochs: got 0, takes a whole number above 0"),
         (["rate=nan"], "rate: got nan, takes a number above 0"),
     ]:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             lasem.reproduce("cpu", 1, words, quiet=True)
     with pytest.raises(UserError, match="preset"):
         lasem.reproduce("tiny", 1, [], quiet=True)

@@ -105,12 +105,12 @@ def test_what_is_not_to_be_removed_is_refused_and_all_stays(fedloom: Command, ru
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / CONFIG).write_text("seed: 1")
     nested, baseline = run / "more" / "run", run / "baselines" / "fedavg"
-    for odd, told in (
+    for odd, message in (
         (tmp_path / "link", "is a link"),
         (tmp_path / "other", "is not a run"),
         (tmp_path / "nowhere", f"does not exist; 'fedloom runs {tmp_path}' lists the runs there"),
     ):
-        refused(fedloom("rm", run, odd, "--yes"), str(odd), told)
+        refused(fedloom("rm", run, odd, "--yes"), str(odd), message)
     baseline.mkdir(parents=True)
     shutil.copy(run / CONFIG, baseline)
     refused(fedloom("rm", baseline, "--yes"), "is part of the run")
@@ -154,9 +154,9 @@ def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, file
 def test_what_somebody_keeps_among_a_runs_files_keeps_the_run(fedloom: Command, run: Path, mine: str):
     (run / mine).parent.mkdir(parents=True, exist_ok=True)
     (run / mine).write_text("precious")
-    told = "plots/thesis" if "thesis" in mine else mine
-    refused(fedloom("rm", run, "--yes"), f"has files that fedloom did not write ({told})")
-    refused(fedloom("run", "digits", *SMALL, f"run.root={run.parent}", f"run.name={run.name}", "--overwrite"), told)
+    message = "plots/thesis" if "thesis" in mine else mine
+    refused(fedloom("rm", run, "--yes"), f"has files that fedloom did not write ({message})")
+    refused(fedloom("run", "digits", *SMALL, f"run.root={run.parent}", f"run.name={run.name}", "--overwrite"), message)
     assert (run / mine).read_text() == "precious"
 
 

@@ -101,10 +101,10 @@ def test_plain_lines_tell_of_steps_that_take_long() -> None:
             clock.now += 1.0
         for _ in steps("soon done", range(3)):
             clock.now += 0.5
-    told = ["searching: 2 of 40", "searching: 12 of 40", "searching: 22 of 40", "searching: 32 of 40"]
-    assert written(console).splitlines() == told
+    messages = ["searching: 2 of 40", "searching: 12 of 40", "searching: 22 of 40", "searching: 32 of 40"]
+    assert written(console).splitlines() == messages
     step("searching", 50, 60)
-    assert written(console).splitlines() == told  # nobody listens any more
+    assert written(console).splitlines() == messages  # nobody listens any more
 
 
 def test_the_live_line_shows_a_step_until_it_is_done() -> None:
@@ -197,9 +197,9 @@ def test_the_second_question_of_a_round_counts_its_own_answers():
     with RichListener(pipe(), clock=Clock()) as listener:
         listener.started("digits", 2, 10, "")
         listener.round_started(1, 2)
-        for told in ("sites 1/2", "sites 2/2") * 2:
-            listener.reply("site-0" if "1/2" in told else "site-1", True, "")
-            assert told in line(listener)
+        for headers in ("sites 1/2", "sites 2/2") * 2:
+            listener.reply("site-0" if "1/2" in headers else "site-1", True, "")
+            assert headers in line(listener)
 
 
 def test_time_left_of_a_run_that_continues_counts_only_this_process() -> None:

@@ -115,11 +115,11 @@ def test_flowers_own_grid_reads_parts_that_are_kept_by_other_ids(link: Link, mon
     reply.content["w"] = network()
     reply.metadata.__dict__["_message_id"] = reply.object_id
     assert link.whole(node, reply)
-    told = link.told(asked)
-    assert told is not None
-    tree = link.state.object_store.get_object_tree(told.metadata.message_id)
+    result = link.told(asked)
+    assert result is not None
+    tree = link.state.object_store.get_object_tree(result.metadata.message_id)
     parts = {part.object_id: link.state.object_store.get(part.object_id) or b"" for part in iterate_object_tree(tree)}
-    read = place.inflate_object_from_contents(told.metadata.message_id, parts)
+    read = place.inflate_object_from_contents(result.metadata.message_id, parts)
     assert read.content == reply.content
 
 

@@ -179,10 +179,10 @@ def test_pages_for_other_reports(tmp_path: Path) -> None:
 
 def test_headline_means_over_sites_that_hold_a_domain_alone() -> None:
     metrics, summary = results(2, ["a", "b"])
-    told = headline(summary, metrics)
-    assert "its own domain goes from 80.0% to 10.0%" in told
-    assert "retained domains goes from 80.0% to 75.0%" in told
-    assert "80.0% test accuracy on the union" in told
+    lines = headline(summary, metrics)
+    assert "its own domain goes from 80.0% to 10.0%" in lines
+    assert "retained domains goes from 80.0% to 75.0%" in lines
+    assert "80.0% test accuracy on the union" in lines
     metrics, summary = results(4, ["a", "b"])
     assert "also held by another site" in headline(summary, metrics)
 
@@ -242,10 +242,10 @@ def test_forgetting_table_knows_who_shares_a_domain() -> None:
 
 
 def test_captions_say_what_to_expect_of_a_domain_that_others_hold_too() -> None:
-    told = {sites: caption(results(sites, ["a", "b"])[1]) for sites in (2, 3, 4)}
-    assert "its own domain should fall" in told[2]
-    assert "should fall on a domain that only this site held, and stay about the same on all others" in told[3]
-    assert "fall" not in told[4] and "other sites also hold its domain" in told[4]
+    captions = {sites: caption(results(sites, ["a", "b"])[1]) for sites in (2, 3, 4)}
+    assert "its own domain should fall" in captions[2]
+    assert "should fall on a domain that only this site held, and stay about the same on all others" in captions[3]
+    assert "fall" not in captions[4] and "other sites also hold its domain" in captions[4]
 
 
 def test_a_single_domain_is_shown_once(tmp_path: Path) -> None:

@@ -248,8 +248,8 @@ def test_a_sweep_is_interrupted_and_continues(tmp_path: Path, monkeypatch: pytes
         assert begun.stdout
         first = next(line for line in begun.stdout if "round 2/30" in line).partition(":")[0]
         begun.send_signal(signal.SIGINT)
-        _, told = begun.communicate(timeout=60)
-    assert begun.returncode == 130 and "run the same command again" in told
+        _, output = begun.communicate(timeout=60)
+    assert begun.returncode == 130 and "run the same command again" in output
     assert not _processes_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert status(Path("runs", first)) == "interrupted" and not Path("runs/digits-seed=2").exists()

@@ -259,5 +259,5 @@ def test_a_package_that_is_gone_does_not_keep_a_site_from_being_forgotten(
         gone.setattr("tests.sims.trackers.Absent.package", "no_such_package")
         capfd.readouterr()
         assert result.unlearn("clinic")["sites"] == ["clinic"]
-    told = capfd.readouterr().out
-    assert "needs the package 'no_such_package', which is not installed" in told and "; nothing is tracked" in told
+    output = capfd.readouterr().out
+    assert "needs the package 'no_such_package', which is not installed" in output and "; nothing is tracked" in output

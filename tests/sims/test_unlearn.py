@@ -324,8 +324,8 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         until(lambda: lines() >= 2, first)
         first.kill()
     begun = lines()
-    told = tmp_path / "told"
-    with told.open("w") as out, going_on(path, out) as server:
+    output = tmp_path / "told"
+    with output.open("w") as out, going_on(path, out) as server:
         until(lambda: lines() > begun + 1, server)
         refused(fedloom("resume", path, "--quiet"), f"process {server.pid} is working on it")
         refused(fedloom("readmit", path, ONE), f"process {server.pid} is working on it")
@@ -342,7 +342,7 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=60)
     assert server.returncode == 130
-    assert f"Request 'r1' is verified: the contributions of {ONE} are removed." in told.read_text()
+    assert f"Request 'r1' is verified: the contributions of {ONE} are removed." in output.read_text()
     assert [found for found in check(path) if found.severity == "problem"] == []  # orphans of a broken round are none
 
 
