@@ -1,8 +1,8 @@
 """Bundle the arrays of a message, as long as it travels through Flower's SuperLink (flwr 1.41).
 
 Flower sends every array as parts of its own, and each part is a request of some twenty milliseconds at the SuperLink: a
-ResNet-18 has 244 of them. A bundle is the length of an index, the index (JSON), and all arrays' bytes. Up to MOST_WHOLE
-bytes travel as a value of a config record, which is one part; more as an array, which is three.
+ResNet-18 has 244 of them. A bundle is the length of an index, the index (JSON), and all arrays' bytes. The bundles of a
+message with up to MOST_WHOLE bytes are values of config records, of one part each. Others are arrays, of three parts.
 """
 
 import json
@@ -20,19 +20,20 @@ BUNDLED = "bundled"  # down, in the order: the reply may be bundled
 LENGTH = struct.Struct("<Q")
 Bundle = ArrayRecord | ConfigRecord
 MOST_INDEX = 4 << 20  # bytes of a message's indices; reading one needs sixty times its bytes
-MOST_WHOLE = 1 << 20  # bytes of a bundle in a config record, of which a message may have 16 MiB (server.flower.unfolding)
+MOST_WHOLE = 1 << 20  # config records of a message may have 16 MiB (server.flower.unfolding), with the indices
 MOST_ENTRIES = 100_000  # arrays of a bundle, and records without arrays
 
 
 def bundled_orders(messages: Iterable[Message]) -> list[Message]:
     """Return messages to sites with each array record in a bundle of its own: what several sites get travels once."""
-    bundles: dict[tuple[str, int], Bundle] = {}  # by the record's name, which is in the bundle, and its identity
+    bundles: dict[tuple[str, int, bool], Bundle] = {}  # by the record's name, which is in the bundle, its identity, and size
 
     def bundled(message: Message) -> Message:
-        records = dict[str, Any](message.content)
-        for name, record in message.content.array_records.items():
-            if (key := (name, id(record))) not in bundles:
-                bundles[key] = _bundle({name: record})
+        records, arrays = dict[str, Any](message.content), dict(message.content.array_records)
+        small = _is_small(arrays)
+        for name, record in arrays.items():
+            if (key := (name, id(record), small)) not in bundles:
+                bundles[key] = _bundle({name: record}, small)
             records[name] = bundles[key]
         if isinstance(order := records.get(ORDER), ConfigRecord):
             records[ORDER] = ConfigRecord({**order, BUNDLED: True})
@@ -45,7 +46,9 @@ def bundled_reply(content: RecordDict) -> RecordDict:
     """Return a reply's content with all arrays in one bundle."""
     if not (arrays := dict(content.array_records)):
         return content
-    return RecordDict({**{name: one for name, one in content.items() if name not in arrays}, BUNDLE: _bundle(arrays)})
+    return RecordDict(
+        {**{name: one for name, one in content.items() if name not in arrays}, BUNDLE: _bundle(arrays, _is_small(arrays))}
+    )
 
 
 def may_bundle(content: RecordDict) -> bool:
@@ -71,7 +74,11 @@ def unbundled(content: RecordDict) -> RecordDict:
     return RecordDict(dict(records))
 
 
-def _bundle(records: Mapping[str, ArrayRecord]) -> Bundle:
+def _is_small(records: Mapping[str, ArrayRecord]) -> bool:
+    return sum(len(array.data) for arrays in records.values() for array in arrays.values()) <= MOST_WHOLE
+
+
+def _bundle(records: Mapping[str, ArrayRecord], small: bool) -> Bundle:
     index = [[record, name, array.dtype, list(array.shape), array.stype, len(array.data)]
              for record, arrays in records.items() for name, array in arrays.items()]  # fmt: skip
     empty = [record for record, arrays in records.items() if not arrays]
@@ -79,7 +86,7 @@ def _bundle(records: Mapping[str, ArrayRecord]) -> Bundle:
     data = b"".join(
         [LENGTH.pack(len(head)), head, *(array.data for arrays in records.values() for array in arrays.values())]
     )
-    if len(data) <= MOST_WHOLE:
+    if small:
         return ConfigRecord({BUNDLE: data})
     return ArrayRecord({BUNDLE: Array("uint8", (len(data),), BUNDLE, data)})
 

@@ -23,6 +23,7 @@ from fedloom.clients.protocol.bundles import (
     unbundled,
 )
 from fedloom.clients.protocol.messages import ORDER, to_arrays, to_states
+from fedloom.server.flower.unfolding import check_unfolding
 from fedloom.sims.federation.node_app import carried
 
 ARRAYS = st.builds(
@@ -66,6 +67,17 @@ def comes_out_as_it_was(content: RecordDict) -> None:
     assert may_bundle(sent.content) and not may_bundle(order.content)
     assert plain(unbundled(sent.content)) == plain(content)
     assert sent.content.config_records[ORDER]["json"] == "{}"
+
+
+def test_the_config_records_of_a_message_have_a_bound_together():
+    """A node refuses a message with more than 16 MiB in addition to the data of arrays."""
+    record = to_arrays({"a": full(50_000)})  # 400 kB
+    few, many = (RecordDict({f"model/{number}": record for number in range(count)}) for count in (2, 60))
+    small, large = bundled_orders([message_of(few), message_of(many)])
+    assert [len(sent.content.config_records) for sent in (small, large)] == [2, 0]
+    parts = {id: part.deflate() for id, part in get_all_nested_objects(large).items()}
+    check_unfolding(large.object_id, parts, 2**26)
+    assert plain(unbundled(large.content)) == plain(many) and plain(unbundled(small.content)) == plain(few)
 
 
 @pytest.mark.parametrize(("most", "parts"), [(bundles.MOST_WHOLE, 4), (0, 6)])
