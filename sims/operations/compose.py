@@ -1,6 +1,5 @@
 """Make a network of some sites of a run from their contributions, without training."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.strategies.arithmetic import ArithmeticStrategy, start_of
+from fedloom.sims.operations.network_files import check_out
 from fedloom.sims.report.tables import Table
 
 
@@ -45,7 +45,7 @@ class CompositionOrder:
 
 def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
     """Write the network to `out`, and return tables of its sites and its accuracy. Raises UserError if it cannot be made."""
-    _check(order, run, out)
+    _check(order, out)
     config = read_config(run)
 
     def read() -> tuple[Evaluator, Model, list[list[str]]]:
@@ -73,14 +73,6 @@ def name_of(architecture: Architecture) -> NetworkName:
     return NetworkName(name, options, architecture.form)
 
 
-def check_out(out: Path, run: Path, option: str = "--out") -> None:
-    """Raise UserError unless `out` is a file path in an existing folder outside the run's folder."""
-    if not out.parent.is_dir() or out.is_dir():
-        raise UserError(f"{option}: got {out}, takes the path of a file in an existing folder")
-    if Path(os.path.realpath(run)) in Path(os.path.realpath(out)).parents:
-        raise UserError(f"{option}: got {out}, which is inside the run's folder; use another folder")
-
-
 def _start_note(start: Path | None, seed: int) -> str:
     """Return a note if the network of `--start` was trained with another seed than the run's."""
     record = read_split(start) if start else None
@@ -90,8 +82,8 @@ def _start_note(start: Path | None, seed: int) -> str:
             "Start from a network of this run")  # fmt: skip
 
 
-def _check(order: CompositionOrder, run: Path, out: Path) -> None:
-    check_out(out, run)
+def _check(order: CompositionOrder, out: Path) -> None:
+    check_out(out)
     if order.how and order.how not in (GRADIENTS, WEIGHTS):
         raise unknown("--how", order.how, (GRADIENTS, WEIGHTS))
     if order.coefficients and len(order.coefficients) != len(order.sites):

@@ -25,8 +25,7 @@ from fedloom.fusion.state import digest
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.run_folder.scores import SCORES, headline, metric_of
-from fedloom.sims.operations.compose import check_out
-from fedloom.sims.operations.network_files import check_report
+from fedloom.sims.operations.network_files import check_out, check_report
 from fedloom.sims.operations.predictions import site_of, standardisation_of
 from fedloom.sims.report.forgetting import forgotten_sites, forgotten_table
 from fedloom.sims.report.sites import data_table
@@ -103,7 +102,7 @@ def export(folder: Path, config: Config, name: str, network: nn.Module, order: E
     if not order.files:
         raise UserError("export: name a file with --pt, --torch-export or --onnx")
     for option, path in order.files.items():
-        check_out(path, folder, option)
+        check_out(path, option=option)
     if order.onnx and not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))):
         raise UserError("--onnx: needs the packages onnx and onnxscript: pip install 'fedloom[onnx]'")
     card = check_report(next(iter(order.files.values())))

@@ -189,26 +189,26 @@ def number(paths: Sequence[Path], text: str, option: str) -> int:
     raise UserError(f"{option}: '{text}' is not one of the networks; takes {', '.join(names)} or their number")
 
 
-def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = ()) -> None:
-    """Raise UserError unless `out` is writable, has one of the `endings`, and is not one of the files `taken`."""
+def check_out(out: Path, endings: Sequence[str] = (), taken: Sequence[Path] = (), option: str = "--out") -> None:
+    """Raise UserError unless `out` is writable, not in a run's folder, not one of `taken`, and ends in one of `endings`."""
     if not out.parent.is_dir():
-        raise UserError(f"--out: the folder {out.parent} does not exist; make it, or name another")
+        raise UserError(f"{option}: the folder {out.parent} does not exist; make it, or name another")
     if out.is_dir() or not out.name or (out.exists() and not out.is_file()):
-        raise UserError(f"--out: {out} is not a path of a file; name a new file")
+        raise UserError(f"{option}: {out} is not a path of a file; name a new file")
     if run := next((folder for folder in out.resolve().parents if is_run(folder)), None):
-        raise UserError(f"--out: {out} is inside the folder of the run {run.name}; use another folder")
+        raise UserError(f"{option}: {out} is inside the folder of the run {run.name}; use another folder")
     if any(out.resolve() == path.resolve() for path in taken):
-        raise UserError(f"--out: {out} is one of the networks to fuse; choose another name")
+        raise UserError(f"{option}: {out} is one of the networks to fuse; choose another name")
     if (
         not os.access(out.parent, os.W_OK)
         or len(os.fsencode(out.name)) > MAX_NAME_BYTES
         or Path("/proc") in out.resolve().parents
     ):
         raise UserError(
-            f"--out: {out} cannot be written; choose another folder, and a name of at most {MAX_NAME_BYTES} bytes"
+            f"{option}: {out} cannot be written; choose another folder, and a name of at most {MAX_NAME_BYTES} bytes"
         )
     if endings and out.suffix not in endings:
-        raise UserError(f"--out: got '{out.name}', takes a name that ends in {', '.join(endings)}")
+        raise UserError(f"{option}: got '{out.name}', takes a name that ends in {', '.join(endings)}")
 
 
 def check_report(out: Path) -> Path:

@@ -20,7 +20,8 @@ from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.strategies.components.classes import SiteClasses
 from fedloom.server.strategies.components.recombination import Recombining
-from fedloom.sims.operations.compose import check_out, name_of
+from fedloom.sims.operations.compose import name_of
+from fedloom.sims.operations.network_files import check_out
 from fedloom.sims.report.canvas import save
 from fedloom.sims.report.forgetting import forgotten_sites
 from fedloom.sims.report.heads import exchanges, heads_figure, heads_table, matrix_table
@@ -40,7 +41,7 @@ def measured(run: Path, png: Path | None = None) -> list[Table]:
     Raises UserError if the run measured no heads.
     """
     if png:
-        check_out(png, run, "--png")
+        check_out(png, option="--png")
         if png.suffix.lower() != ".png":
             raise UserError(f"--png: got {png}, takes the name of a file that ends in .png")
     read_config(run)
@@ -65,7 +66,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
     Raises UserError for a run of another method, for sites that are unknown, forgotten or did not publish, and if `out`
     exists.
     """
-    check_out(out, run)
+    check_out(out)
     if out.exists():
         raise UserError(f"--out: {out} exists already; use another file")
     config = read_config(run)

@@ -120,7 +120,7 @@ def test_a_start_of_another_seed_has_a_note(run: Path, tmp_path: Path) -> None:
 
 def test_the_runs_own_files_are_not_overwritten(run: Path) -> None:
     before = (run / "ledger.sqlite").read_bytes()
-    with pytest.raises(UserError, match="inside the run's folder"):
+    with pytest.raises(UserError, match="inside the folder of the run"):
         compose(run, CompositionOrder([ONE]), run / "states" / ".." / "ledger.sqlite")
     assert (run / "ledger.sqlite").read_bytes() == before
 

@@ -99,8 +99,8 @@ def test_exported_files_take_and_return_the_units_of_the_data(tmp_path: Path):
 
 def test_refused_exports(fedloom: Command, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refused(fedloom("export", run), "name a file with --pt, --torch-export or --onnx")
-    refused(fedloom("export", run, "--pt", tmp_path / "no" / "net.pt"), "--pt:", "existing folder")
-    refused(fedloom("export", run, "--pt", run / "net.pt"), "--pt:", "inside the run's folder")
+    refused(fedloom("export", run, "--pt", tmp_path / "no" / "net.pt"), "--pt: the folder", "does not exist")
+    refused(fedloom("export", run, "--pt", run / "net.pt"), "--pt:", "inside the folder of the run")
     refused(fedloom("export", run, "--pt", tmp_path / "net.pt", "--network", "smu"), "did you mean 'sum'")
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
     refused(fedloom("export", run, "--onnx", tmp_path / "net.onnx"), "pip install 'fedloom[onnx]'")

@@ -137,9 +137,11 @@ def test_places_where_nothing_is_written(fedloom: Command, done: Path, tmp_path:
     (tmp_path / "there.safetensors").write_text("mine")
     refused(fedloom("transfer-head", done, *pair, "--out", tmp_path / "there.safetensors"), "exists already")
     assert (tmp_path / "there.safetensors").read_text() == "mine"
-    refused(fedloom("transfer-head", done, *pair, "--out", done / "states" / "x.safetensors"), "inside the run's folder")
-    refused(fedloom("heads", done, "--png", done / "x.png"), "--png: got", "inside the run's folder")
-    refused(fedloom("heads", done, "--png", tmp_path / "no" / "x.png"), "--png: got", "in an existing folder")
+    refused(
+        fedloom("transfer-head", done, *pair, "--out", done / "states" / "x.safetensors"), "inside the folder of the run"
+    )
+    refused(fedloom("heads", done, "--png", done / "x.png"), "--png:", "inside the folder of the run")
+    refused(fedloom("heads", done, "--png", tmp_path / "no" / "x.png"), "--png: the folder", "does not exist")
     refused(fedloom("heads", done, "--png", tmp_path / "x.jpg"), "ends in .png")
     refused(fedloom("heads", tmp_path), "is not a run of fedloom")
 
