@@ -1,8 +1,9 @@
 """A `Job`: one message to a site, with everything the site needs to answer it. `clients.work` answers it."""
 
 import functools
+import json
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +30,21 @@ from fedloom.clients.privacy.guard import SIMULATED
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
 from fedloom.clients.protocol.failures import RefusedError
-from fedloom.clients.protocol.messages import BEFORE, ENROL, MEAN, OWN, SUBSET, TaskInstructions, read_order, to_states
+from fedloom.clients.protocol.messages import (
+    BEFORE,
+    ENROL,
+    MEAN,
+    OWN,
+    SUBSET,
+    TaskInstructions,
+    config_digest,
+    read_order,
+    to_states,
+)
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.torch_setup import memory_share, ordinary, pick_device
 from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import only
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
@@ -161,7 +173,8 @@ def read_job(message: Message, context: Context) -> Job:
     if not simulated:
         policy.check_question(order, experiment.config)
     policy = replace(policy, gpu=memory_share(experiment.config.engine)) if simulated else policy
-    store = SiteStore(root, order.run, asked_site(order, experiment.config).name)
+    objective = "" if simulated else config_digest(json.dumps(experiment.config.objective, sort_keys=True))
+    store = SiteStore(root, order.run, asked_site(order, experiment.config).name, objective)
     return Job(order, experiment, store, message.content, policy, simulated)
 
 
@@ -204,8 +217,12 @@ def store_of(context: Context) -> Path:
 
 
 @contextmanager
-def moment(message: Message) -> Generator[None]:
-    """Enter a context to answer a message in: torch's defaults are set, and data files are listed once per round."""
-    order = read_order(message.content)
-    with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL):
+def moment(message: Message, context: Context) -> Generator[None]:
+    """Enter a context to answer a message in.
+
+    Torch's defaults are set, and data files are listed once per round. A real site imports only what its owner names.
+    """
+    order, simulated = read_order(message.content), bool(context.node_config.get(SIMULATED))
+    own = nullcontext() if simulated else only(Policy.of(context.node_config).code)
+    with ordinary(), at_round(order.run, order.round, afresh=order.kind == ENROL), own:
         yield

@@ -73,7 +73,7 @@ def answer(message: Message, context: Context) -> Message:
         with alone(context):
             if (done := erased(message, context)) is not None:
                 return Message(done, reply_to=message)
-            with moment(message):
+            with moment(message, context):
                 job = read_job(message, context)
                 _use_threads(job.config.engine.threads)
                 return Message(respond(job), reply_to=message)
@@ -236,10 +236,20 @@ def answer_question(job: Job) -> RecordDict:
     return reply
 
 
+def _images_to_fit(job: Job) -> Examples:
+    """Return the site's training examples, to which some objectives fit a network before they answer.
+
+    Raises RefusedError if this may cost more than the site allows for a round.
+    """
+    images = job.images()
+    job.policy.limits.check_examples(len(images), job.experiment, job.site)
+    return images
+
+
 def _asked(job: Job) -> Answer:
     """Return the objective's answer to a question of its method. The site's policy filters published components."""
     task = task_of(job)
-    result = job.experiment.objective.answer(job.order.kind, task, job.images())
+    result = job.experiment.objective.answer(job.order.kind, task, _images_to_fit(job))
     if COMPONENTS in result.records:
         result.records[COMPONENTS] = job.policy.filter_published(result.records[COMPONENTS])
         if job.order.base != job.order.round and task.own is not None:  # the state now belongs to this round
@@ -268,7 +278,7 @@ def _measured(job: Job) -> Answer:
 def _score(job: Job, images: Examples, metrics: Metrics) -> Score:
     """Score the network MODEL, or else the site's own, on the images."""
     task = task_of(job)
-    state = job.experiment.objective.network(task, job.images())
+    state = job.experiment.objective.network(task, _images_to_fit(job))
     if state is None:
         raise UserError(f"{job.site.name}: the site has not trained yet, so it has no network to measure")
     task.network.load_state_dict(state)

@@ -1,5 +1,6 @@
 """Load classes and functions of other packages, by entry point or as `module:attribute`, when a configuration names them."""
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -8,7 +9,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,17 @@ from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.package import NAME, ROOMS, ROOT, present_name
 
 MOST_CHARACTERS = 200  # characters of options in an error
+_allowed: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)  # None: every name
+
+
+@contextlib.contextmanager
+def only(names: Iterable[str]) -> Iterator[None]:
+    """In a block, let `outside` load nothing but these names: a site runs no code that only a server names."""
+    token = _allowed.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
 
 
 def is_reference(name: object) -> bool:
@@ -35,8 +48,11 @@ def outside(kind: str, name: object, known: Iterable[str], key: str) -> Any:
     """Return the object that a name stands for: `module:attribute`, or an installed package's entry point.
 
     `known`: this project's names, for the error. Raises UserError, beginning with the name's dotted `key`: no such name,
-    module or attribute, or a failed import.
+    module or attribute, or a failed import; and a name that `only` does not allow.
     """
+    if (allowed := _allowed.get()) is not None and not (isinstance(name, str) and name in allowed):
+        owner = "not part of this project, and the site's owner does not allow it"
+        raise UserError(f"{key}: '{name}' is {owner} (site.yaml: networks, objectives, optimizers, domain)")
     if is_reference(name):
         return imported(str(name), key)
     points = _entry_points(_group(kind), tuple(sys.path)).get(name, []) if isinstance(name, str) else []

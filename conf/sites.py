@@ -123,10 +123,15 @@ def _check_number(sites: int) -> None:
         raise UserError(f"sites: got {sites} in all, takes at most {MOST_SITES}")
 
 
+def is_site_name(text: str) -> bool:
+    """Return whether a text can be the name of a site: it becomes the name of a folder."""
+    return all(letter.isalnum() or letter in "-_." for letter in text) and not text.startswith(".")
+
+
 def _name(entry: SiteConfig, part: int, index: int) -> str:
     if not entry.name:
         return f"site-{index:04d}"
-    if not all(letter.isalnum() or letter in "-_." for letter in entry.name) or entry.name.startswith("."):
+    if not is_site_name(entry.name):
         raise UserError(f"sites[{index}].name: got '{entry.name}', takes letters, digits, '-', '_' and '.'")
     if len(entry.name.encode()) > MOST_NAME_BYTES:
         raise UserError(f"sites[{index}].name: got '{entry.name[:20]}...', takes at most {MOST_NAME_BYTES} bytes")

@@ -10,7 +10,7 @@ from flwr.app import RecordDict
 
 from fedloom.clients.data import domain_names
 from fedloom.clients.data.domains import find
-from fedloom.clients.data.forms import schema_of
+from fedloom.clients.data.forms import schema_of, with_form
 from fedloom.clients.data.partition import WAYS
 from fedloom.clients.data.standardise import STATISTICS
 from fedloom.clients.data.variants import class_count, outputs
@@ -25,8 +25,10 @@ from fedloom.clients.training.loss import LOSSES, loss_section
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
 from fedloom.clients.training.schedules import SCHEDULES, schedule_section
 from fedloom.conf.errors import UserError
+from fedloom.conf.plugins import is_reference
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
+from fedloom.conf.shorthand import expand_shorthand
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
 
@@ -94,6 +96,8 @@ class Policy:
         names = {key: _names(values[key]) for key in LISTS}
         if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
+        if NOTHING in names["publish"] and len(names["publish"]) > 1:
+            raise UserError(f"publish: got '{values['publish']}'; take none alone, or only the parts")
         if odd := next((name for name in names["disclose"] if name not in DISCLOSED), ""):
             raise UserError(f"disclose: got '{odd}', takes scores, classes, or both separated by a comma")
         if values["device"] not in DEVICES:
@@ -111,6 +115,12 @@ class Policy:
                       masks=values["masks"], epsilon=cost, identity=identity, name=str(node_config.get("site", "")),
                       limits=limits, min_members=_count(node_config, "min_members"),
                       min_known=_count(node_config, "min_known"), **names)  # fmt: skip
+
+    @property
+    def code(self) -> frozenset[str]:
+        """The names of code from outside this project that the site runs."""
+        own = (self.domain, self.domain.partition("?")[0]) if self.domain else ()
+        return frozenset((*self.networks, *self.objectives, *self.optimizers, *own))
 
     def hides(self, config: Config) -> bool:
         """Return whether masks or noise, of this policy or the run, hide what this site trains."""
@@ -173,7 +183,8 @@ class Policy:
         if self.name not in ("", site.name):
             raise RefusedError(f"order.site: is the index of '{site.name}', but this site is '{self.name}'")
         key = f"sites[{place}]"
-        for where, section in {"network": config.network, f"{key}.network": getattr(site.spec, "network", {})}.items():
+        several = {f"{key}.networks[{number}]": section for number, section in enumerate(site.spec.networks)}
+        for where, section in {"network": config.network, f"{key}.network": site.spec.network, **several}.items():
             if section:
                 self._allow_all(NETWORKS, self.networks, section, where)
         self._allow_all(OBJECTIVES, self.objectives, config.objective, "objective")
@@ -198,7 +209,7 @@ class Policy:
                 raise RefusedError(f"sites[{other.index}].domain: {reason}; a site does not open or import what a server "
                                    "names. Set data.classes and data.heads=shared, so that sites with own data "
                                    "do not look it up.")  # fmt: skip
-        self.limits.check(config, site)
+        self.limits.check(with_form(config, place, bool(self.domain)), site)
         if self.hides(config):
             check_harmless(config)
         threads = min(config.engine.threads, os.cpu_count() or 1)
@@ -238,11 +249,14 @@ class Policy:
         }
 
     def _allow_all(self, registry: Registry[Any], named: tuple[str, ...], section: Mapping[str, Any], where: str) -> None:
-        """Refuse a section with a name that is not allowed, also in inner sections: both could be imported."""
+        """Refuse a section with a name that is not allowed, also in inner sections. `only` (conf.plugins) is the last guard.
+
+        Networks in networks must be allowed. Names in other sections are of other kinds; only code from outside is refused.
+        """
         self._allow(registry, named, section.get("name"), where)
-        if registry.shipped(str(section.get("name"))):  # inner sections of another's class are its own business
-            for path, kind, name in _inside(section, where, registry):
-                self._allow(kind, named, name, path)
+        for path, name in _inside(registry, section, where):
+            if registry is NETWORKS or (is_reference(name) and name not in named):
+                self._allow(registry, named, name, path)
 
     def _allow(self, registry: Registry[Any], named: tuple[str, ...], name: Any, where: str) -> None:
         if name in named or (not named and isinstance(name, str) and registry.shipped(name)):
@@ -251,23 +265,19 @@ class Policy:
         raise RefusedError(f"{where}.name: '{name}' is not among the {registry.kind}s of this site's policy ({allowed})")
 
 
-def _inside(section: Mapping[str, Any], where: str, registry: Registry[Any]) -> Iterator[tuple[str, Registry[Any], Any]]:
-    """Yield the names in inner sections: the dotted key, the registry of the name, and the name."""
-    for key, item in section.items():
-        kind = _auxiliary() if key == "auxiliary" else registry
+def _inside(registry: Registry[Any], section: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the name of each inner section. Those of another's class are its own business."""
+    name = section.get("name")
+    if not (isinstance(name, str) and registry.shipped(name)):
+        return
+    for key, item in expand_shorthand(registry.get(name), section).items():
         for index, entry in enumerate(item) if isinstance(item, list | tuple) else [("", item)]:
             path = f"{where}.{key}" + (f"[{index}]" if index != "" else "")
             if isinstance(entry, Mapping) and "name" in entry:
-                yield path, kind, entry["name"]
-                yield from _inside(entry, path, kind)
-            elif key == "auxiliary":
-                yield path, kind, entry
-
-
-def _auxiliary() -> Registry[Any]:
-    from fedloom.clients.objectives.components.auxiliary import AUXILIARY
-
-    return AUXILIARY
+                yield path, entry["name"]
+                yield from _inside(registry, entry, path)
+            elif is_reference(entry):
+                yield path, entry
 
 
 def _number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:

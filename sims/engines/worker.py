@@ -140,7 +140,7 @@ class Worker:
         self._marker.write(call, SEVERAL)
         replies: dict[int, Message] = {}
         try:
-            with moment(messages[0]):
+            with moment(*next(iter(asked.values()))):
                 jobs = [read_job(message, context) for message, context in asked.values()]
                 groups = same_shape(jobs, self.recipe.cohort)
                 trained = [(group, train_cohort([jobs[place] for place in group])) for group in groups]

@@ -14,6 +14,7 @@ import tomli_w
 import yaml
 
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.sites import is_site_name
 from fedloom.conf.text_keys import keep_texts
 from fedloom.conf.typed import at_home, build, option
 from fedloom.conf.yaml_text import read_yaml, write_yaml
@@ -66,7 +67,7 @@ class SiteSheet:
         choices=("extractor", "head", "none"),
     )
     device: str = option("", "device for training; empty: as in the run", choices=("", "auto", "cpu", "cuda"))
-    gpu: float = option(1.0, "largest share of a GPU's memory", low=0.0, high=1.0)
+    gpu: float = option(1.0, "largest share of a GPU's memory", low=0.01, high=1.0)
     largest_order: float = option(0.0, "MB of the largest message that it accepts; 0: 1,000", low=0.0)
     masks: str = option(
         "", "required: what it trains leaves the site only under secure aggregation", choices=("", "required")
@@ -197,6 +198,8 @@ def node_config(sheet: SiteSheet, folder: Path) -> str:
     """Return the TOML that Flower's SuperNode passes to the ClientApp (clients.privacy.policy, clients.storage.store)."""
     if not sheet.name or len(sheet.name) > MOST_NAME:
         raise UserError(f"{folder / SITE}: name: takes 1 to {MOST_NAME} characters, got {sheet.name[:20]!r}")
+    if not is_site_name(sheet.name):
+        raise UserError(f"{folder / SITE}: name: got {sheet.name!r}, takes letters, digits, '-', '_' and '.'")
     settings: dict[str, Any] = {"site": sheet.name, "store": str((folder / sheet.store).resolve())}
     for key in POLICY:
         setting = getattr(sheet, key)

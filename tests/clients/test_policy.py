@@ -55,6 +55,7 @@ def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
     "word, key",
     [
         ("network={name: 'a_trap:Net'}", "network.name"),
+        ("sites.1.networks=[{name: mlp}, {name: 'a_trap:Net'}]", "sites[1].networks[1].name"),
         ("objective={name: 'a_trap:Objective'}", "objective.name"),
         ("network={name: exits, of: {name: 'a_trap:Net'}}", "network.of.name"),
         ("network={name: split, at: '0', head: {name: rest, of: {name: 'a_trap:Net'}}}", "network.head.of.name"),

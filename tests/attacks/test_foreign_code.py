@@ -1,0 +1,156 @@
+"""No configuration that a server sends makes a real site import or call code that the site's owner has not named."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom.clients.privacy.policy import Policy
+from fedloom.clients.protocol.messages import ENROL, EVALUATE, MEAN, MODEL, SITE, TRAIN
+from fedloom.clients.protocol.partial_sums import ONCE
+from fedloom.conf import load
+from tests.attacks.hostile import WORDS, Server
+
+TRAP = "trap_of_a_site"
+CALL = f"{TRAP}:make"
+CODE = """
+from pathlib import Path
+Path(r'{0}').write_text('imported')
+def make(*args, **kwargs):
+    Path(r'{0}').write_text('called')
+"""
+Tree = dict[str, Any]
+Change = Callable[[Tree], None]
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module at the site which leaves a file as soon as it is imported or called."""
+    proof = tmp_path / "proof"
+    (tmp_path / f"{TRAP}.py").write_text(CODE.format(proof))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield proof
+    sys.modules.pop(TRAP, None)
+
+
+def at(path: str, value: Any) -> Change:
+    """Set one key of the configuration: `sites.0.networks`."""
+
+    def change(tree: Tree) -> None:
+        *before, last = path.split(".")
+        place: Any = tree
+        for key in before:
+            place = place[int(key) if key.isdigit() else key]
+        place[int(last) if last.isdigit() else last] = value
+
+    return change
+
+
+NAMED: dict[str, Any] = {"name": CALL}
+SECTIONS: dict[str, Change] = {
+    "network": at("network", NAMED),
+    "network in a network": at("network", {"name": "exits", "of": CALL}),
+    "network in a network of the site": at("sites.0.network", {"name": "split", "at": "0", "of": CALL}),
+    "own network": at("sites.0.network", NAMED),
+    "one of own networks": at("sites.0.networks", [NAMED]),
+    "the second of own networks": at("sites.0.networks", [{"name": "mlp", "widths": [4]}, NAMED]),
+    "another site's network": lambda tree: tree["sites"].append({**tree["sites"][0], "count": 1, "network": NAMED}),
+    "another site's networks": lambda tree: tree["sites"].append({**tree["sites"][0], "count": 1, "networks": [NAMED]}),
+    "objective": at("objective", NAMED),
+    "base learner": at("objective", {"name": "layer_selection", "learner": CALL}),
+    "search": at("objective", {"name": "layer_selection", "search": NAMED}),
+    "auxiliary": at("objective", {"name": "components", "auxiliary": [CALL]}),
+    "optimizer": at("training.optimizer", NAMED),
+    "schedule": at("training.schedule", CALL),
+    "loss": at("training.loss", CALL),
+    "strategy": at("strategy", NAMED),
+    "domain": at("sites.0.domain", CALL),
+    "partition": at("sites.0.partition", NAMED),
+    "augmentation": at("training.augment", [NAMED]),
+    "metric": at("evaluation.metrics", [CALL]),
+}
+
+
+POLICIES: dict[str, dict[str, Any]] = {"open": {}, "own data": {"domain": "digits"}, "strict": {
+    "masks": "required", "epsilon": 1.0, "networks": "mlp,exits,split", "objectives": "fedavg,layer_selection,components",
+    "optimizers": "sgd", "strategies": "sum_aggregation", "publish": "none", "min_members": 5}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules"), [(ENROL, "open"), (TRAIN, "open"), (EVALUATE, "open"), (ENROL, "own data"), (TRAIN, "own data"),
+                        (ENROL, "strict")])  # fmt: skip
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_site_calls_no_code_that_only_a_server_names(section: str, kind: str, rules: str, trap: Path, tmp_path: Path):
+    server = Server(tmp_path, WORDS, **POLICIES[rules])
+    mean = server.mean
+    tree = json.loads(server.text)
+    tree["data"]["classes"] = 10  # so that no site must look up another site's domain
+    SECTIONS[section](tree)
+    server.text = json.dumps(tree)
+    records = {TRAIN: {MEAN: mean}, EVALUATE: {MODEL: mean}}.get(kind, {})
+    server.reply(0, kind, records, sums={SITE: ONCE}, slot=SITE, split="test")
+    assert not trap.exists(), trap.read_text()
+
+
+@pytest.mark.parametrize("domain", [CALL, "images:{}", "npz:{}/a.npz"])
+def test_a_site_with_its_own_data_opens_nothing_that_a_server_names(domain: str, trap: Path, tmp_path: Path):
+    """The server's name of its domain is a placeholder, which the site does not look up."""
+    server = Server(tmp_path, WORDS, domain="digits")
+    tree = json.loads(server.text)
+    tree["sites"] = [{"domain": domain.format(tmp_path / "none"), "name": "site-0000"}]
+    tree["data"]["classes"] = 10
+    server.text = json.dumps(tree)
+    reply = server.reply(0, ENROL)
+    assert not reply.has_error(), reply.error
+    assert reply.content.metric_records["metrics"]["samples"] == 1294
+    assert not trap.exists()
+
+
+def test_a_server_chooses_among_the_networks_that_the_site_names(tmp_path: Path):
+    for change in (at("sites.0.networks", [{"name": "lenet"}]), at("network", {"name": "exits", "of": "lenet"})):
+        server = Server(tmp_path, WORDS, networks="mlp,exits")
+        tree = json.loads(server.text)
+        change(tree)
+        server.text = json.dumps(tree)
+        assert "RefusedError at " in str(server.reply(0, ENROL).error.reason)
+
+
+@pytest.mark.parametrize("objective", [
+    {"name": "layer_selection", "learner": {"name": "tf"}}, {"name": "layer_selection", "learner": "tf"},
+    {"name": "layer_selection", "search": {"name": "exact"}}, {"name": "components", "auxiliary": ["rp"]},
+])  # fmt: skip
+def test_parts_of_objectives_that_ship_are_not_refused(objective: Tree):
+    config = load("digits", [*WORDS[:3], f"objective={json.dumps(objective)}"])
+    assert Policy(objectives=("layer_selection", "components")).apply(config, 0)
+
+
+def test_a_run_has_one_objective_so_that_no_other_sends_what_the_site_does_not_share(tmp_path: Path):
+    """Under `alone` nothing leaves. FedPer would send the extractor, and LG-FedAvg the head."""
+
+    def words(mode: str) -> list[str]:
+        return [*WORDS[:4], f"objective={{name: components, mode: {mode}}}", "strategy={name: head_transfer}",
+                "training.rate=0.001", "training.steps=1"]  # fmt: skip
+
+    server = Server(tmp_path, words("alone"), publish="none")
+    assert not server.reply(0, TRAIN, sums={SITE: ONCE}, slot=SITE, round=5, rounds=9).has_error()
+    for mode in ("fedper", "lg_fedavg"):
+        server.change(*words(mode))
+        shared = "extractor" if mode == "fedper" else "head"
+        part = {MEAN: {name: tensor for name, tensor in server.mean.items() if name.startswith(shared)}}
+        for number, base in ((1, 0), (6, 5)):
+            reply = server.reply(0, TRAIN, part, sums={SITE: ONCE}, slot=SITE, round=number, base=base, rounds=9)
+            assert "RefusedError at objective" in str(reply.error.reason), (mode, number)
+    server.change(*words("alone"))
+    assert not server.reply(0, TRAIN, sums={SITE: ONCE}, slot=SITE, round=6, base=5, rounds=9).has_error()
+
+
+def test_a_question_takes_no_more_steps_than_the_site_allows_for_a_round(tmp_path: Path):
+    """FedBABU fits the head before it is measured, for all of the run's epochs."""
+    words = [*WORDS[:4], "objective={name: components, mode: fedbabu}", "strategy={name: components, mode: fedbabu}"]
+    server = Server(tmp_path, words, max_steps=5)
+    assert not server.reply(0, EVALUATE, {MODEL: server.mean}, split="test").has_error()
+    server.change(*words, "training.epochs=4000")
+    assert "training.epochs" in str(server.reply(0, EVALUATE, {MODEL: server.mean}, split="test").error.reason)
