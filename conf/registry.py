@@ -79,7 +79,7 @@ class Registry(Generic[T]):
 
     def load(self) -> None:
         """Import the modules of all shipped names, for a process that starts others by forking."""
-        for module in {*self._modules.values()}:
+        for module in dict.fromkeys(self._modules.values()):
             importlib.import_module(module)
 
     def find(self, name: str, where: str = "") -> Any:

@@ -46,9 +46,8 @@ def bundled_reply(content: RecordDict) -> RecordDict:
     """Return a reply's content with all arrays in one bundle."""
     if not (arrays := dict(content.array_records)):
         return content
-    return RecordDict(
-        {**{name: one for name, one in content.items() if name not in arrays}, BUNDLE: _bundle(arrays, _is_small(arrays))}
-    )
+    others = {name: record for name, record in content.items() if name not in arrays}
+    return RecordDict({**others, BUNDLE: _bundle(arrays, _is_small(arrays))})
 
 
 def may_bundle(content: RecordDict) -> bool:

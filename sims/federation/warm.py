@@ -24,7 +24,7 @@ from fedloom.sims.process import Ending
 
 LOOK_SECONDS = 2.0  # between two checks whether the node is alive
 MOST_BYTES = 1 << 16
-USED = "cryptography.hazmat.backends.openssl dp_accounting.rdp httpcore numpy.ctypeslib torch.utils._device"
+PRELOADED = "cryptography.hazmat.backends.openssl dp_accounting.rdp httpcore numpy.ctypeslib torch.utils._device"
 
 
 def next_words(parent: int) -> list[str] | None:
@@ -57,7 +57,7 @@ def main(parent: int, apps: str) -> None:
 
     for registry in (NETWORKS, OBJECTIVES):
         registry.load()
-    for module in USED.split():  # the work on a message imports them
+    for module in PRELOADED.split():
         importlib.import_module(module)
     be_client_app(apps)
     keep_beating()

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from flwr.app import Message, RecordDict
 
+from fedloom.clients.job import moment
 from fedloom.clients.privacy.policy import Policy
-from fedloom.clients.protocol.messages import ENROL, EVALUATE, MEAN, MODEL, SITE, TRAIN
+from fedloom.clients.protocol.messages import ENROL, EVALUATE, MEAN, MODEL, ORDER, SITE, TRAIN
 from fedloom.clients.protocol.partial_sums import ONCE
-from fedloom.conf import load
+from fedloom.conf import UserError, load
+from fedloom.conf.plugins import outside
+from fedloom.sims.engines.adapter import site_context
 from tests.attacks.hostile import WORDS, Server
 
 TRAP = "trap_of_a_site"
@@ -62,6 +67,7 @@ SECTIONS: dict[str, Change] = {
     "objective": at("objective", NAMED),
     "base learner": at("objective", {"name": "layer_selection", "learner": CALL}),
     "search": at("objective", {"name": "layer_selection", "search": NAMED}),
+    "search by its name": at("objective", {"name": "layer_selection", "search": CALL}),
     "auxiliary": at("objective", {"name": "components", "auxiliary": [CALL]}),
     "optimizer": at("training.optimizer", NAMED),
     "schedule": at("training.schedule", CALL),
@@ -95,18 +101,66 @@ def test_a_site_calls_no_code_that_only_a_server_names(section: str, kind: str, 
     assert not trap.exists(), trap.read_text()
 
 
-@pytest.mark.parametrize("domain", [CALL, "images:{}", "npz:{}/a.npz"])
-def test_a_site_with_its_own_data_opens_nothing_that_a_server_names(domain: str, trap: Path, tmp_path: Path):
-    """The server's name of its domain is a placeholder, which the site does not look up."""
+@pytest.mark.parametrize("section", ["network", "network in a network", "own network", "one of own networks"])
+def test_a_site_calls_the_code_that_its_owner_names(section: str, trap: Path, tmp_path: Path):
+    server = Server(tmp_path, WORDS, networks=f"mlp,exits,{CALL}")
+    tree = json.loads(server.text)
+    SECTIONS[section](tree)
+    server.text = json.dumps(tree)
+    server.reply(0, ENROL)
+    assert trap.read_text() == "called"
+
+
+def test_a_site_loads_only_what_its_owner_names_whatever_asks_for_it(trap: Path, tmp_path: Path):
+    """The last guard, below all checks of a configuration. It holds for the time of a message, and not in simulations."""
+    server = Server(tmp_path, WORDS, networks=f"mlp,{CALL}")
+    asked = Message(RecordDict({ORDER: server.order(0, ENROL).record()}), 2, "query")
+    real, simulated = (site_context(0, 1, "") for _ in range(2))
+    real.node_config = {"site": "site-0000", "networks": f"mlp,{CALL}"}
+    for other in (f"{TRAP}:other", "an_entry_point", None, ["a"]):
+        with moment(asked, real), pytest.raises(UserError, match="the site's owner does not allow it"):
+            outside("network", other, [], "network.name")
+    assert not trap.exists()
+    with moment(asked, real):
+        assert callable(outside("network", CALL, [], "network.name"))
+    with moment(asked, simulated), pytest.raises(UserError, match="has no 'other'"):
+        outside("network", f"{TRAP}:other", [], "network.name")
+    with pytest.raises(UserError, match="has no 'other'"):
+        outside("network", f"{TRAP}:other", [], "network.name")
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[set[str]]:
+    """The files and folders below `servers` that this process opens or lists."""
+    seen, watching = set[str](), [True]
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event in ("open", "os.listdir", "os.scandir") and str(tmp_path / "servers") in str(arguments[0]):
+            seen.add(str(arguments[0]))
+
+    sys.addaudithook(hear)  # Python cannot remove it
+    yield seen
+    watching.clear()
+
+
+@pytest.mark.parametrize("domain", [CALL, "images:{}", "npz:{}/a.npz", "table:{}/a.csv"])
+def test_a_site_with_its_own_data_opens_nothing_that_a_server_names(
+    domain: str, trap: Path, opened: set[str], tmp_path: Path
+):
+    """The domain in the server's configuration is a placeholder. The site does not look it up."""
+    (folder := tmp_path / "servers").mkdir()
+    (folder / "a.csv").write_text("a,b\n1,2\n")
+    np.savez(folder / "a.npz", x=np.zeros((9, 8, 8), np.uint8), y=np.arange(9) % 3)
+    opened.clear()
     server = Server(tmp_path, WORDS, domain="digits")
     tree = json.loads(server.text)
-    tree["sites"] = [{"domain": domain.format(tmp_path / "none"), "name": "site-0000"}]
+    tree["sites"] = [{"domain": domain.format(folder), "name": "site-0000"}]
     tree["data"]["classes"] = 10
     server.text = json.dumps(tree)
     reply = server.reply(0, ENROL)
     assert not reply.has_error(), reply.error
     assert reply.content.metric_records["metrics"]["samples"] == 1294
-    assert not trap.exists()
+    assert not trap.exists() and not opened
 
 
 def test_a_server_chooses_among_the_networks_that_the_site_names(tmp_path: Path):

@@ -139,7 +139,7 @@ class Liar:
     lie: Lie | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def told(self, lie: Lie) -> tuple[int, dict[str, str]]:
+    def asked_with(self, lie: Lie) -> tuple[int, dict[str, str]]:
         """Ask it; how many replies counted, and why others did not. Nothing of it stays."""
         self.lie, site = lie, self.config.roster[-1]
         self.loop.transport.dropped = {}
@@ -186,7 +186,7 @@ def liar(machines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 def test_no_lie_ends_a_run_or_enters_the_sum_unseen(liar: Liar, lie: Lie):
     """Each is refused, with its site's name and a reason, or harmless: the sum is that of the contributions."""
     aggregation = liar.loop.state
-    counted, dropped = liar.told(lie)
+    counted, dropped = liar.asked_with(lie)
     if counted:
         assert not dropped and sum_of_contributions(aggregation) == aggregation.digest()["sum"]
         assert all(contribution(aggregation, name) is not None for name in liar.others)

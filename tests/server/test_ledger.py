@@ -210,18 +210,18 @@ def test_the_seal_is_there_while_the_ledger_is_closed_and_only_then(tmp_path: Pa
 
 
 def test_folders_without_a_ledger_and_files_that_are_none_are_reported(tmp_path: Path):
-    def told(match: str, **how) -> None:
+    def refused(match: str, **how) -> None:
         with pytest.raises(LedgerError, match=match) as error:
             Ledger.open(tmp_path, **how)
         assert "\n" not in str(error.value)
 
     path = tmp_path / "ledger.sqlite"
     for server in (True, False):
-        told("has no ledger", server=server)
+        refused("has no ledger", server=server)
         path.write_bytes(b"not a database" * 100)
-        told("file is not a database", server=server)
+        refused("file is not a database", server=server)
         path.write_bytes(b"")
-        told("has no run .*no such table", server=server)
+        refused("has no run .*no such table", server=server)
         path.unlink()
     with pytest.raises(LedgerError, match=r"not a directory|Not a directory|File exists"):
         (tmp_path / "file").write_text("")
@@ -235,8 +235,8 @@ def test_folders_without_a_ledger_and_files_that_are_none_are_reported(tmp_path:
     with sqlite3.connect(path) as db:
         db.execute("UPDATE runs SET format = 9")
     db.close()
-    told("has format 9, but this fedloom reads 2 to 4; use the fedloom that wrote it")
-    told("has format 9", server=False)
+    refused("has format 9, but this fedloom reads 2 to 4; use the fedloom that wrote it")
+    refused("has format 9", server=False)
 
 
 def test_a_ledger_that_somebody_locks_for_too_long_is_reported(tmp_path: Path):

@@ -73,8 +73,8 @@ class Link:
         with speaking(node):
             return taken and all(self.state.store_object(self.run, session, id, parts[id].deflate()) for id in missing)
 
-    def told(self, asked: str) -> Message | None:
-        """What the run hears of an order."""
+    def received(self, asked: str) -> Message | None:
+        """Return the reply to an order that the run receives; None without one."""
         found = self.state.get_message_res({asked}, self.run)
         return found[0] if found else None
 

@@ -20,11 +20,11 @@ from tests.sims.links import Link, leaf, speaking
 
 def refused(link: Link, asked: str, why: str) -> None:
     """The run hears of an order that its reply is refused, and the other node's comes as ever."""
-    message = link.told(asked)
+    message = link.received(asked)
     assert message is not None and message.has_error() and why in str(message.error.reason)
     other = link.order(link.nodes[0])
     assert link.whole(link.nodes[0], link.reply(link.nodes[0], other))
-    message = link.told(other)
+    message = link.received(other)
     assert message is not None and message.has_content() and message.metadata.src_node_id == link.nodes[0]
 
 
@@ -92,7 +92,7 @@ def test_an_error_of_a_node_is_cut(link: Link):
     reply = make_message(link.reply(node, asked).metadata, error=Error(7, "x" * 10**6))
     reply.metadata.__dict__["_message_id"] = reply.object_id
     assert link.whole(node, reply)
-    message = link.told(asked)
+    message = link.received(asked)
     assert message is not None and message.error.code == 7 and len(str(message.error.reason)) == MOST_REASON
 
 
@@ -117,7 +117,7 @@ def test_a_node_sends_the_server_its_own_replies_and_no_one_anything_else(link: 
         link.reply(node, "0" * 64), link.reply(node, others, src_node_id=honest),
     ):  # fmt: skip
         assert link.send(node, odd)[:2] == (False, [])
-    assert link.told(asked) is link.told(others) is None and link.sessions() == 0
+    assert link.received(asked) is link.received(others) is None and link.sessions() == 0
     assert link.whole(node, link.reply(node, asked)) and link.whole(honest, link.reply(honest, others))
 
 
@@ -164,7 +164,7 @@ def test_a_runs_own_orders_say_how_large_replies_may_be(link: Link, monkeypatch:
     for _ in range(3):  # three parts in an order, three in its reply, and about as many bytes
         asked = link.order(node)
         assert link.whole(node, link.reply(node, asked))
-        message = link.told(asked)
+        message = link.received(asked)
         assert message is not None and message.has_content()
 
 
@@ -186,7 +186,7 @@ def test_so_many_replies_of_a_node_are_held(link: Link):
     asked = [link.order(node) for _ in range(MOST_ALIVE + 3)]
     for one in asked:
         assert link.whole(node, link.reply(node, one))
-    assert [link.told(one) is None for one in asked] == [True] * 3 + [False] * MOST_ALIVE
+    assert [link.received(one) is None for one in asked] == [True] * 3 + [False] * MOST_ALIVE
 
 
 def test_a_reply_is_announced_again_and_not_for_ever(link: Link):

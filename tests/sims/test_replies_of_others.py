@@ -64,7 +64,7 @@ def test_a_reply_is_taken_whatever_another_node_says_of_its_parts(link: Link, ki
     with speaking(honest):
         parts = get_all_nested_objects(reply)
         assert taken and all(link.state.store_object(link.run, session, id, parts[id].deflate()) for id in missing)
-    message = link.told(order)
+    message = link.received(order)
     assert message is not None and message.has_content()
     tree = link.state.object_store.get_object_tree(message.metadata.message_id)
     there = {part.object_id: link.state.object_store.get(part.object_id) for part in iterate_object_tree(tree)}
@@ -115,11 +115,11 @@ def test_flowers_own_grid_reads_parts_that_are_kept_by_other_ids(link: Link, mon
     reply.content["w"] = network()
     reply.metadata.__dict__["_message_id"] = reply.object_id
     assert link.whole(node, reply)
-    result = link.told(asked)
-    assert result is not None
-    tree = link.state.object_store.get_object_tree(result.metadata.message_id)
+    received = link.received(asked)
+    assert received is not None
+    tree = link.state.object_store.get_object_tree(received.metadata.message_id)
     parts = {part.object_id: link.state.object_store.get(part.object_id) or b"" for part in iterate_object_tree(tree)}
-    read = place.inflate_object_from_contents(result.metadata.message_id, parts)
+    read = place.inflate_object_from_contents(received.metadata.message_id, parts)
     assert read.content == reply.content
 
 

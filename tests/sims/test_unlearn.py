@@ -324,7 +324,7 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         until(lambda: lines() >= 2, first)
         first.kill()
     begun = lines()
-    output = tmp_path / "told"
+    output = tmp_path / "output"
     with output.open("w") as out, going_on(path, out) as server:
         until(lambda: lines() > begun + 1, server)
         refused(fedloom("resume", path, "--quiet"), f"process {server.pid} is working on it")
