@@ -2,7 +2,9 @@
 
 import json
 import sys
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ from fedloom.conf.plugins import outside
 from fedloom.sims.engines.adapter import site_context
 from tests.attacks.hostile import WORDS, Server
 
-TRAP = "trap_of_a_site"
-CALL = f"{TRAP}:make"
+CALL = "a_trap:make"  # in place of a trap's own name
 CODE = """
 from pathlib import Path
 Path(r'{0}').write_text('imported')
@@ -31,14 +32,26 @@ Tree = dict[str, Any]
 Change = Callable[[Tree], None]
 
 
+@dataclass(frozen=True)
+class Trap:
+    """A module at the site which leaves the file `proof` as soon as it is imported or called."""
+
+    name: str
+    proof: Path
+
+    @property
+    def call(self) -> str:
+        """Its function, as configurations name it."""
+        return f"{self.name}:make"
+
+
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module at the site which leaves a file as soon as it is imported or called."""
-    proof = tmp_path / "proof"
-    (tmp_path / f"{TRAP}.py").write_text(CODE.format(proof))
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trap:
+    """A trap with a name of its own, since processes cache what they have loaded by a name."""
+    made = Trap(f"trap_{uuid.uuid4().hex}", tmp_path / "proof")
+    (tmp_path / f"{made.name}.py").write_text(CODE.format(made.proof))
     monkeypatch.syspath_prepend(tmp_path)
-    yield proof
-    sys.modules.pop(TRAP, None)
+    return made
 
 
 def at(path: str, value: Any) -> Change:
@@ -89,44 +102,44 @@ POLICIES: dict[str, dict[str, Any]] = {"open": {}, "own data": {"domain": "digit
     ("kind", "rules"), [(ENROL, "open"), (TRAIN, "open"), (EVALUATE, "open"), (ENROL, "own data"), (TRAIN, "own data"),
                         (ENROL, "strict")])  # fmt: skip
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_site_calls_no_code_that_only_a_server_names(section: str, kind: str, rules: str, trap: Path, tmp_path: Path):
+def test_a_site_calls_no_code_that_only_a_server_names(section: str, kind: str, rules: str, trap: Trap, tmp_path: Path):
     server = Server(tmp_path, WORDS, **POLICIES[rules])
     mean = server.mean
     tree = json.loads(server.text)
     tree["data"]["classes"] = 10  # so that no site must look up another site's domain
     SECTIONS[section](tree)
-    server.text = json.dumps(tree)
+    server.text = json.dumps(tree).replace(CALL, trap.call)
     records = {TRAIN: {MEAN: mean}, EVALUATE: {MODEL: mean}}.get(kind, {})
     server.reply(0, kind, records, sums={SITE: ONCE}, slot=SITE, split="test")
-    assert not trap.exists(), trap.read_text()
+    assert not trap.proof.exists(), trap.proof.read_text()
 
 
 @pytest.mark.parametrize("section", ["network", "network in a network", "own network", "one of own networks"])
-def test_a_site_calls_the_code_that_its_owner_names(section: str, trap: Path, tmp_path: Path):
-    server = Server(tmp_path, WORDS, networks=f"mlp,exits,{CALL}")
+def test_a_site_calls_the_code_that_its_owner_names(section: str, trap: Trap, tmp_path: Path):
+    server = Server(tmp_path, WORDS, networks=f"mlp,exits,{trap.call}")
     tree = json.loads(server.text)
     SECTIONS[section](tree)
-    server.text = json.dumps(tree)
+    server.text = json.dumps(tree).replace(CALL, trap.call)
     server.reply(0, ENROL)
-    assert trap.read_text() == "called"
+    assert trap.proof.read_text() == "called"
 
 
-def test_a_site_loads_only_what_its_owner_names_whatever_asks_for_it(trap: Path, tmp_path: Path):
+def test_a_site_loads_only_what_its_owner_names_whatever_asks_for_it(trap: Trap, tmp_path: Path):
     """The last guard, below all checks of a configuration. It holds for the time of a message, and not in simulations."""
-    server = Server(tmp_path, WORDS, networks=f"mlp,{CALL}")
+    server = Server(tmp_path, WORDS, networks=f"mlp,{trap.call}")
     asked = Message(RecordDict({ORDER: server.order(0, ENROL).record()}), 2, "query")
     real, simulated = (site_context(0, 1, "") for _ in range(2))
-    real.node_config = {"site": "site-0000", "networks": f"mlp,{CALL}"}
-    for other in (f"{TRAP}:other", "an_entry_point", None, ["a"]):
+    real.node_config = {"site": "site-0000", "networks": f"mlp,{trap.call}"}
+    for other in (f"{trap.name}:other", "an_entry_point", None, ["a"]):
         with moment(asked, real), pytest.raises(UserError, match="the site's owner does not allow it"):
             outside("network", other, [], "network.name")
-    assert not trap.exists()
+    assert not trap.proof.exists()
     with moment(asked, real):
-        assert callable(outside("network", CALL, [], "network.name"))
+        assert callable(outside("network", trap.call, [], "network.name"))
     with moment(asked, simulated), pytest.raises(UserError, match="has no 'other'"):
-        outside("network", f"{TRAP}:other", [], "network.name")
+        outside("network", f"{trap.name}:other", [], "network.name")
     with pytest.raises(UserError, match="has no 'other'"):
-        outside("network", f"{TRAP}:other", [], "network.name")
+        outside("network", f"{trap.name}:other", [], "network.name")
 
 
 @pytest.fixture
@@ -145,7 +158,7 @@ def opened(tmp_path: Path) -> Iterator[set[str]]:
 
 @pytest.mark.parametrize("domain", [CALL, "images:{}", "npz:{}/a.npz", "table:{}/a.csv"])
 def test_a_site_with_its_own_data_opens_nothing_that_a_server_names(
-    domain: str, trap: Path, opened: set[str], tmp_path: Path
+    domain: str, trap: Trap, opened: set[str], tmp_path: Path
 ):
     """The domain in the server's configuration is a placeholder. The site does not look it up."""
     (folder := tmp_path / "servers").mkdir()
@@ -156,11 +169,11 @@ def test_a_site_with_its_own_data_opens_nothing_that_a_server_names(
     tree = json.loads(server.text)
     tree["sites"] = [{"domain": domain.format(folder), "name": "site-0000"}]
     tree["data"]["classes"] = 10
-    server.text = json.dumps(tree)
+    server.text = json.dumps(tree).replace(CALL, trap.call)
     reply = server.reply(0, ENROL)
     assert not reply.has_error(), reply.error
     assert reply.content.metric_records["metrics"]["samples"] == 1294
-    assert not trap.exists() and not opened
+    assert not trap.proof.exists() and not opened
 
 
 def test_a_server_chooses_among_the_networks_that_the_site_names(tmp_path: Path):
