@@ -149,9 +149,8 @@ def test_without_a_store_of_its_own_a_site_keeps_its_states_where_it_was_started
     reply = asked(config, "")
     assert not reply.has_error(), reply.error
     assert not (tmp_path / "server").exists()
-    assert [path.name for path in (tmp_path / "site" / "fedloom-store" / "run" / "site-0001").iterdir()] == [
-        "round-000001.safetensors"
-    ]
+    store = tmp_path / "site" / "fedloom-store" / "run" / "site-0001"
+    assert {path.name for path in store.iterdir()} == {"objective", "round-000001.safetensors"}
 
 
 def test_what_leaves_a_site_in_an_error_is_of_known_parts_and_its_log_has_the_rest(
