@@ -85,7 +85,8 @@ def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         module.load_state_dict(state)
         return
     first = next(iter(own.values()))
-    views = whole.layout.state(whole.vector.to(first.device))  # one transfer to a GPU
+    there = first.device == whole.vector.device
+    views = whole if there else whole.layout.state(whole.vector.to(first.device))  # one transfer to a GPU
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(views[name])
