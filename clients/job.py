@@ -36,6 +36,7 @@ from fedloom.clients.protocol.messages import (
     MEAN,
     OWN,
     SUBSET,
+    TRAIN,
     TaskInstructions,
     config_digest,
     read_order,
@@ -161,7 +162,7 @@ def read_job(message: Message, context: Context) -> Job:
     order, node_config = read_order(message.content), context.node_config
     simulated, root = bool(node_config.get(SIMULATED)), store_of(context)
     policy = Policy() if simulated else Policy.of(node_config)
-    policy.check_message_size(message.content)
+    policy.limits.check_message(message.content)
     policy.check_secure_aggregation(order)
     text = configuration(order, message.content, None if simulated else root)
     if order.secure and {OWN, BEFORE} & message.content.array_records.keys():
@@ -172,6 +173,8 @@ def read_job(message: Message, context: Context) -> Job:
     policy.check_privacy_budget(order, experiment.config)
     if not simulated:
         policy.check_question(order, experiment.config)
+        if order.kind == TRAIN:
+            policy.limits.check_store(root)
     policy = replace(policy, gpu=memory_share(experiment.config.engine)) if simulated else policy
     objective = "" if simulated else config_digest(json.dumps(experiment.config.objective, sort_keys=True))
     store = SiteStore(root, order.run, asked_site(order, experiment.config).name, objective)

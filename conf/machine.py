@@ -54,17 +54,17 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def limit_memory(share: float) -> None:
-    """Limit the memory of this process, and of each that it starts, to a share of `memory`. Only Linux supports this.
+def limit_memory(most: float) -> None:
+    """Limit the memory of this process, and of each that it starts, to `most` bytes. Only Linux supports this.
 
     An allocation beyond the limit raises an error. Without a limit, the system ends this process, or another one.
     """
     if sys.platform == "linux":
         import resource
 
-        now, most = resource.getrlimit(resource.RLIMIT_DATA)
-        set_before = [limit for limit in (now, most) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([int(share * memory()), *set_before]), most))
+        now, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        set_before = [limit for limit in (now, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([int(most), *set_before]), hard))
 
 
 def forget_peak() -> None:

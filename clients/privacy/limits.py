@@ -1,18 +1,26 @@
 """Limits of what one order can cost a site of a real federation, whatever the server's configuration says."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from flwr.app import RecordDict
 
 from fedloom.clients.networks import Architecture, architecture_of, network_text
 from fedloom.clients.objectives import Experiment
+from fedloom.clients.privacy.node_config import count, number
 from fedloom.clients.protocol.failures import RefusedError
+from fedloom.clients.protocol.messages import TRAIN, content_bytes
 from fedloom.clients.training.learner import step_count
+from fedloom.conf.disk import size_of
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
 FLIPS = ("RandomHorizontalFlip", "RandomVerticalFlip")
+MOST_STEPS, MOST_PARAMETERS, LEAST_BATCH, MOST_STORE = 100_000, 500.0, 8, 20.0  # defaults
 MOST_OPTIONS = 4000  # characters of a network's options: thousands of layers take minutes to check
 
 
@@ -24,11 +32,40 @@ class Limits:
         steps: Most optimiser steps in a round (max_steps in site.yaml).
         parameters: Most parameters of a network, in millions (max_parameters).
         batch: Fewest images of a batch; the smaller rest of an epoch is skipped (min_batch).
+        message: The largest message that it answers, in MB (largest_order).
+        store: Most disk space of the site's store, in GB: with more, it does not train (max_store).
     """
 
     steps: int = 0
     parameters: float = 0.0
     batch: int = 0
+    message: float = 0.0
+    store: float = 0.0
+
+    @staticmethod
+    def of(node_config: Mapping[str, Any], hides: bool) -> "Limits":
+        """Return the limits in a node-config. `hides`: the site hides what it trains, so a batch has more images.
+
+        Raises UserError for an invalid value.
+        """
+        return Limits(count(node_config, "max_steps", MOST_STEPS) or 0,
+                      number(node_config, "max_parameters", MOST_PARAMETERS),
+                      count(node_config, "min_batch", LEAST_BATCH if hides else 1) or 0,
+                      number(node_config, "largest_order", 0.0), number(node_config, "max_store", MOST_STORE))  # fmt: skip
+
+    def check_message(self, content: RecordDict) -> None:
+        """Raise RefusedError for a message that is larger than the site allows."""
+        size = content_bytes(content) / 1e6
+        if 0 < self.message < size:
+            reason = f"has {size:.1f} MB, but this site's policy allows {self.message:g}"
+            raise RefusedError(f"order: {reason} (site.yaml: largest_order)")
+
+    def check_store(self, root: Path) -> None:
+        """Raise RefusedError if the files in a site's store take more disk space than the site allows."""
+        if self.store and (size := size_of(root) / 1e9) > self.store:
+            reason = f"needs disk space, but the site's store has {size:.3g} GB and its limit is {self.store:g}"
+            raise RefusedError(f"order.kind: '{TRAIN}' {reason} (site.yaml: max_store). Its owner can delete folders of "
+                               "old runs there, or raise the limit.")  # fmt: skip
 
     def check(self, config: Config, site: Site) -> None:
         """Raise RefusedError if the network is larger, the batch smaller or training.steps more than the site allows."""

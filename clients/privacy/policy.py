@@ -1,12 +1,9 @@
 """A site's own policy in a real federation: its node-config, not the server, says what it reads and runs."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from flwr.app import RecordDict
 
 from fedloom.clients.data import domain_names
 from fedloom.clients.data.domains import find
@@ -18,8 +15,9 @@ from fedloom.clients.networks import NETWORKS
 from fedloom.clients.networks.base import PARTS
 from fedloom.clients.objectives import OBJECTIVES
 from fedloom.clients.privacy.limits import Limits, check_harmless
+from fedloom.clients.privacy.node_config import count, names, number, switch
 from fedloom.clients.protocol.failures import RefusedError
-from fedloom.clients.protocol.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, TaskInstructions, content_bytes
+from fedloom.clients.protocol.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, TaskInstructions
 from fedloom.clients.protocol.signatures import Identity
 from fedloom.clients.training.loss import LOSSES, loss_section
 from fedloom.clients.training.optimizers import OPTIMIZERS, optimizer_section
@@ -39,7 +37,6 @@ DISCLOSED = (SCORES, BY_CLASS)
 DEVICES = ("", "auto", "cpu", "cuda")
 MASKS = ("", "required")
 HARMLESS = (ENROL, *SECURE_KINDS)  # kinds of questions that reveal nothing about a site's images except their number
-MOST_STEPS, MOST_PARAMETERS, LEAST_BATCH = 100_000, 500.0, 8  # defaults of a site's limits (clients.privacy.limits)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Policy:
         strategies: Strategies of runs in which it participates; empty: any.
         device: Where it computes (auto, cpu, cuda), whatever the server's configuration says.
         gpu: Its share of a GPU's memory, 0 to 1.
-        largest_order: The largest message that it answers, in MB; 0: any.
+        compile: Whether it runs torch's compiler if the server's configuration says so (engine.compile).
         masks: `required`: what it trains leaves only under secure aggregation, and it answers no question that
             reveals more about its images than their number.
         epsilon: The most that all its rounds together can cost of its privacy; 0: no limit.
@@ -79,7 +76,7 @@ class Policy:
     strategies: tuple[str, ...] = ()
     device: str = ""
     gpu: float = 1.0
-    largest_order: float = 0.0
+    compile: bool = False
     masks: str = ""
     epsilon: float = 0.0
     identity: Identity = field(default_factory=Identity)
@@ -92,29 +89,24 @@ class Policy:
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> "Policy":
         """Return the policy in a node-config. Lists are texts with commas. Raises UserError for an invalid value."""
-        values = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks", *LISTS)}
-        names = {key: _names(values[key]) for key in LISTS}
-        if odd := next((name for name in names["publish"] if name not in (*PARTS, NOTHING)), ""):
+        texts: dict[str, Any] = {key: str(node_config.get(key, "")) for key in ("data", "domain", "device", "masks")}
+        lists: dict[str, Any] = {key: names(node_config, key) for key in LISTS}
+        if odd := next((name for name in lists["publish"] if name not in (*PARTS, NOTHING)), ""):
             raise UserError(f"publish: got '{odd}', takes extractor, head, both separated by a comma, or none")
-        if NOTHING in names["publish"] and len(names["publish"]) > 1:
-            raise UserError(f"publish: got '{values['publish']}'; take none alone, or only the parts")
-        if odd := next((name for name in names["disclose"] if name not in DISCLOSED), ""):
+        if NOTHING in lists["publish"] and len(lists["publish"]) > 1:
+            raise UserError(f"publish: got '{node_config['publish']}'; take none alone, or only the parts")
+        if odd := next((name for name in lists["disclose"] if name not in DISCLOSED), ""):
             raise UserError(f"disclose: got '{odd}', takes scores, classes, or both separated by a comma")
-        if values["device"] not in DEVICES:
-            raise UserError(f"device: got '{values['device']}', takes auto, cpu or cuda")
-        if values["masks"] not in MASKS:
-            raise UserError(f"masks: got '{values['masks']}', takes required, or nothing")
-        gpu, most = _number(node_config, "gpu", 1.0, 1.0), _number(node_config, "largest_order", 0.0)
-        cost = _number(node_config, "epsilon", 0.0)
-        batch = LEAST_BATCH if values["masks"] or cost else 1
-        limits = Limits(_count(node_config, "max_steps", MOST_STEPS) or 0,
-                        _number(node_config, "max_parameters", MOST_PARAMETERS),
-                        _count(node_config, "min_batch", batch) or 0)  # fmt: skip
-        identity = Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))
-        return Policy(values["data"], values["domain"], device=values["device"], gpu=gpu, largest_order=most,
-                      masks=values["masks"], epsilon=cost, identity=identity, name=str(node_config.get("site", "")),
-                      limits=limits, min_members=_count(node_config, "min_members"),
-                      min_known=_count(node_config, "min_known"), **names)  # fmt: skip
+        if texts["device"] not in DEVICES:
+            raise UserError(f"device: got '{texts['device']}', takes auto, cpu or cuda")
+        if texts["masks"] not in MASKS:
+            raise UserError(f"masks: got '{texts['masks']}', takes required, or nothing")
+        epsilon = number(node_config, "epsilon", 0.0)
+        return Policy(gpu=number(node_config, "gpu", 1.0, 1.0), compile=switch(node_config, "compile"), epsilon=epsilon,
+                      identity=_identity(node_config), name=str(node_config.get("site", "")),
+                      limits=Limits.of(node_config, hides=bool(texts["masks"] or epsilon)),
+                      min_members=count(node_config, "min_members"), min_known=count(node_config, "min_known"),
+                      **texts, **lists)  # fmt: skip
 
     @property
     def code(self) -> frozenset[str]:
@@ -162,13 +154,6 @@ class Policy:
         reason = "sends only what is noised (site.yaml: epsilon); set privacy.clip and privacy.noise for the run"
         raise RefusedError(f"order.kind: '{order.kind}' asks for what is not noised, but this site {reason}")
 
-    def check_message_size(self, content: RecordDict) -> None:
-        """Raise RefusedError for a message that is larger than this policy allows."""
-        size = content_bytes(content) / 1e6
-        if 0 < self.largest_order < size:
-            reason = f"has {size:.1f} MB, but this site's policy allows {self.largest_order:g}"
-            raise RefusedError(f"order: {reason} (site.yaml: largest_order)")
-
     def apply(self, config: Config, place: int) -> Config:
         """Return the server's configuration with this policy's data folder and device, for site `place` of the roster.
 
@@ -213,7 +198,8 @@ class Policy:
         if self.hides(config):
             check_harmless(config)
         threads = min(config.engine.threads, os.cpu_count() or 1)
-        engine = replace(config.engine, device=self.device or config.engine.device, threads=threads)
+        compile = config.engine.compile and self.compile
+        engine = replace(config.engine, device=self.device or config.engine.device, threads=threads, compile=compile)
         return replace(config, data=replace(config.data, root=self.data, download=False), engine=engine)
 
     def source(self, config: Config, site: Site, enrols: bool = False) -> Site:
@@ -280,21 +266,5 @@ def _inside(registry: Registry[Any], section: Mapping[str, Any], where: str) -> 
                 yield path, entry
 
 
-def _number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:
-    value = node_config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise UserError(
-            f"{key}: got {value!r}, takes a number" + (f" from 0 to {most:g}" if math.isfinite(most) else " of at least 0")
-        )
-    return float(value)
-
-
-def _count(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
-    value = node_config.get(key, default)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise UserError(f"{key}: got {value!r}, takes a whole number of at least 0")
-    return value
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for part in text.split(",") if (name := part.strip()))
+def _identity(node_config: Mapping[str, Any]) -> Identity:
+    return Identity(*(os.path.expanduser(str(node_config.get(key, ""))) for key in ("identity", "peers")))

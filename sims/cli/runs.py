@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.conf.disk import size_of
 from fedloom.conf.errors import UserError
 from fedloom.sims.cli.options import Json, Quiet, confirmed, show_tables
 from fedloom.sims.progress.waiting import waiting
@@ -69,7 +70,7 @@ def rm(
     from fedloom.sims.operations import removal, run_list
 
     folders = removal.removable(paths)
-    size = sum(run_list.size_of(folder) for folder in folders)
+    size = sum(size_of(folder) for folder in folders)
     which = f"{', '.join(map(str, folders))}: {run_list.megabytes(size)} MB"
     agreed = confirmed(f"Remove {which}?", yes, "rm", "use --yes to skip the question")
     for folder in folders if agreed else []:

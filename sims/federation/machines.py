@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.machine import limit_memory
 from fedloom.sims.federation import sheets
 from fedloom.sims.federation.files import write_private, write_together
 from fedloom.sims.federation.keys import NodeKey, check_certificate, check_private
-from fedloom.sims.federation.names import check_names
+from fedloom.sims.federation.names import check_names, data_path
 from fedloom.sims.federation.own_app import OWN
 from fedloom.sims.federation.plan import FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
 from fedloom.sims.federation.programs import HOME, free_port, keep_running, listen, lock_away, running
@@ -69,6 +70,8 @@ def run_node(path: Path) -> None:
     warm = "warm" if sheet.warm else "cold"
     more = {HOME: str(folder / FLOWER), **sheet.environment}
     arguments = [warm, sheet.apps or OWN, str(sheet.largest_order), *words]
+    if sheet.max_memory:
+        limit_memory(sheet.max_memory * 1e9)  # its programs inherit the limit
     keep_running(folder, lambda: [*program, str(sheet.port or free_port()), *arguments], more)
 
 
@@ -82,6 +85,10 @@ def _check_files(path: Path, sheet: SiteSheet) -> None:
         if not (path.parent / name).is_file():
             how = "; 'fedloom federation accept' copies it from the operator's file" if name != sheet.key else ""
             raise UserError(f"{path}: the file {path.parent.resolve() / name} is missing{how}")
+    for key, place in {"data": sheet.data, "domain": data_path(sheet.domain)}.items():
+        found = [path.parent.resolve() / Path(each).expanduser() for each in (place, place.partition("?")[0])]
+        if place and not any(each.exists() for each in found):
+            raise UserError(f"{path}: {key}: {found[-1]} does not exist; correct the path")
     check_private(path.parent / sheet.key)
     check_certificate(path.parent / sheet.certificate)
 

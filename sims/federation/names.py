@@ -1,4 +1,4 @@
-"""Check the names of components in a site's sheet before the site waits for runs."""
+"""Check the names and numbers in a site's sheet before the site waits for runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,6 +8,7 @@ from fedloom.conf.plugins import is_reference, offered
 from fedloom.conf.registry import Registry
 from fedloom.sims.federation.sheets import SiteSheet
 
+LEAST_MEMORY = 1.0  # GB: a ClientApp's imports need half of it
 LISTS = ("networks", "objectives", "optimizers", "strategies")  # keys of a sheet that hold names
 
 
@@ -22,6 +23,15 @@ def check_names(sheet: SiteSheet, where: str = "") -> None:
                 raise _unknown(f"{where}{key}[{index}]", name, known)
     if sheet.domain:
         _check_domain(sheet.domain, f"{where}domain")
+    if 0 < sheet.max_memory < LEAST_MEMORY:
+        raise UserError(f"{where}max_memory: got {sheet.max_memory:g}, takes at least {LEAST_MEMORY:g} (GB); 0: the default")
+
+
+def data_path(domain: str) -> str:
+    """Return the path in a domain such as images:PATH, with its query; empty for one without a path."""
+    from fedloom.clients.data.found import has_path
+
+    return domain.partition(":")[2] if has_path(domain) else ""
 
 
 def _known(key: str) -> list[str]:

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedloom.conf.machine import limit_memory
+from fedloom.conf.machine import limit_memory, memory
 
 ANY, OWN = "any", "own"  # which Apps a site runs
 MOST_MEMORY = 0.75  # share of the machine's memory: an order can ask for larger images and batches than fit
@@ -11,7 +11,7 @@ MOST_MEMORY = 0.75  # share of the machine's memory: an order can ask for larger
 
 def be_client_app(apps: str) -> None:
     """Limit this process's memory and, unless `apps` is ANY, have it run the installed ClientApp."""
-    limit_memory(MOST_MEMORY)
+    limit_memory(MOST_MEMORY * memory())
     if apps == OWN:
         run_own_app()
 

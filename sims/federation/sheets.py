@@ -32,12 +32,20 @@ POLICY = (
     "publish",
     "device",
     "gpu",
+    "compile",
     "largest_order",
     "masks",
     "epsilon",
     "disclose",
 )  # keys that a node-config has as well (clients.privacy.policy)
-LIMITS = ("min_members", "min_known", "min_batch", "max_steps", "max_parameters")  # as above; -1: the default there
+LIMITS = (
+    "min_members",
+    "min_known",
+    "min_batch",
+    "max_steps",
+    "max_parameters",
+    "max_store",
+)  # as above; -1: the default there
 MOST_NAME = 100  # characters
 
 T = TypeVar("T")
@@ -68,6 +76,7 @@ class SiteSheet:
     )
     device: str = option("", "device for training; empty: as in the run", choices=("", "auto", "cpu", "cuda"))
     gpu: float = option(1.0, "largest share of a GPU's memory", low=0.01, high=1.0)
+    compile: bool = option(False, "run torch's compiler if the run says so (engine.compile)")
     largest_order: float = option(0.0, "MB of the largest message that it accepts; 0: 1,000", low=0.0)
     masks: str = option(
         "", "required: what it trains leaves the site only under secure aggregation", choices=("", "required")
@@ -89,6 +98,8 @@ class SiteSheet:
     )
     max_steps: int = option(100_000, "most training steps in a round; 0: no limit", low=0)
     max_parameters: float = option(500.0, "millions of weights of the largest network that it trains; 0: no limit", low=0.0)
+    max_memory: float = option(0.0, "GB of memory of each of its programs, at least 1; 0: 3/4 of the machine's", low=0.0)
+    max_store: float = option(20.0, "GB on disk in `store`, above which it does not train; 0: no limit", low=0.0)
     peers: str = option("", "file with the public keys of the sites to share masks with; empty: any site", path=True)
     apps: str = option(
         "",

@@ -1,10 +1,10 @@
 """List the runs in a folder from their files, without torch."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedloom.conf.disk import size_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.formatting import count
 from fedloom.conf.metrics import ACCURACY, facts_of
@@ -113,18 +113,6 @@ def _standing(row: Mapping[str, Any]) -> str:
     parts += [f"request {id} waits" for id in row["waiting"][:MOST_NAMED]]
     parts += [f"{more} more wait"] if (more := len(row["waiting"]) - MOST_NAMED) > 0 else []
     return ", ".join(parts)
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of all files in a folder. Links are not followed."""
-    size = 0
-    for root, _, names in os.walk(path):
-        for name in names:
-            try:
-                size += os.lstat(os.path.join(root, name)).st_size
-            except OSError:  # another process has just removed it
-                continue
-    return size
 
 
 def megabytes(size: int) -> str:

@@ -48,7 +48,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
     told = {"data": "/d", "domain": "images:/x", "networks": "conv6, my.nets:Tiny,", "objectives": "", "partition-id": 3}
     assert Policy.of(told) == replace(Policy.of({}), data="/d", domain="images:/x", networks=("conv6", "my.nets:Tiny"))
-    assert Policy.of({}) == Policy(limits=Limits(100_000, 500.0, 1))
+    assert Policy.of({}) == Policy(limits=Limits(100_000, 500.0, 1, store=20.0))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,30 @@ def test_a_node_takes_part_in_runs_of_its_strategies_alone_with_messages_of_its_
         ({"gpu": True}, "UserError;"),
         ({"device": "tpu"}, "UserError;"),
         ({"largest_order": "much"}, "UserError;"),
+        ({"compile": "yes"}, "UserError;"),
     ]:
         reply = answered(tmp_path / "store", config, **told)
         assert str(reply.error.reason).startswith(reason), (told, reply.error.reason)
     allowed = {"strategies": "sum_aggregation, arithmetic", "largest_order": 100, "gpu": 0.5, "device": "cpu"}
     assert answered(tmp_path / "store", config, **allowed).content[METRICS]["samples"] == 30
+
+
+def test_a_site_with_a_full_store_does_not_train_and_answers_the_rest(tmp_path: Path):
+    config = load("digits", [*WORDS, "rounds=2"])
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "of-an-old-run").write_bytes(bytes(3_000_000))
+    reply = answered(tmp_path / "store", config, max_store=0.002)
+    assert str(reply.error.reason).startswith("RefusedError at order.kind"), reply.error.reason
+    assert not (tmp_path / "store" / "run").exists()
+    for most in (0.1, 0):  # 0: no limit
+        assert answered(tmp_path / "store", config, max_store=most).content[METRICS]["samples"] == 30
+
+
+def test_only_a_sites_owner_starts_torchs_compiler():
+    config = load("digits", [*WORDS, "engine.compile=true", "data.classes=10", "data.heads=shared"])
+    assert not Policy.of({}).apply(config, 0).engine.compile
+    assert Policy.of({"compile": True}).apply(config, 0).engine.compile
+    assert not Policy.of({"compile": True}).apply(load("digits", WORDS), 0).engine.compile
 
 
 def test_a_node_runs_no_network_that_its_node_config_does_not_name(tmp_path: Path):

@@ -45,6 +45,17 @@ def test_a_sites_file_that_is_not_what_it_should_be(
     refused(fedloom("federation", "node", federation / "a" / SITE), str(federation / "a" / name), "is not a")
 
 
+@pytest.mark.parametrize("line", ["data: nowhere", "domain: images:nowhere", "domain: 'table:nowhere?target=y'"])
+def test_data_that_are_not_there_are_found_before_the_node_starts(fedloom: Command, federation: Path, line: str):
+    sheet = federation / "a" / SITE
+    text = sheet.read_text()
+    sheet.write_text(f"{text}{line}\n")
+    refused(
+        fedloom("federation", "node", sheet),
+        f"{sheet}: {line[: line.index(':')]}: {sheet.parent / 'nowhere'} does not exist",
+    )
+
+
 @pytest.mark.parametrize("spoil", [damage, swap, cut])
 @pytest.mark.parametrize("name", [CERTIFICATE, SERVER_KEY, AUTHORITY])
 def test_a_servers_file_that_is_not_what_it_should_be(

@@ -28,6 +28,8 @@ BAD = {
     "optimizers: [AdamW]": "optimizers[0]: got 'AdamW'; did you mean 'adamw'?",
     'domain: "imges:/x"': "domain: got 'imges:/x'; did you mean 'images:PATH'? (takes: ",
     "apps: all": "apps: got 'all', takes one of: \"\", any",
+    "max_memory: 0.5": "max_memory: got 0.5, takes at least 1 (GB); 0: the default",
+    "compile: often": "compile: got 'often', takes",
     "masks: always": "masks: got 'always', takes one of: \"\", required",
 }
 GOOD = (

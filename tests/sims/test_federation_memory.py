@@ -13,8 +13,8 @@ BEGIN = "from fedloom.sims.federation.own_app import ANY, be_client_app; be_clie
 ALL = "import torch; from fedloom.conf.machine import memory; torch.empty(8); torch.empty(memory(), dtype=torch.uint8)"
 ORDER = """
 import sys
-from fedloom.conf.machine import limit_memory, memory
-limit_memory(1.5e9 / memory())
+from fedloom.conf.machine import limit_memory
+limit_memory(1.5e9)
 from pathlib import Path
 from fedloom.clients.protocol.messages import EVALUATE
 from tests.attacks.hostile import Server

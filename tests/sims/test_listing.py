@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fedloom.clients.storage.states import write_bytes
+from fedloom.conf.disk import size_of
 from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
 from fedloom.server.run_folder.listing import busy, status
-from fedloom.sims.operations.run_list import size_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.tracking import csv_files, mlflow, tensorboard, wandb
 from fedloom.sims.tracking.base import TRACKERS as KINDS
