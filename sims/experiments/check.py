@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,28 +25,44 @@ INSIDE, OUTSIDE, FAILED, SKIPPED = "inside", "OUTSIDE", "FAILED", "skipped"
 
 
 def check(every: Sequence[Measurement], minutes: float, *, quiet: bool = False) -> tuple[Table, bool]:
-    """Measure again what takes at most `minutes` and has its data; return a table, and whether no figure is outside."""
+    """Measure again what takes at most `minutes` and has its data; return a table, and whether no figure is outside.
+
+    Unless `quiet`, each command is printed to stderr when it starts, and its verdicts when it ends.
+    """
     rows, counts = list[list[str]](), Counter[str]()
     for each in every:
         why = _obstacle(each, minutes)
         if not quiet and not why:
             print(each.command, file=sys.stderr, flush=True)
-        try:
-            again = {} if why else measured_again(each)
-        except FailedError as error:
-            again, why = {}, f"{FAILED}: {error}"
-        if why:
-            rows.append([f"{each.table}: {count(len(each.figures), 'figure')}", "-", "-", "-", why])
-            counts[why.partition(":")[0]] += len(each.figures)
-        for figure, new in again.items():
-            verdict = INSIDE if each.inside(figure, new.mean) else OUTSIDE
-            rows.append(
-                [f"{each.table}: {figure.row}, {figure.column}", *each.texts(figure), new.text(each.decimals), verdict]
-            )
-            counts[verdict] += 1
-    note = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        began = time.monotonic()
+        found, verdicts = _checked(each, why)
+        if not quiet and not why:
+            print(f"  {_text(verdicts)} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+        rows += found
+        counts += verdicts
     head = ["figure", "published", "band", "again", "verdict"]
-    return Table("Figures, measured again", head, rows, note), not counts.keys() & {OUTSIDE, FAILED}
+    return Table("Figures, measured again", head, rows, _text(counts)), not counts.keys() & {OUTSIDE, FAILED}
+
+
+def _checked(each: Measurement, why: str) -> tuple[list[list[str]], Counter[str]]:
+    """Return the rows of a measurement's figures, and the number of each verdict. `why`: the reason to skip it."""
+    try:
+        again = {} if why else measured_again(each)
+    except FailedError as error:
+        again, why = {}, f"{FAILED}: {error}"
+    if why:
+        row = [f"{each.table}: {count(len(each.figures), 'figure')}", "-", "-", "-", why]
+        return [row], Counter({why.partition(":")[0]: len(each.figures)})
+    rows, verdicts = list[list[str]](), Counter[str]()
+    for figure, new in again.items():
+        verdict = INSIDE if each.inside(figure, new.mean) else OUTSIDE
+        rows.append([f"{each.table}: {figure.row}, {figure.column}", *each.texts(figure), new.text(each.decimals), verdict])
+        verdicts[verdict] += 1
+    return rows, verdicts
+
+
+def _text(counts: Counter[str]) -> str:
+    return ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
 
 
 def _obstacle(each: Measurement, minutes: float) -> str:

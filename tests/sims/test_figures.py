@@ -1,6 +1,7 @@
 """The published figures: the file, its bands, the tables in Markdown, and figures that are measured again."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,8 @@ def test_a_run_is_measured_again_inside_and_outside_its_band(fedloom: Command, p
     published(f"{ROW}\n        - [FedAvg, far, accuracy / fedavg / union, 20.0, 1.0]")
     said = fedloom("results", "--check", "tiny")
     assert said.code == 1, said
+    command, verdicts = said.err.splitlines()
+    assert command == RUN and re.fullmatch(r"  (1 inside, 1|2) OUTSIDE \(\d+ s\)", verdicts)
     far = next(line for line in said.out.splitlines() if "FedAvg, far" in line)
     again = far.split("|")[4].strip()
     assert far.rstrip(" |").endswith("OUTSIDE")
