@@ -42,7 +42,7 @@ def test_losses_do_not_leave_where_something_is_hidden(tmp_path: Path) -> None:
         server = Server(tmp_path / name, words, min_batch=1, **policy)
         found = Masks(server, range(10)).begin().train().metrics[0] if words is MASKS else trained(server)
         assert "loss" not in found and found["samples"] > 0
-    assert "loss" in trained(Server(tmp_path / "told", NOISE, disclose="scores"))
+    assert "loss" in trained(Server(tmp_path / "shown", NOISE, disclose="scores"))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_losses_do_not_leave_where_something_is_hidden(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_scores_do_not_leave_where_something_is_hidden(tmp_path: Path, words: Any, policy: Any) -> None:
     cases: list[tuple[dict[str, Any], bool]] = [({}, False), ({"disclose": "scores"}, True)]
-    for more, told in cases:
-        server = Server(tmp_path / str(told), words, **policy, **more)
+    for more, shown in cases:
+        server = Server(tmp_path / str(shown), words, **policy, **more)
         reply = server.reply(0, EVALUATE, {MODEL: server.mean}, split="validation")
-        assert reply.has_error() is not told
-        if not told:
+        assert reply.has_error() is not shown
+        if not shown:
             assert reply.error.reason == "RefusedError at order.kind; the site's own log says more"
 
 
@@ -64,10 +64,10 @@ def test_scores_do_not_leave_where_something_is_hidden(tmp_path: Path, words: An
 def test_numbers_by_class_leave_when_the_site_says_so_whatever_engine_the_server_names(tmp_path: Path, engine: str) -> None:
     words = (*WORDS, f"engine.name={engine}", "evaluation.classes=true", "engine.address=federation")
     cases: list[tuple[dict[str, Any], bool]] = [({}, False), ({"disclose": "classes"}, True)]
-    for more, told in cases:
-        server = Server(tmp_path / str(told), words, **more)
+    for more, shown in cases:
+        server = Server(tmp_path / str(shown), words, **more)
         found = server.ask(0, EVALUATE, {MODEL: server.mean}, split="validation")[METRICS]
-        assert any(name.startswith("by_class") for name in found) is told  # type: ignore[union-attr]
+        assert any(name.startswith("by_class") for name in found) is shown  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_what_is_saved_comes_back(tmp_path, text):
     with torch.no_grad():
         built.train()(images)  # running statistics and counts move
     save_network(tmp_path / "a.safetensors", built, name)
-    back, told = load_network(tmp_path / "a.safetensors")
-    assert told == name
+    back, loaded_name = load_network(tmp_path / "a.safetensors")
+    assert loaded_name == name
     assert not back.training
     state = back.state_dict()
     for key, tensor in built.state_dict().items():

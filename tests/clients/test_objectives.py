@@ -147,7 +147,7 @@ def test_exact_leave_one_out_views_are_used_as_often_as_told_evenly_and_never_on
     incoming |= {SUBSET + name: state for name, state in zip(names[1:], others, strict=True)}
     config, session = exact(f"objective.subset_probability={probability}", "objective.own_weight=0", incoming=incoming)
     losses = [cross_entropy(config, {**state, **head()}) for state in (mean, *others)]
-    assert min(abs(a - b) for i, a in enumerate(losses) for b in losses[:i]) > 1e-3  # they can be told apart
+    assert min(abs(a - b) for i, a in enumerate(losses) for b in losses[:i]) > 1e-3  # they differ
     counts, draws, shown = np.zeros(len(losses)), 600, batch()
     for _ in range(draws):
         with torch.no_grad():

@@ -46,8 +46,8 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_node_config_is_read_and_its_names_are_separated_by_commas():
-    told = {"data": "/d", "domain": "images:/x", "networks": "conv6, my.nets:Tiny,", "objectives": "", "partition-id": 3}
-    assert Policy.of(told) == replace(Policy.of({}), data="/d", domain="images:/x", networks=("conv6", "my.nets:Tiny"))
+    settings = {"data": "/d", "domain": "images:/x", "networks": "conv6, my.nets:Tiny,", "objectives": "", "partition-id": 3}
+    assert Policy.of(settings) == replace(Policy.of({}), data="/d", domain="images:/x", networks=("conv6", "my.nets:Tiny"))
     assert Policy.of({}) == Policy(limits=Limits(100_000, 500.0, 1, store=20.0))
 
 
@@ -182,7 +182,7 @@ def test_a_node_trains_on_the_images_that_its_node_config_names(tmp_path: Path):
 
 def test_a_node_takes_part_in_runs_of_its_strategies_alone_with_messages_of_its_size_on_its_device(tmp_path: Path):
     config = load("digits", [*WORDS, "engine.device=cuda", "rounds=2"])
-    for told, reason in [
+    for settings, reason in [
         ({"strategies": "arithmetic"}, "RefusedError at strategy.name"),
         ({"largest_order": 0.001}, "RefusedError at order"),
         ({"gpu": 2}, "UserError;"),
@@ -191,8 +191,8 @@ def test_a_node_takes_part_in_runs_of_its_strategies_alone_with_messages_of_its_
         ({"largest_order": "much"}, "UserError;"),
         ({"compile": "yes"}, "UserError;"),
     ]:
-        reply = answered(tmp_path / "store", config, **told)
-        assert str(reply.error.reason).startswith(reason), (told, reply.error.reason)
+        reply = answered(tmp_path / "store", config, **settings)
+        assert str(reply.error.reason).startswith(reason), (settings, reply.error.reason)
     allowed = {"strategies": "sum_aggregation, arithmetic", "largest_order": 100, "gpu": 0.5, "device": "cpu"}
     assert answered(tmp_path / "store", config, **allowed).content[METRICS]["samples"] == 30
 

@@ -59,7 +59,7 @@ def test_noise_is_never_the_same() -> None:
 def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
     """Of one round, by Balle and Wang 2018, Theorem 8: exact; the accountant may tell more, never less."""
     for noise in (0.7, 1.0, 3.0):
-        told = epsilon({noise: 1}, 1e-5)
+        epsilon_once = epsilon({noise: 1}, 1e-5)
 
         def delta(eps: float, noise: float = noise) -> float:
             def phi(x: float) -> float:
@@ -67,7 +67,7 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
 
             return phi(0.5 / noise - eps * noise) - math.exp(eps) * phi(-0.5 / noise - eps * noise)
 
-        assert delta(told) <= 1e-5 < delta(0.6 * told)
+        assert delta(epsilon_once) <= 1e-5 < delta(0.6 * epsilon_once)
     assert epsilon({1.0: 2}, 1e-5) > epsilon({1.0: 1}, 1e-5) > epsilon({2.0: 1}, 1e-5)
     assert epsilon({1.0: 1, 2.0: 1}, 1e-5) > epsilon({1.0: 1}, 1e-5)
 

@@ -1,4 +1,4 @@
-"""Registries: names of this project, entry points of installed packages, module:attribute; what is told of others."""
+"""Registries: names of this project, entry points of installed packages, module:attribute; messages about others."""
 
 import sys
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Methods of the user's own: one default of an option, known to workers as to the server, told before the data are read."""
+"""Methods of the user's own: one default of an option, known to workers and the server; errors come before data are read."""
 
 import importlib
 import sys
@@ -42,7 +42,7 @@ class Dozing(SumAggregation):
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A module outside the project that registers an objective; workers are told where it is."""
+    """A module outside the project that registers an objective; workers learn where it is."""
     folder = tmp_path_factory.mktemp("plugin")
     (folder / "my_objectives.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A cluster that does not answer: said within a told time, by address, and an interruption is heard meanwhile."""
+"""A cluster that does not answer: reported within a stated time, by address, and an interruption is heard meanwhile."""
 
 import re
 import signal

@@ -43,11 +43,11 @@ def arrays(draw: st.DrawFn) -> Array:
         plain = Array(np.full(shape, number).astype(kind))
     if not draw(st.booleans()):
         return plain
-    told = draw(st.sampled_from([kind, "float32", "object", "O", "", "V8"]) | st.text(max_size=8))
+    dtype = draw(st.sampled_from([kind, "float32", "object", "O", "", "V8"]) | st.text(max_size=8))
     sizes = draw(st.lists(st.sampled_from([-1, 0, 1, 8, 10**6, 10**12, 2**62]), max_size=40))
     cut = draw(st.integers(0, len(plain.data)))
     data = draw(st.sampled_from([plain.data, plain.data[:cut], plain.data[:cut] + b"PK\x03\x04", b"\x93NUMPY" + bytes(cut)]))
-    return Array(told, tuple(sizes), draw(st.sampled_from(["numpy.ndarray", "int16", "bf16", "pickle"])), data)
+    return Array(dtype, tuple(sizes), draw(st.sampled_from(["numpy.ndarray", "int16", "bf16", "pickle"])), data)
 
 
 @st.composite

@@ -20,7 +20,7 @@ class Network:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Nothing goes through any more; nobody is told."""
+        """Nothing goes through any more; no one notices."""
         self._whole.clear()
 
     def mend(self) -> None:

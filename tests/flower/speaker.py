@@ -195,11 +195,11 @@ KINDS: dict[str, Callable[[Speaker, Message, Message, str], None]] = {
 
 
 def main(home: Path) -> None:
-    """Answer until this process is told to stop (SIGTERM)."""
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    """Answer until a SIGTERM arrives."""
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     with Speaker(home) as node:  # which says to the SuperLink that it goes
-        while not told.is_set():
+        while not stopped.is_set():
             with contextlib.suppress(RunNotRunningException):  # the run ended meanwhile
                 if (asked := node.take()) is None:
                     time.sleep(POLL_SECONDS)

@@ -91,8 +91,8 @@ def test_what_starts_apps_asks_again_after_a_failure_and_is_started_again(tmp_pa
 
 def test_a_heartbeat_is_sent_again_whatever_is_answered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HeartbeatSender, "_heartbeat", HeartbeatSender._heartbeat)  # as it is, afterwards
-    told: list[int] = []
-    monkeypatch.setattr("os.kill", lambda pid, kind: told.append(kind))
+    signals: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, kind: signals.append(kind))
     keep_beating()
     request = httpx.Request("POST", "https://a")
 
@@ -110,9 +110,9 @@ def test_a_heartbeat_is_sent_again_whatever_is_answered(monkeypatch: pytest.Monk
             answered(error)._heartbeat()
     with pytest.raises(httpx.HTTPStatusError):
         answered(status(401))._heartbeat()
-    assert not told
+    assert not signals
     answered(RuntimeError("does not recognize this SuperNode"))._heartbeat()
-    assert told
+    assert signals
 
 
 class Followed:

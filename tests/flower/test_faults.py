@@ -1,4 +1,4 @@
-"""Machines of a real federation that fail or lie, and a second server: the run goes on, and what is wrong is told."""
+"""Machines of a real federation that fail or lie, and a second server: the run goes on, and the fault is reported."""
 
 import json
 import os

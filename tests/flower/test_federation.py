@@ -153,7 +153,7 @@ def test_sums_under_masks_have_the_same_bits_and_forget_a_site_that_is_gone(fede
 
 
 def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
-    found = {(machine, what): told for machine, what, told in check(federation)}
+    found = {(machine, what): line for machine, what, line in check(federation)}
     assert set(found.values()) - {found["here", "versions"]} == {GOOD}
     assert len(found) == 1 + 5 + 3 * 5
     home = tmp_path / "site"
@@ -161,9 +161,9 @@ def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
     (home / "key").chmod(0o644)
     write_certificates(tmp_path, ["elsewhere"])
     shutil.copy(tmp_path / "ca.crt", home / "ca.crt")  # of another authority
-    told = [line for _, what, line in check(home) if what != "versions"]
+    lines = [line for _, what, line in check(home) if what != "versions"]
     for word in ("is not running", "chmod 600", "does not match this"):
-        assert any(word in line for line in told), told
+        assert any(word in line for line in lines), lines
     sheet = read(SiteSheet, home / SITE)
     write(home / SITE, SiteSheet(**{**vars(sheet), "superlink": f"127.0.0.1:{free_port()}"}))
     assert "cannot be reached" in check(home)[-1][2]

@@ -263,12 +263,12 @@ client = ClientApp()
 @server.main()
 def main(grid, context):
     sent = set(grid.push_messages([Message(RecordDict(), node, "train") for node in grid.get_node_ids()]))
-    told = []
+    answers = []
     while sent and time.sleep(0.3) is None:
         replies = list(grid.pull_messages(sent))
         sent -= {reply.metadata.reply_to_message_id for reply in replies}
-        told += [str(reply.error.reason) if reply.has_error() else "done" for reply in replies]
-    Path("OUT").write_text(chr(10).join(told))
+        answers += [str(reply.error.reason) if reply.has_error() else "done" for reply in replies]
+    Path("OUT").write_text(chr(10).join(answers))
 @client.train()
 def train(message, context):
     Path("foreign-was-here").touch()

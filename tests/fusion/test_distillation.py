@@ -1,4 +1,4 @@
-"""Distillation: the student comes nearer to the teachers, stays where it is right already, and bad settings are told."""
+"""Distillation: the student comes nearer to the teachers, stays where it is right already, and bad settings are refused."""
 
 import copy
 from collections.abc import Sequence

@@ -132,8 +132,8 @@ def test_flags_of_the_result():
     assert [name for name, weight in made.named_parameters() if not weight.requires_grad] == ["0.weight"]
 
 
-def refused(told: str, *networks: nn.Module, given: Any = None, **options: Any) -> None:
-    with pytest.raises(UserError, match=re.escape(told)):
+def refused(expected: str, *networks: nn.Module, given: Any = None, **options: Any) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
         fuse(networks, **{"into": 0, "probe": probe() if given is None else given, **options})
 
 

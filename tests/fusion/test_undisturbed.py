@@ -66,8 +66,8 @@ def inside(network: nn.Module) -> list[Any]:
 
 
 def clean(network: nn.Module) -> None:
-    told = repr(inside(network))
-    assert "Proxy" not in told and "tensor(" not in told, told
+    text = repr(inside(network))
+    assert "Proxy" not in text and "tensor(" not in text, text
     assert not any(hasattr(module, name) for module in network.modules() for name in ("saw", "new", "mask", "last"))
     torch.save(network, io.BytesIO())
     copy.deepcopy(network)

@@ -233,14 +233,14 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
     with method_of(copied(given, tmp_path / "b")) as plain:
         plain.state.forget(gone, {})
         digest, before, members = plain.state.digest(), plain.state.models(), plain.state.members()
-        told, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
+        sent, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
         for name in (SHALLOW, DEEP):
             images = [
                 site_examples(config, site) for site in members if group_by_site(resolve(config))[site.name].name == name
             ]
             whole = Examples(torch.cat([one.x for one in images]), torch.cat([one.y for one in images]))
             found = class_statistics(plain.evaluator.loaded(before[name]), whole, 0, 500, torch.device("cpu"))
-            told[name] = {key: tensor * len(whole) for key, tensor in found.items()}
+            sent[name] = {key: tensor * len(whole) for key, tensor in found.items()}
     listener = Recorder()
     with method_of(config) as method:
         receive(method.ledger, "r1", gone, "", {"recalibrate": True})
@@ -252,8 +252,8 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
         assert same(models[MIDDLE].state, states[MIDDLE])  # its only site is forgotten
         first = method.state.view().initial(site=config.roster[1])
         assert same(states[MIDDLE], dequantise(quantise(first, 32), 32)) == (not shared)  # nothing of it is left
-        for name in told:
-            sums = [told[SHALLOW], told[DEEP]] if shared else [told[name]]
+        for name in sent:
+            sums = [sent[SHALLOW], sent[DEEP]] if shared else [sent[name]]
             images = sum(float(one[COUNT].sum()) for one in sums)
             weight, _ = discriminant(*(sum(one[key] for one in sums) / images for key in (COUNT, SUM, SQUARE)))  # pyright: ignore
             state = models[name].state

@@ -38,10 +38,10 @@ def test_what_the_ledger_holds_is_the_clipped_contribution_and_the_round_says_ho
     run = set_up(small(tmp_path, *words, samples=20), WatchedApp(changed(record, entry(name, 1000.0)), rounds=(1,)))
     before = run.aggregate.slots.contributions.floats("site-0001", "sum")
     run.all_rounds()
-    (told,) = run.listener.records
-    assert told["dropped"] == {}
-    assert told["clipped"]["site-0001"][record] == pytest.approx(1000.0, rel=0.05)
-    assert told["clipped"]["site-0000"].keys() == {SITE, ROUND}  # an honest site moves further than this bound, too
+    (record_line,) = run.listener.records
+    assert record_line["dropped"] == {}
+    assert record_line["clipped"]["site-0001"][record] == pytest.approx(1000.0, rel=0.05)
+    assert record_line["clipped"]["site-0000"].keys() == {SITE, ROUND}  # an honest site moves further than this bound, too
     after = run.aggregate.view().contribution("sum", "site-0001")
     assert sum(float((after[each] - before[each]).square().sum()) for each in after) ** 0.5 <= 0.01001
     assert run.aggregate.digest()["sum"] == sum_of_contributions(run.aggregate)

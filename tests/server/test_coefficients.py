@@ -81,7 +81,7 @@ def test_the_grid_finds_what_trying_every_combination_finds(trained: Done, how):
             pair: worth(scored(config, composed(aggregate, dict(zip((A, B), pair, strict=True)))), own)
             for pair in itertools.product(STEPS, repeat=2)
         }
-        assert len(set(worths.values())) > 5  # they can be told apart
+        assert len(set(worths.values())) > 5  # they differ
         assert worths[found[A], found[B]] == max(worths.values())  # type: ignore[index]
         assert search_of(aggregate).worth(list(found.values())) == pytest.approx(max(worths.values()))
 

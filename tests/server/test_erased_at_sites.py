@@ -34,15 +34,15 @@ def run(tmp_path: Path) -> tuple[Config, Nodes]:
 
 def test_a_node_that_is_gone_is_reported_when_it_comes_and_the_certificate_says_so(run: tuple[Config, Nodes]):
     config, grid = run
-    path, told = Path(config.run.root) / config.run.name, list[str]()
+    path, lines = Path(config.run.root) / config.run.name, list[str]()
     with Ledger.open(path) as ledger:
         method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config))
-        method.erasure = Erasure(config, ledger, grid, told.append)
+        method.erasure = Erasure(config, ledger, grid, lines.append)
         kept = SiteStore(Path(grid.store), ledger.run().run, "south")
         assert kept.rounds() and not outstanding(ledger)
         receive(ledger, "gone", ["south"], "", {})
         grid.alive = [A]
-        method.unlearning().take(told.append)
+        method.unlearning().take(lines.append)
         assert outstanding(ledger) == {"south": "gone"} and kept.rounds()
         certificate = path / "certificates" / "gone.json"
         assert json.loads(certificate.read_text())["at_sites"] == {"south": None}
@@ -61,4 +61,4 @@ def test_a_node_that_is_gone_is_reported_when_it_comes_and_the_certificate_says_
         assert done["files"] >= 1 and done["bytes"] > 0 and done == at_sites(ledger, "gone", ["south"])["south"]
         findings = verify(certificate, ledger)
         assert all(finding.verdict == "match" for finding in findings), findings
-    assert any("south: deleted its store of the run" in line for line in told)
+    assert any("south: deleted its store of the run" in line for line in lines)

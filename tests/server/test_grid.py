@@ -71,10 +71,10 @@ def test_a_superlink_that_comes_back_is_asked_again(link: Any):
 
 def test_what_is_refused_or_not_wanted_any_more_is_deleted_at_the_superlink(link: Any):
     there, grid = link
-    told, tree = Told(), ObjectTree(object_id="r")
-    told.metadata.message_id, told.metadata.reply_to_message_id, told.metadata.run_id = "r", "a", 3
-    told.metadata.message_type = "train"
-    whole = PullAppMessagesResponse(messages_list=[told], message_object_trees=[tree]).SerializeToString()
+    reply, tree = Told(), ObjectTree(object_id="r")
+    reply.metadata.message_id, reply.metadata.reply_to_message_id, reply.metadata.run_id = "r", "a", 3
+    reply.metadata.message_type = "train"
+    whole = PullAppMessagesResponse(messages_list=[reply], message_object_trees=[tree]).SerializeToString()
     there.answer = lambda path: (200, whole if path.endswith("pull-messages") else b"", {})
     (message,) = grid.pull_messages(["a"])  # a part of it is not found
     assert message.has_error() and "a part of it is gone" in message.error.reason

@@ -102,9 +102,9 @@ def test_a_site_that_claims_labels_of_others_has_its_share_of_their_rows_and_no_
 def test_what_checks_a_record_sees_finite_numbers_alone(tmp_path):
     """Linear algebra on others once ended a round with an error of its own."""
     site = (config := small(tmp_path)).roster[0]
-    like, seen, exchange = {"x": torch.zeros(2)}, [], Given([given(site, {"told": {"x": torch.tensor([0.0, NAN])}})])
+    like, seen, exchange = {"x": torch.zeros(2)}, [], Given([given(site, {"sent": {"x": torch.tensor([0.0, NAN])}})])
     run = started(config).round_context(1, Participation([site], 1), exchange)
-    assert list(run.ask("told", {}, {"told": RecordSpec(like, check=seen.append)}, needed=False)) == seen == []
+    assert list(run.ask("sent", {}, {"sent": RecordSpec(like, check=seen.append)}, needed=False)) == seen == []
     assert exchange.dropped == {site.name: "tensor 'x' has entries that are not finite"}
 
 
@@ -168,10 +168,10 @@ class MiscountingApp(LyingApp):
         order = read_order(message.content) if ORDER in message.content.config_records else None
         if order is not None and (order.kind, order.site) == (RECOMBINE, 1):
             right, total = self.numbers
-            told = MetricRecord()
+            metrics = MetricRecord()
             for name in reply.content.metric_records[METRICS]:
-                told[name] = right if name.startswith("right") else total
-            reply.content[METRICS] = told
+                metrics[name] = right if name.startswith("right") else total
+            reply.content[METRICS] = metrics
         return reply
 
 

@@ -87,21 +87,21 @@ def heard(says: Connection) -> list:
 
 def test_a_server_killed_at_any_moment_leaves_its_last_commit(tmp_path: Path):
     new(tmp_path).close()
-    moments, told = random.Random(0), []
+    moments, announced = random.Random(0), []
     for _ in range(6):
         with child(commit_for_ever, tmp_path) as (process, says):
-            told.append(says.recv())
+            announced.append(says.recv())
             time.sleep(moments.uniform(0, 0.3))
             os.kill(process.pid or 0, signal.SIGKILL)
             process.join()
-            told += heard(says)
+            announced += heard(says)
         assert problems(tmp_path) == []
         with Ledger.open(tmp_path, server=False) as reader:
             last = reader.last_round()
             assert last is not None
-            assert told[-1] <= last.round <= told[-1] + 1
+            assert announced[-1] <= last.round <= announced[-1] + 1
             after(last.round).agrees(reader)
-    assert told[-1] >= 5
+    assert announced[-1] >= 5
     with Ledger.open(tmp_path) as ledger:
         ledger.prune()
         assert ledger.last_round() is not None

@@ -1,4 +1,4 @@
-"""Runs that go on although sites have lost their stores: what is told, from where they begin, and how to stop instead."""
+"""Runs that go on although sites have lost their stores: the message, where they begin, and how to stop instead."""
 
 import shutil
 from pathlib import Path

@@ -101,7 +101,7 @@ class Boasting(ClientApp):
 
 
 def boasted(root: Path, *words: str) -> tuple[Config, list[str]]:
-    """A run of FedAvg in which a site says that it has 2**31 - 1 images; what the user is told."""
+    """A run of FedAvg in which a site says that it has 2**31 - 1 images; what the user reads."""
     listener = Recorder()
     config = federated(root, "strategy={name: fedavg}", "objective={name: fedavg}", "rounds=2", "run.name=boasted", *words)
     grid = OwnGrid(3, store_folder(config), Boasting())

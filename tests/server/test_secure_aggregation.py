@@ -125,7 +125,7 @@ def test_forgetting_leaves_the_sum_of_what_the_others_hold(tmp_path: Path) -> No
         assert method.state.digest()["sum"] == held(config, others(TWO))
         before = method.unlearning().last_round()
         listener = forget(method, config, [ONE, FOUR], "second")
-        assert listener.announced[-1] == listener.records[-1]["round"] == before + 1  # once told as round 3 of 2
+        assert listener.announced[-1] == listener.records[-1]["round"] == before + 1  # not as round 3 of 2
         assert (
             "the server never read a single one" in read(folder(config) / CERTIFICATES / "second.json")["not_exact"]["masks"]
         )

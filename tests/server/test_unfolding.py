@@ -20,8 +20,8 @@ Part = tuple[str, bytes]
 def of(message: Message, root: Part, *parts: Part) -> Message:
     """What the server reads of these parts."""
     message.metadata.__dict__["_message_id"] = root[0]
-    told = remove_content_from_message(message) if message.has_content() else message
-    return received(message_to_proto(told), dict([root, *parts]), 2**28)
+    bare = remove_content_from_message(message) if message.has_content() else message
+    return received(message_to_proto(bare), dict([root, *parts]), 2**28)
 
 
 def records(*parts: Part) -> Message:

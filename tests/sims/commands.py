@@ -25,12 +25,12 @@ class Said(NamedTuple):
 Command = Callable[..., Said]
 
 
-def refused(said: Said, *told: str) -> None:
+def refused(said: Said, *texts: str) -> None:
     """Exit code 2 and one line, which says this."""
     assert said.code == 2, said
     assert said.err.startswith("fedloom: ")
     assert len(said.err.splitlines()) == 1, said.err
-    assert all(words in said.err for words in told), said.err
+    assert all(words in said.err for words in texts), said.err
 
 
 def last_line(said: Said) -> dict:

@@ -138,7 +138,7 @@ def test_distillation_takes_the_settings_that_are_best_on_validation_images(
     study: Study, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [table] = distilling.table(replace(study, quiet=False))
-    assert len(capsys.readouterr().out.splitlines()) == len(distilling.STUDENTS) * 2  # each is told when it is measured
+    assert len(capsys.readouterr().out.splitlines()) == len(distilling.STUDENTS) * 2  # a line for each, when it is measured
     assert [row[0] for row in table.rows] == list(distilling.STUDENTS) and table.rows[2][3:] == ["91.4", "91.2 ± 0.2"]
     found = {"a": {"validation": [0.4], "test": [0.9]}, "b": {"validation": [0.5], "test": [0.6]}}
     assert distilling._best(found, ["a", "b"]) == 0.6

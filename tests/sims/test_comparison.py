@@ -1,4 +1,4 @@
-"""Runs beside each other: the statistics, what is a row, what is told, and the page."""
+"""Runs beside each other: the statistics, rows, notes, and the page."""
 
 import csv
 import json

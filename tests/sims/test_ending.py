@@ -1,4 +1,4 @@
-"""How our processes end: with their own status, with what was said, and after whatever else wanted to be told."""
+"""How our processes end: with their own status, with what was said, and after the exit handlers of others."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ WORDS = """
 import atexit
 from fedloom.sims.process import Ending
 ending = Ending()
-atexit.register(print, "told")
+atexit.register(print, "handler")
 print("said")
 """
 
@@ -28,13 +28,13 @@ ending.leave(0)
 )
 def test_a_process_ends_with_its_status_after_all_callbacks(rest: str, status: int):
     done = subprocess.run([sys.executable, "-c", WORDS + rest], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (status, "said\ntold\n")
+    assert (done.returncode, done.stdout) == (status, "said\nhandler\n")
     assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in rest)
 
 
 def test_what_crashes_while_an_interpreter_is_taken_apart_changes_nothing():
     done = subprocess.run([sys.executable, "-c", WORDS + CRASH], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "said\ntold\n")
+    assert (done.returncode, done.stdout) == (0, "said\nhandler\n")
 
 
 @pytest.mark.parametrize("how", ["atexit.register(forever)", "threading.Thread(target=forever).start()"])

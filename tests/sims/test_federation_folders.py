@@ -1,4 +1,4 @@
-"""`fedloom federation` without a machine at work: what is wrong in plans, sheets and folders, each told in one line."""
+"""`fedloom federation` without a machine at work: what is wrong in plans, sheets and folders, each reported in one line."""
 
 import contextlib
 import json

@@ -98,8 +98,8 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     out = tmp_path / "net.safetensors"
     said = fedloom("transfer-head", done, "--from", B, "--to", A, "--out", out)
     assert said.code == 0, said.err
-    told = matrix(done).of(A, B)
-    assert f"{percent(told)} on {A}'s test examples" in said.out
+    value = matrix(done).of(A, B)
+    assert f"{percent(value)} on {A}'s test examples" in said.out
     assert f"{percent(matrix(done).of(A, A))} on {A}'s test examples" in said.out
     assert "| 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 |" in said.out and "the statistics of each batch" in said.out
     network, name = load_network(out)
@@ -112,7 +112,7 @@ def test_a_transferred_head_is_a_network_that_is_as_good_as_it_was_measured(
     images = images_of(config, config.roster[0].spec)
     with torch.inference_mode():
         right = HeadView(network, slice(0, name.form.outputs), "batch").eval()(to_float(images.x)).argmax(1) == images.y
-    assert float(right.float().mean()) == pytest.approx(told, abs=0.1)  # the site has a third of these images
+    assert float(right.float().mean()) == pytest.approx(value, abs=0.1)  # the site has a third of these images
 
 
 @pytest.mark.parametrize(

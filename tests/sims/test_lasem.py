@@ -169,10 +169,10 @@ def test_tasks_have_as_many_images_as_the_papers(monkeypatch: pytest.MonkeyPatch
     assert found[0].train.y.unique().tolist() == list(range(10))
     digits = Examples(whole.x.to(torch.uint8).repeat(3, 1, 1, 1), torch.arange(10).repeat(900))
     monkeypatch.setattr(sequences, "images", lambda domain, part: digits)
-    told = sequences.digits(8, 3, 0)
-    assert [len(part) for part in (told[0].train, told[0].validation)] == [318, 57] and told[0].classes == 3
-    assert torch.equal(sequences.digits(8, 3, 0)[1].train.x, told[1].train.x)
-    assert not torch.equal(sequences.digits(8, 3, 1)[1].train.x, told[1].train.x)
+    drawn = sequences.digits(8, 3, 0)
+    assert [len(part) for part in (drawn[0].train, drawn[0].validation)] == [318, 57] and drawn[0].classes == 3
+    assert torch.equal(sequences.digits(8, 3, 0)[1].train.x, drawn[1].train.x)
+    assert not torch.equal(sequences.digits(8, 3, 1)[1].train.x, drawn[1].train.x)
 
 
 def test_wrong_words_are_reported_in_a_line():

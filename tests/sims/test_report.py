@@ -74,9 +74,9 @@ def test_report_is_self_contained(tmp_path: Path, sites: int, names: list[str]) 
 
 def test_the_run_table_lists_start_up_and_memory_where_the_run_does(tmp_path: Path) -> None:
     metrics, summary = results(2, ["a", "b"])
-    told = {**summary, "resources": {"start_up": 2.25, "peak_memory": 1_234_000_000}}
+    newer = {**summary, "resources": {"start_up": 2.25, "peak_memory": 1_234_000_000}}
     page, old = (write_report(write_run(tmp_path / name, metrics, one)).read_text()
-                 for name, one in (("new", told), ("old", summary)))  # fmt: skip
+                 for name, one in (("new", newer), ("old", summary)))  # fmt: skip
     assert "of these, start-up" in page and "2.2" in page and "1234" in page
     assert "start-up" not in old and "peak memory" not in old
     assert re.search(r"seconds of the rounds</t.>\s*<td[^>]*>6\.0<", page), (

@@ -119,8 +119,8 @@ def test_what_a_run_tells_is_heard_in_another_process_in_its_order():
     ]
     lines, heard = io.StringIO(), Heard()
     teller = Teller(lines)
-    for name, *told in calls:
-        getattr(teller, name)(*told)
+    for name, *arguments in calls:
+        getattr(teller, name)(*arguments)
     for line in lines.getvalue().splitlines():
         repeat(json.loads(line), heard)
     assert heard.calls == calls
@@ -218,7 +218,7 @@ class Net(torch.nn.Module):
         self.fate, self.inner = fate, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     def forward(self, x):
         if self.training and len(x) > 2 and self.fate == "raises":
-            raise ArithmeticError("as told")
+            raise ArithmeticError("as asked")
         if self.training and self.fate == "dies" and "fedloom.sims.sweeps.worker_process" in sys.modules:
             os._exit(7)
         return self.inner(x)

@@ -155,10 +155,10 @@ def test_a_tracker_that_comes_later_gets_all_rounds_and_goes_with_the_run(untrac
     tree = {**TREE, "rounds": 1, "baselines": []}
     words = [f"run.root={untracked.parent}", "run.name=all"]
     assert not (run(tree, *words, overwrite=True).folder / "csv").exists()
-    told: list[str] = []
+    statuses: list[str] = []
     words += ["tracking=[csv]", "run.resume=true"]
-    assert run(tree, *words, on_finished=lambda result: told.append(result.summary["status"])).folder == untracked
-    assert (untracked / "csv/main/rounds.csv").is_file() and told == ["finished"]
+    assert run(tree, *words, on_finished=lambda result: statuses.append(result.summary["status"])).folder == untracked
+    assert (untracked / "csv/main/rounds.csv").is_file() and statuses == ["finished"]
 
 
 @pytest.mark.parametrize(

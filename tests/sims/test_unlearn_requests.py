@@ -89,7 +89,7 @@ def test_no_one_is_readmitted_whom_a_request_is_still_about(fedloom: Command, ru
 def test_a_refused_request_leaves_the_results_under_watch(fedloom: Command, run: Path):
     said = fedloom("unlearn", run, ONE, "--rollback")
     refused(said, "federation.history=all")
-    assert (said.out + said.err).count("federation.history=all") == 1  # the reason is told once
+    assert (said.out + said.err).count("federation.history=all") == 1  # the reason appears once
     (run / "summary.json").write_text("{}")
     assert fedloom("ledger", run, "--check").code == 1
 

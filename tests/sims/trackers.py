@@ -47,7 +47,7 @@ class HangingLine(FullLine):
 
 
 class Mute(BaseException):
-    """As asyncio.CancelledError no Exception; and it cannot be told."""
+    """As asyncio.CancelledError no Exception; and has no text."""
 
     def __str__(self) -> str:
         raise RuntimeError("nor this")
@@ -85,7 +85,7 @@ class GreedyLine(QuietLine):
 
 @dataclass(frozen=True)
 class Greedy(Tracker):
-    """It takes to pieces what it is told."""
+    """It empties the records it receives."""
 
     def open(self, config: Config) -> Writer:
         return OddWriter(config, GreedyLine)
