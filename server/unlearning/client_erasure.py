@@ -24,6 +24,7 @@ from fedloom.server.rounds.channel import ClientChannel
 
 AT_SITE = "erased at site"  # an event
 WAIT_SECONDS = 60.0  # for an answer
+MOST_COUNT = 2**53 - 1  # the largest whole number in canonical JSON (RFC 8785)
 
 
 def at_sites(ledger: Ledger, request: str, sites: Sequence[str]) -> dict[str, dict[str, Any] | None]:
@@ -48,6 +49,15 @@ def outstanding(ledger: Ledger) -> dict[str, str]:
             answers = at_sites(ledger, request, event.body["sites"])
             waiting |= {site: request for site, done in answers.items() if done is None and site in forgotten_sites}
     return waiting
+
+
+def _deleted(content: RecordDict) -> dict[str, int]:
+    """Return the numbers of files and bytes in a node's answer. Raises ReplyError unless a certificate can state them."""
+    numbers = check_numbers(content, ERASED)
+    for name in ERASED:
+        if not 0 <= numbers[name] <= MOST_COUNT or numbers[name] % 1:
+            raise ReplyError(f"'{name}' is {numbers[name]:g}; takes a whole number from 0 to 2^53 - 1")
+    return {name: int(numbers[name]) for name in ERASED}
 
 
 @dataclass
@@ -77,7 +87,7 @@ class Erasure:
             ERASE, ((site, self._order(site, waiting[site.name])) for site in reached), 1, WAIT_SECONDS
         ):
             try:
-                numbers = check_numbers(reply.content, list(ERASED)) if reply.content is not None else {}
+                numbers = _deleted(reply.content) if reply.content is not None else {}
             except ReplyError as error:
                 self.message(f"{reply.site.name}: its answer does not say what it deleted: {error}")
                 continue
@@ -106,8 +116,7 @@ class Erasure:
         )  # fmt: skip
         return RecordDict({ORDER: order.record(), CONFIG: text_record(text)})
 
-    def _note(self, site: str, request: str, answer: Mapping[str, float], content: RecordDict | None) -> None:
-        numbers = {name: max(0, int(answer[name])) for name in ERASED}
+    def _note(self, site: str, request: str, numbers: Mapping[str, int], content: RecordDict | None) -> None:
         payload = erased_words(self.ledger.run().run, site, *(numbers[name] for name in ERASED), request=request)
         signed = verified_signature(content, *payload) if content is not None else {}
         if signed and fingerprint(signed["key"]) != self.ledger.keys().get(site):

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from flwr.app import Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
 
+from fedloom.clients.protocol.messages import METRICS
 from fedloom.clients.storage.store import SiteStore
+from fedloom.clients.work import answer, identify
 from fedloom.conf import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
@@ -30,6 +34,38 @@ def run(tmp_path: Path) -> tuple[Config, Nodes]:
     grid.store = str(tmp_path / "elsewhere")  # as on another machine
     run_experiment(grid, config, LogListener())
     return config, grid
+
+
+@pytest.mark.parametrize("name", ["files", "bytes"])
+@pytest.mark.parametrize("number", [2**53, 2**63 - 1, 9e29, -1, 0.5, float("nan")])
+def test_a_node_that_says_it_deleted_an_impossible_number_has_not_answered(
+    run: tuple[Config, Nodes], name: str, number: float
+):
+    """The largest of these cannot stand in a certificate, so it must not enter the ledger."""
+    config, grid = run
+    path, lines = Path(config.run.root) / config.run.name, list[str]()
+
+    def lie(message: Message, context: Context) -> Message:
+        reply = answer(message, context)
+        reply.content[METRICS] = MetricRecord({"files": 1, "bytes": 1, name: number})
+        return reply
+
+    with Ledger.open(path) as ledger:
+        method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config))
+        method.erasure = Erasure(config, ledger, grid, lines.append)
+        liar = ClientApp()
+        liar.query()(identify)
+        liar.query("ask")(lie)
+        honest, grid._app = grid._app, liar
+        receive(ledger, "gone", ["south"], "", {})
+        method.unlearning().take(lines.append)
+        certificate = path / "certificates" / "gone.json"
+        assert json.loads(certificate.read_text())["at_sites"] == {"south": None}
+        assert outstanding(ledger) == {"south": "gone"}
+        assert any("south: its answer does not say what it deleted" in line for line in lines)
+        grid._app = honest
+        method.unlearning().tell_sites()
+        assert not outstanding(ledger) and json.loads(certificate.read_text())["at_sites"]["south"]
 
 
 def test_a_node_that_is_gone_is_reported_when_it_comes_and_the_certificate_says_so(run: tuple[Config, Nodes]):
