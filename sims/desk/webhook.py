@@ -3,9 +3,9 @@
 import hashlib
 import hmac
 import json
+import logging
 import threading
 import time
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,17 +16,12 @@ from fedloom.server.run_folder.listing import read_object
 from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.tokens import FOLDER
 from fedloom.sims.operations.requests import RequestStatus, plain_values
+from fedloom.sims.web import NoAnswerError, post
 
+LOG = logging.getLogger("uvicorn.error")  # the desk's output
 FILE, HEADER = "webhook.json", "Fedloom-Signature"
 EVERY_SECONDS, LONGEST_WAIT, TIMEOUT = 2.0, 300.0, 10.0
 SHORTEST_SECRET = 16
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A receiver must not send the message elsewhere."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        return None
 
 
 @dataclass
@@ -58,7 +53,12 @@ class Webhook:
     def _watch(self) -> None:
         wait = EVERY_SECONDS
         while not self._stop.wait(wait):
-            wait = EVERY_SECONDS if self.look() else min(LONGEST_WAIT, 2 * wait)
+            try:
+                delivered = self.look()
+            except Exception as error:  # such as a full disk
+                LOG.error("the webhook tries again later: %s", error)
+                delivered = False
+            wait = EVERY_SECONDS if delivered else min(LONGEST_WAIT, 2 * wait)
 
     def look(self) -> bool:
         """Send all changes since the last one that was delivered, in order. Return whether all were delivered."""
@@ -91,11 +91,10 @@ class Webhook:
         body = json.dumps(message).encode()
         headers = {"Content-Type": "application/json", HEADER: signature(self.secret, body, int(time.time()))}
         try:
-            asked = urllib.request.Request(self.url, body, headers, method="POST")
-            with urllib.request.build_opener(_NoRedirect).open(asked, timeout=TIMEOUT) as answer:
-                return 200 <= answer.status < 300
-        except (OSError, ValueError):  # unreachable, or an error as answer
+            post(self.url, body, headers, TIMEOUT)
+        except NoAnswerError:
             return False
+        return True
 
 
 def signature(secret: bytes, body: bytes, time: int) -> str:

@@ -1,6 +1,7 @@
 """The time stamp of a proof, from an authority that openssl plays behind a local HTTP server."""
 
 import contextlib
+import hashlib
 import http.server
 import time
 import zipfile
@@ -39,6 +40,32 @@ def test_a_proof_has_the_time_stamp_that_its_command_verifies(
     assert "Verification: OK" not in openssl(tmp_path / "proof", *words).stdout
 
 
+def rejected(digest: bytes) -> bytes:
+    """An authority's refusal, with the text `Status: Granted.` and the digest after its end."""
+    text = b"\x0c\x10Status: Granted."
+    status = b"\x02\x01\x02\x30" + bytes([len(text)]) + text
+    return b"\x30" + bytes([len(status) + 2]) + b"\x30" + bytes([len(status)]) + status + digest
+
+
+@needs_openssl
+def test_a_refusal_is_no_time_stamp_whatever_its_text_says(
+    forgotten: Config, tmp_path: Path, authority: Callable[[bytes], bytes]
+):
+    def refuse(query: bytes) -> bytes:
+        at = query.index(bytes.fromhex("0420"))
+        return rejected(query[at + 2 : at + 34])
+
+    with answering(refuse) as url, pytest.raises(UserError, match="the answer is not a time stamp of this proof"):
+        write_proof(folder(forgotten), "r1", tmp_path / "p.zip", url)
+    with answering(authority) as url, zipfile.ZipFile(write_proof(folder(forgotten), "r1", tmp_path / "p.zip", url)) as file:
+        file.extractall(tmp_path / "proof")
+    digest = hashlib.sha256((tmp_path / "proof" / "SHA256SUMS").read_bytes()).digest()
+    stamp = tmp_path / "proof" / "SHA256SUMS.tsr"
+    for answer in (rejected(digest), digest, b"", stamp.read_bytes() + digest, stamp.read_bytes()[:-40] + digest):
+        stamp.write_bytes(answer)
+        assert failed(verified(tmp_path / "proof").stdout) == ["the time stamp is of the list of all files"], answer
+
+
 @needs_openssl
 def test_without_a_valid_answer_no_proof_is_written(
     forgotten: Config, tmp_path: Path, authority: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
@@ -51,7 +78,7 @@ def test_without_a_valid_answer_no_proof_is_written(
     (tmp_path / "other").write_bytes(b"another")
     openssl(tmp_path, "ts", "-query", "-data", "other", "-sha256", "-cert", "-out", "other.tsq")
     of_other = authority((tmp_path / "other.tsq").read_bytes())
-    for answer in (b"", b"<html>", of_other):
+    for answer in (b"", b"<html>", of_other, rejected(hashlib.sha256((tmp_path / "other").read_bytes()).digest())):
         with answering(lambda query, answer=answer: answer) as url:
             refused(url, "the answer is not a time stamp of this proof.*No proof is written; leave --timestamp out")
     refused(url, r"no answer \(.*refused\).*No proof is written")
@@ -67,11 +94,19 @@ def test_an_authority_that_drips_or_leads_elsewhere_ends_in_time(monkeypatch: py
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            if self.path == "/slow%20header":
+                self.drip(b"HTTP/1.1 200 OK\r\nX: ")
+                return
             self.send_response(302 if self.path == "/redirect" else 200)
             self.send_header("Location", "http://a..b/")
             self.end_headers()
+            if self.path == "/drip":
+                self.drip(b"")
+
+        def drip(self, begin: bytes) -> None:
             with contextlib.suppress(OSError):
-                for _ in range(40 if self.path == "/drip" else 0):
+                self.wfile.write(begin)
+                for _ in range(40):
                     self.wfile.write(b"x")
                     time.sleep(0.2)
 
@@ -79,7 +114,8 @@ def test_an_authority_that_drips_or_leads_elsewhere_ends_in_time(monkeypatch: py
 
     with serving(Handler) as url:
         begin = time.monotonic()
-        for path, reason in {"/drip": "it takes too long", "/redirect": "Found"}.items():
+        late = "it takes too long"
+        for path, reason in {"/drip": late, "/slow%20header": late, "/redirect": "Found"}.items():
             with pytest.raises(time_stamps.TimeStampError, match=rf"no answer \({reason}"):
                 time_stamps.time_stamp(b"content", url + path)
         assert time.monotonic() - begin < 5

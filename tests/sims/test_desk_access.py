@@ -1,9 +1,11 @@
 """The desk: tokens, sessions, the audit record, webhooks, TLS, and many callers at once."""
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
+import socket
 import ssl
 import threading
 import time
@@ -27,7 +29,7 @@ from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import HEADER, Webhook
 from tests.sims.commands import ONE, TWO
-from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served
+from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served, until
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -147,6 +149,38 @@ def test_each_change_of_a_request_is_sent_signed_also_after_the_desk_was_down(fo
         assert abs(time.time() - int(sent)) < 60
         expected = hmac.new(b"a secret of 16 characters", f"{sent}.".encode() + body, hashlib.sha256).hexdigest()
         assert signature == expected
+
+
+def test_the_webhook_outlives_answers_that_are_not_http_and_its_own_failures(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_babble, args=(server,), daemon=True).start()
+        desk = browser(folder).app.state.desk  # type: ignore[attr-defined]
+        hook = Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/", b"a secret of 16 characters", desk)
+        with Ledger.open(folder.run, server=False) as ledger:
+            ledger.receive("r3", "unlearn", [ONE], "why", {}, "dpo")
+        assert [hook._send({}) for _ in range(3)] == [False] * 3
+        looks: list[int] = []
+
+        def look(self: Webhook) -> bool:
+            looks.append(1)
+            if len(looks) == 1:
+                raise OSError("no space left on device")
+            return True
+
+        monkeypatch.setattr("fedloom.sims.desk.webhook.EVERY_SECONDS", 0.05)
+        monkeypatch.setattr(Webhook, "look", look)
+        with hook:
+            until(lambda: len(looks) > 2, "the webhook looks again")
+
+
+def _babble(server: socket.socket) -> None:
+    """Answer what is not HTTP, then a line without end, then nothing."""
+    for answer in (b"oops, the proxy restarts\r\n", b"HTTP/1.1 200 " + b"x" * 200_000, b""):
+        with server.accept()[0] as line, contextlib.suppress(OSError):
+            line.recv(65536)
+            line.sendall(answer)
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

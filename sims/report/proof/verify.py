@@ -130,9 +130,39 @@ def stamp(report, folder):
     """Check that the time stamp, if there is one, is of the list of files. openssl checks the authority's signature."""
     if (folder / STAMP).exists():
         digest = hashlib.sha256((folder / "SHA256SUMS").read_bytes()).digest()
-        report.check("the time stamp is of the list of all files", digest in (folder / STAMP).read_bytes())
+        stamped = stamped_digest((folder / STAMP).read_bytes())
+        report.check("the time stamp is of the list of all files", stamped == digest)
         report.note("The time, and who states it: openssl ts -reply -text -in SHA256SUMS.tsr")
         report.note("openssl ts -verify -in SHA256SUMS.tsr -data SHA256SUMS -CAfile AUTHORITY.pem")
+
+
+def stamped_digest(reply):
+    """Return the digest in the token of a time-stamping authority's reply (RFC 3161); empty if it granted none."""
+    try:
+        ((_, response),) = der(reply)
+        status, (_, token) = der(response)[:2]
+        if der(status[1])[0][1] not in (b"\0", b"\1"):  # granted, or granted with changes
+            return b""
+        content = der(der(der(token)[1][1])[0][1])[2][1]  # of the signed data
+        stamp = der(der(der(content)[1][1])[0][1])[0][1]
+        return der(der(stamp)[2][1])[1][1]
+    except (IndexError, ValueError):
+        return b""
+
+
+def der(data):
+    """Return the tag and the content of each value in DER."""
+    found, place = [], 0
+    while place < len(data):
+        tag, size, place = data[place], data[place + 1], place + 2
+        if size > 127:
+            begin, place = place, place + size - 128
+            size = int.from_bytes(data[begin:place], "big")
+        found.append((tag, data[place : place + size]))
+        place += size
+    if place > len(data):
+        raise ValueError("DER that ends too early")
+    return found
 
 
 def chain(report, events):
