@@ -109,6 +109,36 @@ def test_a_site_checks_by_its_own_key_what_counts_as_sent_by_it(proof: Path, tmp
     ]
 
 
+def test_a_signature_counts_for_one_round_and_none_for_no_round(tmp_path: Path):
+    proof = proof_of(forgotten_run(tmp_path, "rounds=3"), tmp_path)
+    key = tmp_path / "key.pub"
+    key.write_text(write_node_key(tmp_path))
+    content, events = json.loads((proof / "certificate.json").read_bytes()), events_of(proof)
+    bodies = [event["body"] for event in events if event["kind"] == "round" and ONE in event["body"]["contributions"]]
+    mine = [body for body in bodies if body["round"]]
+    rounds = [body["round"] for body in mine]
+    assert len(rounds) == 3
+
+    def said(*numbers: int | None) -> subprocess.CompletedProcess[str]:
+        """Verify a chain in which the site has signed these of its rounds."""
+        for body, number in zip(mine, numbers, strict=True):
+            body["record"].pop("signed", None)
+            if number is not None:
+                word = Identity(str(tmp_path / NODE_KEY)).sign("sent", content["run"], ONE, number, "5" * 64)
+                body["record"]["signed"] = {ONE: {"sha256": "5" * 64, **word}}
+        resealed(proof, content, events)
+        return verified(proof, "--site", ONE, "--site-key", key)
+
+    assert "All checks passed.\n" in said(1, 2, 3).stdout
+    missing = f"But the chain has no signature of {ONE} in rounds {rounds[0]}."
+    assert f"All checks passed. {missing}\n" in said(None, 1, 2).stdout
+    (none,) = failed(said(None, None, None).stdout)
+    assert none.startswith(f"the chain has a signature of {ONE}: none")
+    for numbers in ((1, 1, 1), (2, 1, 3), (1, 2, 4), (1, 3, 2)):
+        (line,) = failed(said(*numbers).stdout)
+        assert line.startswith(f"what counts as sent by {ONE} has its signature: not in rounds"), numbers
+
+
 def test_openssl_checks_the_signature_with_the_command_in_the_readme(proof: Path):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
@@ -174,7 +204,11 @@ def test_a_readmission_stands_in_the_verdict(proof: Path):
     forgotten = next(event for event in events if event["kind"] == "forgotten")
     events.append({**forgotten, "body": {**forgotten["body"], "request": "r2"}})
     resealed(proof, content, events)
-    assert "All checks passed.\n" in verified(proof).stdout
+    said = verified(proof).stdout
+    assert (
+        f"All checks passed. But {ONE} was readmitted later (event {len(events) - 1}), and then forgotten again.\n" in said
+    )
+    assert f"ok    no later event of the chain has a contribution of {ONE}, except while it was readmitted" in said
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "chain.jsonl", "operator.pem", "certificate.sig"])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fedloom.server.unlearning.signing import operator_key, spki
-from tests.server.proofs import BROKEN, FALSE, events_of, resealed, same_findings
+from tests.server.proofs import BROKEN, FALSE, any_row, events_of, resealed, same_findings, verified
+from tests.server.unlearnings import ONE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -69,6 +70,31 @@ def test_the_page_finds_what_the_program_finds(page: Any, proof: Path, name: str
         expected = BROKEN[name][1]
     verdict, found = seen(page, proof, *proof.iterdir())
     assert "FAILED" in verdict and same_findings(found, expected), found
+
+
+def test_the_page_mentions_a_readmission_as_the_program_does(page: Any, proof: Path):
+    content, events = json.loads((proof / "certificate.json").read_bytes()), events_of(proof)
+    forgotten = next(event for event in events if event["kind"] == "forgotten")
+    body = {"sites": [ONE], "contributions": {ONE: any_row(events)}, "digest": {}}
+    events.append({**events[-1], "kind": "readmitted", "body": body})
+    resealed(proof, content, events)
+    assert seen(page, proof, *proof.iterdir())[0] == verified(proof).stdout.splitlines()[-1]
+    events.append({**forgotten, "body": {**forgotten["body"], "request": "r2"}})
+    resealed(proof, content, events)
+    verdict = f"All checks passed. But {ONE} was readmitted later (event {len(events) - 1}), and then forgotten again."
+    assert seen(page, proof, *proof.iterdir()) == (verdict, [])
+    assert verified(proof).stdout.splitlines()[-1] == verdict
+
+
+def test_a_round_of_very_many_sites_is_read(page: Any, proof: Path):
+    """A regular expression that recurses over each letter would need too large a stack."""
+    content, events = json.loads((proof / "certificate.json").read_bytes()), events_of(proof)
+    row = any_row(events)
+    rows = {f'site "{number:06d}"\\': row for number in range(150_000)}
+    events.append({**events[-1], "kind": "round", "body": {"round": 99, "contributions": rows, "record": {}, "digest": {}}})
+    resealed(proof, content, events)
+    verdict, found = seen(page, proof, *proof.iterdir())
+    assert verdict == "All checks passed." and not found
 
 
 def test_the_page_compares_the_published_key(page: Any, proof: Path):

@@ -245,16 +245,21 @@ def certificates(events, request):
 def afterwards(report, sites, events):
     """Check that no later round uses anything of the forgotten sites, unless they were readmitted."""
     for site in sites:
-        used, back = [], False
+        used, back, readmitted = [], False, []
         for event in events:
             body = value_of(event["body"])
             if event["kind"] in ("readmitted", "forgotten") and site in body["sites"]:
                 back = event["kind"] == "readmitted"
+                readmitted += [event["id"]] if back else []
             if site in body.get("contributions", {}) and not back:
                 used.append(event["id"])
-        report.check(f"no later event of the chain has a contribution of {site}", not used, f"events {used}")
+        unless = ", except while it was readmitted" if readmitted else ""
+        report.check(f"no later event of the chain has a contribution of {site}{unless}", not used, f"events {used}")
         if back:
             report.besides += f" But {plain(site)} participates again: it was readmitted later."
+        elif readmitted:
+            numbers = ", ".join(map(str, readmitted))
+            report.besides += f" But {plain(site)} was readmitted later (event {numbers}), and then forgotten again."
 
 
 def rest(report, content, events):
@@ -304,7 +309,7 @@ def of_site(report, content, events, site, key):
         state = state_of(content, events) or {}
         report.check(f"the last contribution of {site} is still in the sum", site in state)
     if key:
-        signed(report, content["run"], site, sent, key)
+        signed(report, content["run"], site, events, key)
 
 
 def _sent(public, run, site, number, word):
@@ -319,18 +324,34 @@ def _sent(public, run, site, number, word):
     return True
 
 
-def signed(report, run, site, rounds, key):
-    public, unsigned, wrong = key_of(Path(key).read_bytes()), [], []
-    for body in rounds:
+def signed(report, run, site, events, key):
+    """Check that the site signed what counts as sent by it: each time for a later round of its own."""
+    public, numbers, unsigned, wrong = key_of(Path(key).read_bytes()), {}, [], []
+    for event in events:
+        body = value_of(event["body"])
+        if event["kind"] == "rolled back":
+            numbers = {round: number for round, number in numbers.items() if round <= body["round"]}
+        if event["kind"] != "round" or site not in body["contributions"] or not body["round"]:
+            continue
         word = ((body.get("record") or {}).get("signed") or {}).get(site)
         if word is None:
             unsigned.append(body["round"])
             continue
-        if not any(_sent(public, run, site, number, word) for number in range(body["round"], 0, -1)):
+        later = range(body["round"], max(numbers.values(), default=0), -1)
+        number = next((number for number in later if _sent(public, run, site, number, word)), None)
+        if number is None:
             wrong.append(body["round"])
+        else:
+            numbers[body["round"]] = number
+    if unsigned and not numbers and not wrong:
+        why = "none, as in runs under masks or of a site without a key"
+        report.check(f"the chain has a signature of {site}", False, why)
+        return
     report.check(f"what counts as sent by {site} has its signature", not wrong, f"not in rounds {wrong}")
+    report.note("A signature covers the message that the site sent, not the file of its contribution.")
     if unsigned:
-        report.note(f"the chain has no signature of {site} in rounds {unsigned}")
+        rounds = ", ".join(map(str, unsigned))
+        report.besides += f" But the chain has no signature of {plain(site)} in rounds {rounds}."
 
 
 # The sum of the remaining contributions, computed again
