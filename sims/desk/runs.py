@@ -1,6 +1,7 @@
 """The runs of a folder, read for the desk: every read is cached until a file of the run changes."""
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -63,6 +64,16 @@ def checked(root: Path) -> Path:
 def id_of(root: Path, path: Path) -> str:
     """Return a run's id: its path below `root`, with `/` as `~1` and `~` as `~0`, as in JSON pointers."""
     return path.relative_to(root).as_posix().replace("~", "~0").replace("/", "~1")
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a file's name is valid UTF-8, which answers and pages must be."""
+    return _shown(name) == name
+
+
+def _shown(text: str) -> str:
+    """Return a text with escapes for the bytes of a file's name that are not UTF-8."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def stamp(path: Path) -> tuple[Any, ...]:
@@ -152,8 +163,11 @@ class Runs:
         with self._lock:
             if time.monotonic() - self._listed[0] > LISTED_SECONDS or not self._listed[1]:
                 found = {id_of(self.root, path): path for path in runs_in(self.root)}
+                odd = [id for id in found if not _is_text(id)]
                 faults = [self.without_root(fault) for _, fault in damaged_in(self.root)]
-                self._listed = time.monotonic(), found, faults
+                faults += [f"{id}: its name is not valid UTF-8; rename the folder" for id in odd]
+                named = {id: path for id, path in found.items() if id not in odd}
+                self._listed = time.monotonic(), named, [_shown(fault) for fault in faults]
             return self._listed[1:]
 
     def _readable(self, id: str) -> Run | None:

@@ -1,7 +1,10 @@
 """The desk's pages and its interface for programs: what each role may do, and what becomes of a request."""
 
+import html
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -208,6 +211,17 @@ def test_a_damaged_run_does_not_hide_the_others(folder: Folder):
     assert "digits" in client.get("/").text
     for page in ("", "/requests", "/events", "/certificates", f"/sites/{ONE}"):
         assert client.get(f"/runs/broken{page}").status_code in (200, 404, 409), page
+
+
+def test_a_run_whose_name_is_not_utf8_is_named_and_hides_no_other(folder: Folder):
+    os.mkdir(os.fsencode(folder.root) + b"/\xff\xfe")
+    for name in ("config.yaml", "summary.json", "metrics.jsonl", "ledger.sqlite"):
+        shutil.copy(folder.run / name, os.fsencode(folder.root) + b"/\xff\xfe/" + name.encode())
+    client, bearer = browser(folder), folder.bearer("viewer")
+    assert [run["id"] for run in client.get(f"{API}/runs", headers=bearer).json()] == ["digits"]
+    assert r"\xff\xfe: its name is not valid UTF-8; rename the folder" in html.unescape(client.get("/").text)
+    for path in ("/metrics", "/requests", "/compare"):
+        assert client.get(path, headers=bearer).status_code == 200, path
 
 
 def test_a_run_with_a_damaged_configuration_is_named(folder: Folder):
