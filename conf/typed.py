@@ -16,7 +16,7 @@ from fedloom.conf.errors import UserError, listed, nearest
 from fedloom.conf.package import NAME
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.shorthand import expand_shorthand, fields_of, is_listed
-from fedloom.conf.values import check_value, check_values, join, over_default, shortened, takes
+from fedloom.conf.values import KINDS, check_value, check_values, join, over_default, shortened, takes
 
 T = TypeVar("T")
 
@@ -279,9 +279,21 @@ def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | N
         for section, content, position in _sections(field, item, key):
             if error := _misfit(section, content, position):
                 return error
+        if error := _odd_entry(schema, field, item, key):
+            return error
         about = f" ({field.metadata['help']})" if field.metadata.get("help") else ""
         return UserError(f"{key}: got {shortened(item)}, takes {takes(field, item)}{about}")
     return None
+
+
+def _odd_entry(schema: type, field: dataclasses.Field[Any], item: Any, where: str) -> UserError | None:
+    """Return the error for the first value of a wrong type in a section with any keys, such as {site: number}."""
+    kind = next(iter(get_args(field.type)[1:]), None)
+    if get_origin(field.type) is not dict or not isinstance(item, Mapping) or kind not in KINDS:
+        return None
+    odd = ((key, value) for key, value in item.items() if not _fits(schema, field.name, {key: value}))
+    key, value = next(((key, value) for key, value in odd if isinstance(key, str)), (None, None))
+    return UserError(f"{join(where, key)}: got {shortened(value)}, takes {KINDS[kind]}") if key is not None else None
 
 
 def _fits(schema: type, name: str, item: Any) -> bool:

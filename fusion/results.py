@@ -45,6 +45,10 @@ class Fused:
     agreement: Agreement | None = None
     classes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        agreed = f", agreement {self.agreement.fused:.2f}" if self.agreement else ""
+        return f"Fused({type(self.network).__name__}, {self.parameters:,} parameters{agreed}, {len(self.notes)} notes)"
+
     @property
     def parameters(self) -> int:
         """The number of parameters of the network."""

@@ -270,13 +270,13 @@ class Result:
 
         Args:
             sites: The names of one or several sites.
-            request_id: The name of the request; empty: a new one. Repeating a name changes nothing.
+            request_id: The name of the request; empty: a new one. The same name again returns the first result.
             reason: For the ledger and the certificate.
             by: Who asks, for the ledger and the certificate.
             repair: Rounds of training without the sites, afterwards.
             restore: Rounds in which the other sites train the aggregate as one network.
             back: The share of the way by which the aggregate moves back to its initial state before that; None: half.
-            recalibrate: Fit the aggregate's head again, to sums from the other sites.
+            recalibrate: Compute a new head from statistics of the other sites, without training.
             rollback: Go back to the round before the sites joined, and train again.
             retrain: Train a network without the sites, for comparison.
             without_data: Forget even if the images for measuring are missing.

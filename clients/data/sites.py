@@ -123,7 +123,7 @@ def _one_class(domain: str, place: Place) -> str:
     called = (known := find(domain)).names or known.meanings
     name = f"class '{plain(called[labels[0]])}'" if called else f"class {labels[0]}"
     where = f"domain '{short(domain)}': all {len(labels)} examples of part '{part}'"
-    return f"{where} have the same label ({name}); check the labels"
+    return f"Warning: {where} have the same label ({name}); check the labels"
 
 
 def _disclosed(domain: str, column: str) -> str:

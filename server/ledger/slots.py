@@ -101,8 +101,13 @@ class Slots:
 
     def summed(self, slot: str, state: State) -> State:
         """Return the part of a contribution that enters the slot's sum."""
-        declared = self.declared[slot]
+        declared = self._declared(slot)
         return declared.part(state) if isinstance(declared, Sum) else {}
+
+    def _declared(self, slot: str) -> Slot:
+        if slot not in self.declared:
+            raise KeyError(f"no slot '{slot}' (the strategy's slots() has: {', '.join(self.declared) or 'none'})")
+        return self.declared[slot]
 
     def empty(self, slot: str) -> ExactSum:
         """Return an empty sum for the slot."""
@@ -110,12 +115,12 @@ class Slots:
 
     def masked(self, slot: str) -> bool:
         """Return whether only the site itself can read what it put into the slot."""
-        declared = self.declared[slot]
+        declared = self._declared(slot)
         return isinstance(declared, Sum) and declared.masked
 
     def weighted(self, slot: str) -> bool:
         """Return whether contributions to the slot count as often as the site has samples."""
-        declared = self.declared[slot]
+        declared = self._declared(slot)
         return isinstance(declared, Sum) and declared.weighted
 
     def times(self, slot: str, samples: int) -> int:

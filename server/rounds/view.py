@@ -162,7 +162,10 @@ class View:
 
     def server_state(self, name: str) -> State:
         """Return a copy of the server's state of this name. Raises KeyError if it does not exist."""
-        return own(self.slots.keeps()[name])
+        saved = self.slots.keeps()
+        if name not in saved:
+            raise KeyError(f"no server state '{name}' (saved: {', '.join(sorted(saved)) or 'none'})")
+        return own(saved[name])
 
     def rounds_with(self, names: Sequence[str]) -> int:
         """Return over how many rounds forgotten sites may have left traces. Without names: the number of rounds."""

@@ -126,7 +126,7 @@ def _measured(config: Config, method: TrainingRun, listener: Listener) -> dict[s
     """Measure all networks on test examples, and check the sums. Return entries for the summary."""
     listener.note("measuring on test examples")
     began = time.monotonic()
-    found = measure(method)
+    found = measure(method, listener.message)
     if has_data(config):
         found["classes"] = counted(config, method.state.members())
     done = "networks measured and sums checked" if found["checks"] else "networks measured"
@@ -184,7 +184,7 @@ def _run_baseline(
     mode = config.objective["mode"]
     with main.beside(config, f"baselines/{mode}") as method:
         method.train(channel, listener)
-        results = measure(method)
+        results = measure(method, listener.message)
         check_sums(method.folder.path, results)
         per_site = results["per_site"].items()
         results["per_site"] = {f"{mode}: {role}" if role == OWN else mode: scores for role, scores in per_site}
@@ -248,7 +248,8 @@ class Spent(Listener):
         """Return the entries for the summary: seconds, start-up seconds, and peak memory in bytes."""
         peak = max(peak_memory(), int(_number(self._before.get("peak_memory"))))
         seconds = self._seconds + time.monotonic() - self.began
-        return {"seconds": seconds, "resources": {"start_up": self._start_up, "peak_memory": peak}}
+        commands = 1 + int(_number(self._before.get("commands")))
+        return {"seconds": seconds, "resources": {"start_up": self._start_up, "peak_memory": peak, "commands": commands}}
 
 
 def _number(value: Any) -> float:

@@ -1,10 +1,12 @@
 """Measure a method's networks at the end of a run: on every domain, and at single sites on their own test examples."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedloom.clients.data import class_counts, label
 from fedloom.clients.data.listing import held
@@ -17,6 +19,7 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import BEST, Site
+from fedloom.fusion.state import State
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.schedules import looked_at
 from fedloom.server.rounds.server_state import ServerState
@@ -71,6 +74,7 @@ class Measured:
         self.tables: dict[str, Scores] = {}  # by network
         self.forgotten: dict[str, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
+        self.unmoved = True  # whether the aggregate has the same bits without each site that was measured
         self.at: dict[str, dict[str, Score]] = {}
         view = state.view()
         chosen = set(looked_at(self.config, trained(view)))
@@ -94,6 +98,11 @@ class Measured:
             self.network(site.name)
         if (rest := self.state.without([site.name])) is not None:
             self.measure(self.forgotten, site.name, rest)
+            self.unmoved = self.unmoved and _same_bits(rest.state, self._whole)
+
+    @functools.cached_property
+    def _whole(self) -> State:
+        return self.state.aggregate().state
 
     def measure(
         self, into: dict[str, dict[str, float]] | None, name: str, model: Model | None, users: Sequence[Site] = (),
@@ -142,6 +151,14 @@ class Measured:
                 scores.setdefault(metric, {}).update({name: shares} if shares else {})
         facts = {"name": first.name, "higher_is_better": first.higher_is_better, "share": first.share}
         return {ACCURACY: accuracy, SCORES: scores, METRIC: facts}
+
+    def warnings(self) -> list[str]:
+        """Return a warning if subtracting a site does not change the aggregate."""
+        if not (self.forgotten and self.unmoved):
+            return []
+        return [f"Warning: the {self.aggregate} has the same bits without any of the measured sites, so forgetting a site "
+                "removes its contributions and does not change the network. Does the strategy's models(view) use the "
+                "view's slots?"]  # fmt: skip
 
     def _users(self, architecture: Architecture) -> list[Site]:
         """Return the sites that would use a shared network: those of its architecture, for the first such network only."""
@@ -230,3 +247,7 @@ def check_models(config: Config, models: Any) -> Models:
         if index and name == AGGREGATE:
             raise UserError(f"{subject} names a network '{name}', the file name of the first one; choose another name")
     return models
+
+
+def _same_bits(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,7 +1,7 @@
 """Measure a method's run at the end: all its networks, and the aggregate without each site."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fedloom.clients.data import class_names, variant
@@ -32,10 +32,10 @@ def scores(method: TrainingRun, models: Sequence[Model | None], users: Sequence[
 
 
 @held()
-def measure(method: TrainingRun) -> dict[str, Any]:
+def measure(method: TrainingRun, warn: Callable[[str], object]) -> dict[str, Any]:
     """Measure and write all the method's networks, and the aggregate without each site; return entries for the summary.
 
-    Every contribution is read once, and checked against the sums.
+    Every contribution is read once, and checked against the sums. `warn`: shows the user a line.
     """
     state, at_users = method.state, functools.partial(scores, method)
     measured = Measured(state, method.folder, method.evaluator, at_users)
@@ -53,6 +53,8 @@ def measure(method: TrainingRun) -> dict[str, Any]:
     if not measured.models or state.strategy.personal:
         measured.measure(None, PERSONAL, None, measured.sites)
     measured.measure_queued()
+    for line in measured.warnings():
+        warn(line)
     return {
         "aggregate": measured.aggregate,
         **measured.entries(),

@@ -154,7 +154,7 @@ class Strategy(ABC):
 
     def no_restoration(self, experiment: Experiment) -> str:
         """Return why `round` cannot restore the aggregate after a subtraction (`context.restoration`); empty: it can."""
-        return "the method has no single network that all sites train"
+        return "the method has no network that all sites train, or its rounds do not use `context.restoration`"
 
     def summary_entries(self, view: View) -> Mapping[str, Any]:
         """Return further entries of `summary.json`, by key."""

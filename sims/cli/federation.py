@@ -36,7 +36,7 @@ def up(
 
 @app.command()
 def down(folder: Folder = HERE) -> None:
-    """Stop the machines of the folder, and nothing else."""
+    """Stop the server and the nodes that this folder started."""
     from fedloom.sims.federation.local import down as stop
 
     with waiting("stopping the server and the nodes"):

@@ -151,7 +151,7 @@ def export(
     torch_export: Annotated[Path | None, typer.Option(help="File (.pt2) for torch.export.load.")] = None,
     pt: Annotated[Path | None, typer.Option(help="File (.pt) of TorchScript, for torch.jit.load and C++.")] = None,
     onnx: Annotated[Path | None, typer.Option(help="File (.onnx). Needs fedloom[onnx].")] = None,
-    site: Annotated[str, typer.Option(help="Site whose head, or whose mean and deviation, the network uses.")] = "",
+    site: Annotated[str, typer.Option(help="Use this site's head, or its mean and deviation.")] = "",
     licence: Annotated[str, typer.Option("--license", help="Licence of the network, such as CC-BY-4.0.")] = "",
 ) -> None:
     """Write a run's network to files that load without fedloom, and a model card (.md) next to them."""

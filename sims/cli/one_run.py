@@ -38,7 +38,7 @@ def resume(
 def unlearn(
     run: RunPath,
     sites: Sites,
-    request_id: Annotated[str, typer.Option(help="Name of the request. Repeating a name changes nothing.")] = "",
+    request_id: Annotated[str, typer.Option(help="Name of the request. The same name again returns the first result.")] = "",
     reason: Annotated[str, typer.Option(help="Reason, for the ledger and the certificate.")] = "",
     by: Annotated[str, typer.Option(help="Who asks, for the ledger and the certificate.")] = "",
     repair: Annotated[int, typer.Option(help="Rounds of training without the sites, afterwards.", min=0)] = 0,
@@ -52,13 +52,13 @@ def unlearn(
     back: Annotated[
         float | None,
         typer.Option(
-            help="With --restore: how far the aggregate first moves back to its initial state. Default: 0.5.",
+            help="With --restore: share of the way back to the initial network, before training. Default: 0.5.",
             min=0.0,
             max=1.0,
         ),
     ] = None,
     recalibrate: Annotated[
-        bool, typer.Option("--recalibrate", help="Fit the aggregate's head again, to sums from the other sites.")
+        bool, typer.Option("--recalibrate", help="Compute a new head from statistics of the other sites, without training.")
     ] = False,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train a network without the sites, for comparison.")] = False,
     rollback: Annotated[
@@ -221,7 +221,9 @@ def prune(
     run: RunPath,
     older_than: Annotated[
         str,
-        typer.Option(help="Also remove what only going back to rounds of this age needs, and retrained networks: 90d, 12h."),
+        typer.Option(
+            help="Also delete retrained networks, and what is needed only to return to rounds older than this: 90d, 12h."
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:

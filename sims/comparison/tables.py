@@ -73,9 +73,9 @@ def difference_table(differences: Sequence[Pair]) -> Table:
     rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean, metric),
                                _interval(pair.difference, metric)] for pair in differences]  # fmt: skip
     unit = f"In percentage points of test {metric.title}" if metric.share else f"Test {metric.title}"
-    note = (f"{unit} on {UNION}, over the seeds that both rows have. Interval: "
-            f"{CONFIDENCE:.0%} confidence, Student's paired t-test (it assumes normally distributed differences), not "
-            "corrected for the number of pairs.")  # fmt: skip
+    note = (f"{unit} on {UNION}, over the seeds that both rows share. Interval: "
+            f"{CONFIDENCE:.0%} confidence, Student's paired t-test (it assumes normally distributed differences), without a "
+            "correction for several comparisons.")  # fmt: skip
     return Table("Paired differences", ["", "seeds", "difference", "interval"], rows, note)
 
 

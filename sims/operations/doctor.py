@@ -70,8 +70,8 @@ def doctor(data: DataConfig) -> list[Finding]:
 def doctor_table(findings: list[Finding]) -> Table:
     """Return the findings of `doctor` as a table."""
     rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in _together(findings)]
-    missing = sum(not ok for _, _, ok in findings)
-    lacking = f"{missing} of {len(findings)} checks failed. Only runs that need these parts will fail."
+    missing = sum(not ok for _, _, ok in _together(findings))
+    lacking = f"Not available: {missing} of {len(rows)}. Only runs that need these parts will fail."
     return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "Everything is available.")
 
 

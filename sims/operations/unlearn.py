@@ -189,9 +189,8 @@ def _check_fulfils(ledger: Ledger, request: Request, order: UnlearningRequest) -
 def _first_result(path: Path, request: Request) -> Unlearned:
     """Return the earlier result of a request. Raises UserError if the request was refused."""
     if request.state == "refused":
-        raise UserError(
-            f"request '{request.id}' was refused: {(request.result or {}).get('reason')}; use another --request-id"
-        )
+        reason = (request.result or {}).get("reason")
+        raise UserError(f"request '{request.id}' was refused: {reason}. A new try needs a new --request-id, or none")
     write_pages(path)
     file = path / CERTIFICATES / f"{request.id}.json"
     certificate = read(file) if file.is_file() else None
@@ -278,7 +277,7 @@ def _measure_again(method: TrainingRun, listener: Listener) -> None:
         old["classes"] = {site: numbers for site, numbers in counts.items() if site in members}
     listener.note("measuring on the test examples")
     with _measuring(method, listener):
-        summary = {**old, **head(method.config, method.ledger), **measure(method)}
+        summary = {**old, **head(method.config, method.ledger), **measure(method, listener.message)}
     try:
         check_sums(method.folder.path, summary)
     except FailedError:

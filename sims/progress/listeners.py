@@ -279,8 +279,10 @@ def _step_text(what: str, done: int, of: int) -> str:
 
 
 def _ending(summary: dict[str, Any]) -> str:
-    start = summary.get("resources", {}).get("start_up")
+    resources = summary.get("resources", {})
+    start, commands = resources.get("start_up"), resources.get("commands", 1)
     text = f"{summary.get('status', 'finished')} after {summary.get('seconds', 0):.1f} s"
+    text += f" in {commands} commands" if commands > 1 else ""
     return text if start is None else f"{text} (start-up {start:.1f} s)"
 
 

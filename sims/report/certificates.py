@@ -111,7 +111,7 @@ def _readings(readings: dict[str, Any]) -> list[Part]:
     from fedloom.server.unlearning.readings import LINES, SHOWN, STILL  # imported only here: reports do not need it
 
     verdict = {
-        "yes": "Something of the sites was detectable before the request, and no longer is.",
+        "yes": "The measurements that detected the sites before the request do not detect them after it.",
         "no": f"The network has not forgotten: {'; '.join(readings[STILL])}.",
     }.get(readings[SHOWN], "Nothing of the sites was detectable before the request, so the measurements cannot show more.")
     return [verdict, Table("", ["measurement"], [[line] for line in readings[LINES]])]
@@ -147,6 +147,8 @@ def _accuracy(evidence: dict[str, Any]) -> Table:
              *(metric.text(headline(stage).get(domain)) for stage in stages.values())] for domain in domains]  # fmt: skip
     an, worse = "An" if metric.name == ACCURACY else "A", "below" if metric.higher_is_better else "above"
     retrained = "that of a network retrained without the site is also a trace of the site."
+    if "retrained" not in stages:
+        retrained += " No network was retrained to compare with (--retrain)."
     note = f"{an} {metric.title} on a forgotten domain {worse} {retrained}"
     return Table(f"Test {metric.title}", ["domain", "test examples", *stages], rows, note)
 

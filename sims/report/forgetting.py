@@ -1,7 +1,7 @@
 """Describe what subtracting each site changes, and list the sites that a run has forgotten, with their certificates."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,12 @@ def forgetting_table(summary: Mapping[str, Any]) -> Table:
             [titles.get(site, site), domain or None, _change(metric, before.get(domain), after.get(domain)), *rest, held]
         )
     kept, note = cut(rows, "forgotten sites")
-    shared = "A domain that another site also holds counts as retained." if any(row[-1] for row in kept) else ""
-    rest = ["mean of retained", "union"] if several else []
+    shared = (
+        "If another site has the same domain, forgetting this site does not lose the domain."
+        if any(row[-1] for row in kept)
+        else ""
+    )
+    rest = ["other domains, mean", "union"] if several else []
     title = f"Forgetting: test {metric.title} before{ARROW}after"
     whose = "whole domain" if all(row[-1] for row in rows) else "own domain"
     columns = ["site", "domain", whose, *rest, "also held by"]
@@ -97,20 +101,28 @@ def forgotten_table(found: list[Forgotten]) -> Table:
     """Return a table of forgotten sites: request, time, whether measurements show that they are forgotten, certificate."""
     rows, note = cut([site.row() for site in found], "forgotten sites")
     return Table(
-        "Forgotten on request", ["site", "request", "forgotten at (UTC)", "shown by measurements", "certificate"], rows, note
+        "Forgotten on request",
+        ["site", "request", "forgotten at (UTC)", "do measurements confirm it?", "certificate"],
+        rows,
+        note,
     )
 
 
-def forgotten_sentence(names: list[str], traces: Mapping[str, str]) -> str:
+def forgotten_sentence(names: list[str], traces: Mapping[str, str], known: Sequence[str] = ()) -> str:
     """Return sentences that name the forgotten sites, for a report's first lines; empty without any.
 
-    `traces`: where they may have left traces, each with the reason.
+    `traces`: where they may have left traces, each with the reason. `known`: those that the network has not forgotten,
+    according to the certificates' measurements.
     """
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     were, them, their = ("was", "it", "its") if len(names) == 1 else ("were", "them", "their")
-    sentence = f"{', '.join(names[:3])}{more} {were} forgotten on request: the networks are without {their} contributions"
+    sentence = f"{_few(names)} {were} forgotten on request: {their} contributions are removed."
+    not_forgotten = f" But measurements show that the network has not forgotten {_few(known)}." if known else ""
     left = "".join(f" Traces may remain in {place}: {reason}." for place, reason in traces.items())
-    return f"{sentence}.{left} Results of earlier rounds still include {them}." if names else ""
+    return f"{sentence}{not_forgotten}{left} Results of earlier rounds still include {them}." if names else ""
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _of_ledger(folder: Path) -> list[Forgotten]:

@@ -29,13 +29,17 @@ MOST_NAMED, ENOUGH = 5, 5  # classes in a warning; test examples of a class that
 FAR, GOOD = 0.5, 0.5  # a class is named if its share of right answers is at most FAR of the others', which is at least GOOD
 
 
-def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Return a few sentences with the run's main numbers."""
+def headline(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> str:
+    """Return a few sentences with the run's main numbers.
+
+    `known`: the forgotten sites that the network has not forgotten, according to the certificates.
+    """
     sites, done = len(homes(summary)), metrics[-1]["round"] if metrics else 0
     run = f"{summary['method']} on {sites} site{'s' if sites != 1 else ''}"
     ended = f"{summary['status']} after round {done} of {summary['rounds']}"
     metric = metric_of(summary, metrics)
-    before, gone = shown(summary), forgotten_sentence(summary.get("unlearned") or [], summary.get("traces") or {})
+    gone = forgotten_sentence(summary.get("unlearned") or [], summary.get("traces") or {}, known)
+    before = shown(summary)
     if before:
         best = summary.get("best")
         union, worst = metric.text(before.get("union")), "" if best else worst_class(summary)

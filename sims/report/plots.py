@@ -116,12 +116,23 @@ def _forgetting_panels(
         if metric.share:
             panel.set_xlim(-0.04, 1.04)
             panel.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        else:
+            panel.set_xlim(*_range([score_of(scores, name) for scores in (before, *forgotten.values()) for name in names]))
+            panel.locator_params(axis="x", nbins=4)
         value_axis(panel.xaxis, metric)
         panel.set_title(f"without {short(site)}", loc="left", fontsize=10, color=INK)
         plain(panel)
     _legend(figure, names)
     figure.suptitle(f"Test {metric.title} before and after forgetting a site", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the limits of an axis for all panels. They are so wide that a change of a hundredth looks small."""
+    known = [value for value in values if math.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    margin = max(0.06 * (high - low), 0.05 * max(abs(low), abs(high))) or 1.0
+    return low - margin, high + margin
 
 
 def _dots(axes: Axes, height: int, before: float, after: float, colour: str) -> None:

@@ -19,6 +19,7 @@ from fedloom.conf.errors import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.tables import START, canonical, link
 from fedloom.server.unlearning.certificate import CERTIFICATES, as_written, read
+from fedloom.server.unlearning.readings import outcome
 from fedloom.server.unlearning.signing import SUFFIX, fingerprint, former_keys, is_whole, operator_key, public_pem, spki
 from fedloom.sims.report.certificates import sections, title
 from fedloom.sims.report.page import page_text
@@ -26,7 +27,7 @@ from fedloom.sims.report.time_stamps import time_stamp
 
 PROGRAMS = Path(__file__).parent / "proof"
 TIME = (1980, 1, 1, 0, 0, 0)  # of all files in the zip, so that equal proofs have equal bytes
-README = """Proof of request {request}: the run {run} has forgotten {sites}.
+README = """Proof of request {request} of run {run}: {outcome}.
 
 certificate.html   The certificate, as a page.
 certificate.json   The same as canonical JSON (RFC 8785), which is signed.
@@ -82,7 +83,7 @@ def proof_of(run: Path, request: str, authority: str = "") -> bytes:
     mine = next((own for own in (operator_key(), *former_keys()) if spki(own.public_key()) == der), None)
     if mine is None:
         raise UserError(f"{path}: another key has signed it; set FEDLOOM_KEY to the file of that key")
-    texts = {"request": content["request"], "run": content["run"], "sites": ", ".join(content["sites"])}
+    texts = {"request": content["request"], "run": content["run"], "outcome": outcome(content, ", ".join(content["sites"]))}
     files = {
         "README.txt": (README.format(**texts, fingerprint=fingerprint(key)) + (STAMPED if authority else "")).encode(),
         "certificate.html": page_text(title(content), sections(content)).encode(),

@@ -47,8 +47,8 @@ APART = {
 }
 BROKEN = " Dashed lines: the baselines and the networks of other architectures"
 GUARANTEE = (
-    "What subtraction guarantees: the sums are exact integers. Let φ_k be the contribution of site k, and S the sum. Then "
-    "S - φ_k is bit-identical to a sum that never contained φ_k."
+    "What subtraction guarantees: the sums are exact integers, so subtracting a site's contribution leaves, bit for bit, "
+    "the sum that never had it (S - φ_k, for the sum S and the contribution φ_k of site k)."
 )
 LIMITS = (
     "What subtraction does not guarantee: shared parameters and the other sites' networks were trained while site k "
@@ -121,8 +121,9 @@ def _sections(
     heads: list[Part] = [heads_table(matrices)] if (matrices := exchanges(summary)) else []
     selection: list[Part] = [methods_table(chosen), sites_table(chosen[0])] if (chosen := selections(summary)) else []
     details = Details("Configuration", config)
+    known = [site.site for site in gone if site.shown == "no"]
     sections: list[tuple[str, list[Part]]] = [
-        ("", [headline(summary, metrics), *_warnings(summary), *([forgotten_table(gone)] if gone else [])]),
+        ("", [headline(summary, metrics, known), *_warnings(summary), *([forgotten_table(gone)] if gone else [])]),
         ("The run", [_run_table(summary, metrics), data_table(summary), *_pictures(pictures, "classes.png"), details]),
         ("Training", [*_pictures(pictures, "accuracy.png"), *_dropped(metrics), *traffic_table(metrics)]),
         (f"Test {metric_of(summary).title}", [*accuracy, *different, *_pictures(pictures, "sites.png")]),

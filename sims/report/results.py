@@ -175,8 +175,7 @@ def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
     rows = [[site, len(each), *(sum(pair[direction] for pair in each) / len(each) / 1e6 for direction in (0, 1))]
             for site, each in sorted(rounds.items())]  # fmt: skip
     kept, few = cut(rows, "sites")
-    explanation = ("Total data exchanged per round. Identical data is counted once per site, but sent once where the engine "
-            "allows it.")  # fmt: skip
+    explanation = "Data per round and site. What goes to several sites counts for each, even if the engine sends it once."
     columns = ["site", "rounds", "to the site", "from the site"]
     return [Table("Traffic per round, MB", columns, kept, f"{explanation} {few}".strip())] if rows else []
 

@@ -124,7 +124,7 @@ def test_labels_of_a_single_class_are_reported(y: np.ndarray, name: str, tmp_pat
     x = np.random.default_rng(0).integers(0, 256, (40, 6, 6)).astype(np.uint8)
     np.savez(tmp_path / "cats.npz", x=x, y=y)
     (line,) = data.remarks(settings := config({"domain": f"npz:{tmp_path}/cats.npz"}))
-    assert line == f"domain 'cats': all 40 examples of part 'all' have the same label ({name}); check the labels"
+    assert line == f"Warning: domain 'cats': all 40 examples of part 'all' have the same label ({name}); check the labels"
     np.savez(tmp_path / "cats.npz", x=x, y=np.r_[y[1:], np.array(["dog"] if y.dtype.kind == "U" else [1])])
     assert not data.remarks(settings)
 

@@ -29,6 +29,7 @@ class Outer:
     extra: Inner | None = field(default_factory=lambda: Inner(steps=8))
     flags: list[bool] = option([], "flags")
     maybe: int | None = None
+    rates: dict[str, float] = option({}, "by site")
     hidden: str = option("", "not listed", listed=False)
 
 
@@ -62,6 +63,8 @@ def test_a_section_has_the_keys_of_its_default_that_it_lacks(values: dict[str, A
         ({"inner": {"fast": 5}}, "section.inner.fast: got 5, takes true or false"),
         ({"extra": {"fast": -1}}, "section.extra.fast: got -1, takes true or false"),
         ({"flags": [1, 2]}, "section.flags: got [1, 2], takes a list of truth values (flags)"),
+        ({"rates": {"a": 0.5, "b": "hot"}}, "section.rates.b: got 'hot', takes a number"),
+        ({"rates": {1: 0.5}}, "section.rates: got {1: 0.5}, takes a section of keys that are texts; put them in quotes"),
         ({"inner": {"steps": -1}}, "section.inner.steps: got -1, takes a number of at least 0"),
         ({"inner": {"stepz": 1}}, "unknown key 'section.inner.stepz'; did you mean 'section.inner.steps'?"),
         ({"inner.steps": 1}, "section.inner.steps: a key in a file or section has no dots; write inner: {steps: ...}"),

@@ -1,6 +1,7 @@
 """Whole fusions: what must stay the function it was, which widths and layers come out, what is refused and how."""
 
 import gc
+import re
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -233,6 +234,12 @@ def test_the_same_call_gives_the_same_network():
         tensor.zero_()
     for built, state in zip(networks, before, strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in built.state_dict().items())
+
+
+def test_a_result_is_one_line():
+    networks = [network(text, seed) for seed, text in enumerate(deep_and_shallow("resnet:norm=batch"))]
+    text = repr(fuse(networks, into=0, probe=PROBE, settings=AVERAGED))
+    assert re.fullmatch(r"Fused\(\w+, [\d,]+ parameters(, agreement [01]\.\d\d)?, \d+ notes\)", text)
 
 
 def test_settings_that_cannot_be():

@@ -170,9 +170,9 @@ FALSE: dict[Callable[[dict[str, Any], list[Event]], None], set[str]] = {
     another_sender: {"the request's sites, reason"},
     another_run: {"the chain is of the certificate's run"},
     no_times: {"the request was received at", "the request was applied at"},
-    another_start: {"the digests before it are the certificate's"},
+    another_start: {"the digests before it agree with the certificate"},
     better_before: {"what was measured before it"},
-    nothing_deleted: {"what was deleted is the certificate's"},
+    nothing_deleted: {"what was deleted agrees with the certificate"},
     one_less: {REMAINING},
     another_left: {"that event forgot the certificate's sites", REMAINING, "the request left all other sites'"},
 }

@@ -8,7 +8,7 @@ import torch
 from fedloom.clients.objectives import MEAN, SITE, Answer
 from fedloom.clients.objectives.sum_aggregation import ExactSession, SumAggregation
 from fedloom.clients.protocol.messages import ROUND
-from fedloom.server.strategies import TRAIN, RecordSpec, RoundContext, State, Sum
+from fedloom.server.strategies import TRAIN, Model, Models, RecordSpec, RoundContext, State, Sum, View
 from tests.outside.federated_methods.fedprox import FedProx, Prox
 
 SIZES: State = {"n": torch.zeros(2)}
@@ -18,6 +18,34 @@ SIZES: State = {"n": torch.zeros(2)}
 class Asked(Prox):
     def answer(self, kind: str, task: Any, images: Any) -> Answer:
         return Answer({"n": {"n": torch.ones(2)}})
+
+
+@dataclass(frozen=True)
+class Saved(FedProx):
+    """Its network is what the last round saved, so no contribution can leave it."""
+
+    def begin(self, context: RoundContext) -> None:
+        super().begin(context)
+        context.save_server_state("network", context.initial())
+
+    def round(self, context: RoundContext) -> None:
+        super().round(context)
+        context.save_server_state("network", context.mean("networks"))
+
+    def models(self, view: View) -> Models:
+        return Models({"saved": lambda: Model(view.architecture(), view.server_state("network"))})
+
+
+@dataclass(frozen=True)
+class Misspelt(FedProx):
+    def round(self, context: RoundContext) -> None:
+        context.gather(TRAIN, {MEAN: self.mean(context)}, {SITE: RecordSpec(self.mean(context), slot="netwrks")})
+
+
+@dataclass(frozen=True)
+class Unsaved(FedProx):
+    def round(self, context: RoundContext) -> None:
+        context.server_state("strt")
 
 
 @dataclass(frozen=True)

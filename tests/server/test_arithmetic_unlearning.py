@@ -165,7 +165,7 @@ def test_the_summary_of_a_run_that_continues_leaves_the_forgotten_site_out(finis
     config = copied(finished.config, tmp_path)
     forget(config, ["two"])
     with method_of(config) as method:
-        found = measure(method)
+        found = measure(method, print)
     assert list(found["accuracy"]) == ["composed", "half", "sum", "fused", "one", "three"]
     assert found["coefficients"] == {"one": 0.4, "three": 0.4}
     assert found["forgotten"].keys() == {"one", "three"}

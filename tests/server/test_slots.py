@@ -51,6 +51,14 @@ def test_every_sum_is_that_of_the_contributions(tmp_path: Path, strategy: str):
     assert found["digest"]["networks"] == same
 
 
+@pytest.mark.parametrize(("strategy", "message"), [
+    ("Misspelt", r"no slot 'netwrks' \(the strategy's slots\(\) has: networks\)"),
+    ("Unsaved", r"no server state 'strt' \(saved: start\)")])  # fmt: skip
+def test_a_misspelt_slot_or_state_is_named_with_those_that_exist(tmp_path: Path, strategy: str, message: str):
+    with pytest.raises(KeyError, match=message):
+        trained(tmp_path, strategy)
+
+
 def test_what_all_sites_put_at_first_is_kept_in_every_slot(tmp_path: Path):
     found = trained(tmp_path, "Begun", "federation.fraction=0.34")
     assert len(found["checks"]) == 8 and all(found["checks"].values()) and problems(tmp_path / "Begun") == []

@@ -214,9 +214,10 @@ def test_a_damaged_run_does_not_hide_the_others(folder: Folder):
 
 
 def test_a_run_whose_name_is_not_utf8_is_named_and_hides_no_other(folder: Folder):
-    os.mkdir(os.fsencode(folder.root) + b"/\xff\xfe")
+    other = folder.root / os.fsdecode(b"\xff\xfe")
+    other.mkdir()
     for name in ("config.yaml", "summary.json", "metrics.jsonl", "ledger.sqlite"):
-        shutil.copy(folder.run / name, os.fsencode(folder.root) + b"/\xff\xfe/" + name.encode())
+        shutil.copy(folder.run / name, other / name)
     client, bearer = browser(folder, "viewer"), folder.bearer("viewer")
     assert [run["id"] for run in client.get(f"{API}/runs", headers=bearer).json()] == ["digits"]
     assert r"\xff\xfe: its name is not valid UTF-8; rename the folder" in html.unescape(client.get("/").text)

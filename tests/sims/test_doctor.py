@@ -126,7 +126,7 @@ def test_the_real_domains() -> None:
 def test_table() -> None:
     table = doctor_table([("torch", "2.0", True), ("domain svhn", "not available", False)])
     assert [row[2] for row in table.rows] == ["yes", "NO"]
-    assert table.note.startswith("1 of 2 checks failed.")
+    assert table.note.startswith("Not available: 1 of 2.")
     assert doctor_table([("torch", "2.0", True)]).note == "Everything is available."
 
 

@@ -77,6 +77,10 @@ def test_the_end_tells_what_was_start_up_and_a_round_what_came_as_sums() -> None
         listener.finished({**SUMMARY, "resources": {"start_up": 4.04, "peak_memory": 2**30}})
     _, line, end, *_ = written(console).splitlines()
     assert ", 2 MB sent, 3 MB received, " in line and end == "finished after 6.5 s (start-up 4.0 s)"
+    console = pipe()
+    with PlainListener(console) as listener:
+        listener.finished({**SUMMARY, "resources": {"start_up": 4.04, "commands": 2}})
+    assert written(console).splitlines()[0] == "finished after 6.5 s in 2 commands (start-up 4.0 s)"
 
 
 def test_plain_lines_one_per_round() -> None:

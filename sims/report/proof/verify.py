@@ -207,10 +207,10 @@ def request(report, content, events):
     report.check("that event forgot the certificate's sites", body["sites"] == content["sites"] and content["sites"])
     report.check("for the certificate's request", body.get("request") == content["request"])
     exact = content["exact"]
-    report.check("the sums' digests after it are the certificate's", body["digest"] == exact["digest_after"])
-    report.check("the digests before it are the certificate's", body["body"]["digest_before"] == exact["digest_before"])
+    report.check("the sums' digests after it agree with the certificate", body["digest"] == exact["digest_after"])
+    report.check("the digests before it agree with the certificate", body["body"]["digest_before"] == exact["digest_before"])
     measured = body["body"]["evidence"] == content["evidence"].get("before")
-    report.check("what was measured before it is the certificate's", measured)
+    report.check("what was measured before it agrees with the certificate", measured)
     made_for(report, content, events)
     report.check(
         "the chain has the sha256 of this certificate", content["sha256"] in certificates(events, content["request"])
@@ -229,12 +229,12 @@ def made_for(report, content, events):
     report.check("the chain is of the certificate's run", value_of(events[0]["body"])["run"] == content["run"])
     right = [all(body[part] == content[part] for part in ("sites", "reason", "options")) for _, body in mine("received")]
     right += [body.get("by", "") == content.get("by", "") for _, body in mine("received")]
-    report.check("the request's sites, reason, options and sender are the certificate's", right == [True, True])
+    report.check("the request's sites, reason, options and sender agree with the certificate", right == [True, True])
     for kind in ("received", "applied"):
         stated = content["times"].get(kind)
         report.check(f"the request was {kind} at {stated}", stated in [time for time, _ in mine(kind)])
     paths = {path for _, body in mine("erased", "request") for path in body["paths"]}
-    report.check("what was deleted is the certificate's", paths == set(content["erased"]))
+    report.check("what was deleted agrees with the certificate", paths == set(content["erased"]))
 
 
 def certificates(events, request):
@@ -265,7 +265,7 @@ def afterwards(report, sites, events):
 def rest(report, content, events):
     """Check that the remaining sites' contributions are those of the chain, and that the request changed none of them."""
     settled, remaining = issued(events, content["request"]), content["exact"]["remaining"]
-    report.check("the remaining contributions are the certificate's", state_of(content, events) is not None)
+    report.check("the remaining contributions agree with the certificate", state_of(content, events) is not None)
     before, after = replayed(events, content["ledger"]["event"])
     kept = {site: row for site, row in before.items() if site not in content["sites"]}
     report.check("the request left all other sites' contributions unchanged", kept == after)
@@ -417,7 +417,16 @@ def sums(report, content, events, folder):
         return
     rows = state.values()
     digest = summed(rows, files, content["exact"]["tensors"], next(iter(described.values())), created["bits"])
-    report.check("their exact sum is the certificate's", digest == content["exact"]["sum_of_remaining"])
+    report.check("their exact sum agrees with the certificate", digest == content["exact"]["sum_of_remaining"])
+
+
+def shown(report, content):
+    """Repeat what the certificate says if its measurements do not show that the network has forgotten."""
+    found = (content.get("readings") or {}).get("shown")
+    if found == "no":
+        report.besides += " But the certificate says that the network has not forgotten: only the contributions are removed."
+    elif found != "yes":
+        report.note("The certificate says that no measurement shows whether the network has forgotten.")
 
 
 def parsed():
@@ -438,6 +447,7 @@ def main():
         events = [value_of(line) for line in (asked.folder / "chain.jsonl").read_bytes().decode().split("\n")[:-1]]
         report.note(f"Request {content['request']} of run {content['run']}: forget {', '.join(content['sites'])}")
         report.note(f"The proof is as of event {events[-1]['id']}, {events[-1]['time']}")
+        shown(report, content)
         signature(report, asked.folder, asked.key)
         manifest(report, asked.folder)
         stamp(report, asked.folder)
