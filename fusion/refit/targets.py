@@ -41,8 +41,8 @@ class Selected:
         """Return a note for users: the number of channels from each network."""
         taken = [choice.taken() for choice in self.choices.values()]
         counts = {index: sum(each[k] for each in taken) for k, index in enumerate(self.order)}
-        texts = ", ".join(f"{counts[index]} of network {index}" for index in sorted(counts))
-        return [f"refit by selection: hidden channels kept: {texts}; the last layer is fitted to {_described(self.weights)}"]
+        texts = ", ".join(f"{counts[index]:,} of network {index}" for index in sorted(counts))
+        return [f"refit by selection: takes the hidden channels {texts}; the last layer imitates {_described(self.weights)}"]
 
     def __call__(self, axis: int, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the selected channels, [m, rows]."""

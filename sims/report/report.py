@@ -47,8 +47,8 @@ APART = {
 }
 BROKEN = " Dashed lines: the baselines and the networks of other architectures"
 GUARANTEE = (
-    "What subtraction guarantees: the sums are exact integers, so subtracting a site's contribution leaves, bit for bit, "
-    "the sum that never had it (S - φ_k, for the sum S and the contribution φ_k of site k)."
+    "What subtraction guarantees: the sums are exact integers. So subtracting a site's contribution leaves, bit for bit, "
+    "the sum that never had it: S - φ_k, for the sum S and the contribution φ_k of site k."
 )
 LIMITS = (
     "What subtraction does not guarantee: shared parameters and the other sites' networks were trained while site k "

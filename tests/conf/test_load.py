@@ -53,7 +53,6 @@ def test_show_is_yaml_that_loads_again(tmp_path: Path):
         ("sites=[{domain: digits, networks: [3]}]", r"sites\[0\].networks: got \[3\], takes a list of sections"),
         ("population=[{domain: digits, count: x}]", r"population\[0\].count: got 'x', takes a whole number from 1"),
         ("population=[{doman: x}]", r"'population\[0\].doman'; did you mean 'population\[0\].domain'"),
-        ("network={name: mlp, widths: {a: 1}}", r"network.widths: got \{'a': 1\}, takes a list of whole numbers"),
         ("network=[1]", r"network: got \[1\], takes a section of keys \(name: "),
         ("network=3", "network: got 3, takes a section of keys"),
         ("rond=3", r"unknown key 'rond'; did you mean 'rounds'\?"),

@@ -159,7 +159,7 @@ def another_left(content: dict[str, Any], events: list[Event]) -> None:
     next(event for event in events if event["kind"] == "forgotten")["body"]["sites"].append(TWO)
 
 
-NOT_USED, REMAINING = "no later event of the chain has a contribution of site-0001", "the remaining contributions are"
+NOT_USED, REMAINING = "no later event of the chain has a contribution of site-0001", "the remaining contributions agree"
 FALSE: dict[Callable[[dict[str, Any], list[Event]], None], set[str]] = {
     used_again: {NOT_USED},
     used_in_an_event_of_an_unknown_kind: {NOT_USED},
