@@ -23,7 +23,8 @@ from fedloom.conf.sites import BEST
 from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.layout import CONFIG, DATA, LOSSES, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
-from fedloom.server.run_folder.listing import holds, read_config, read_metrics, read_object, read_summary, refuse_existing
+from fedloom.server.run_folder.listing import holds, read_config, read_object, read_summary, refuse_existing
+from fedloom.server.run_folder.metrics_file import read_metrics
 from fedloom.server.run_folder.results_schema import LOSS
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]

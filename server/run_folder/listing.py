@@ -168,22 +168,6 @@ def read_config(path: Path) -> Config:
     return dataclasses.replace(config, run=where)
 
 
-def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the records in a run's metrics.jsonl by round, without a line that a crash tore; empty if it cannot be read."""
-    records: dict[int, dict[str, Any]] = {}
-    try:
-        text = (path / METRICS).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return records
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            records[int(record["round"])] = record
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-            continue
-    return records
-
-
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the content of a run's summary.json; empty if it cannot be read."""
     return read_object(path / SUMMARY)

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedloom.conf.errors import UserError
 from fedloom.server.run_folder.layout import METRICS, SUMMARY
-from fedloom.server.run_folder.listing import EMPTY, read_metrics, read_summary, text_of
+from fedloom.server.run_folder.listing import EMPTY, read_summary, text_of
+from fedloom.server.run_folder.metrics_file import read_metrics
 
 MAX_NUMBER = 1e300  # limit of a number; NaN passes, too
 LOSS, VALIDATION = "loss", "validation"  # keys of a round's record: by site, its training loss, its validation metrics

@@ -68,7 +68,7 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
         if name in sites[:index]:
             raise UserError(f"the site '{name}' is named twice; name it once")
         if known[name]:
-            raise UserError(f"the site '{name}' is already forgotten; `fedloom ledger RUN` shows the request")
+            raise UserError(f"the site '{name}' is already forgotten; `fedloom requests RUN` shows the request")
     if len(sites) >= sum(not forgotten for forgotten in known.values()):
         raise UserError("no site would be left: delete the run's folder instead")
     slots = next(ledger.events("created")).body.get("slots")  # missing in ledgers of earlier versions

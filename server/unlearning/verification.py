@@ -29,7 +29,7 @@ from fedloom.server.unlearning.client_erasure import at_sites
 from fedloom.server.unlearning.signing import signed_by
 
 CLOSE = 0.002  # accuracies this close count as equal: another machine may round differently
-SAYS = "says"  # the verdict for facts that are not compared with anything
+SAYS = "not checked"  # the verdict for facts that are not compared with anything
 _TOLD = 100  # characters of each side of a mismatch
 
 

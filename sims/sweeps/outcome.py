@@ -8,7 +8,8 @@ from typing import Any
 
 from fedloom.conf.errors import FailedError, UserError, of_files, plain
 from fedloom.conf.metrics import ACCURACY
-from fedloom.server.run_folder.listing import busy, read_metrics, read_summary
+from fedloom.server.run_folder.listing import busy, read_summary
+from fedloom.server.run_folder.metrics_file import read_metrics
 from fedloom.server.run_folder.scores import headline, metric_of, value_in
 from fedloom.sims.report.results import shown, which
 from fedloom.sims.report.tables import Table

@@ -320,7 +320,7 @@ def test_a_page_that_fails_says_what_to_do_in_the_browser(folder: Folder):
 @pytest.mark.parametrize(
     ("text", "people"),
     [
-        ("the site 'a' is already forgotten; `fedloom ledger RUN` shows the request", "the site 'a' is already forgotten"),
+        ("the site 'a' is already forgotten; `fedloom requests RUN` shows the request", "the site 'a' is already forgotten"),
         ("x.json: another key has signed it; set FEDLOOM_KEY to the file", "x.json: another key has signed it"),
         ("Nothing is forgotten yet. --without-data forgets without measuring", "Nothing is forgotten yet."),
         ("run 'fedloom resume RUN'", "This is not possible now."),

@@ -9,7 +9,7 @@ import pytest
 from fedloom import sweep
 from fedloom.conf import Config, load, machine
 from fedloom.conf.errors import UserError
-from fedloom.server.run_folder.listing import read_metrics
+from fedloom.server.run_folder.metrics_file import read_metrics
 from fedloom.sims.sweeps.plan import Planned
 from fedloom.sims.sweeps.work import runs_at_once
 from tests.sims.commands import SMALL, Command, last_line, refused

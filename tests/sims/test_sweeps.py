@@ -20,7 +20,8 @@ from fedloom.conf import load
 from fedloom.conf.errors import UserError
 from fedloom.conf.load import read_values, to_json
 from fedloom.server.ledger.database import acquire
-from fedloom.server.run_folder.listing import read_metrics, read_summary, status
+from fedloom.server.run_folder.listing import read_summary, status
+from fedloom.server.run_folder.metrics_file import read_metrics
 from fedloom.sims.engines.share import Share
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.progress.listeners import QuietListener
