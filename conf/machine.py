@@ -1,4 +1,4 @@
-"""Query this machine's cores and memory, and set how this process uses memory, on Linux, macOS and Windows."""
+"""Query this machine's cores, memory and files, and set how this process uses memory, on Linux, macOS and Windows."""
 
 import contextlib
 import ctypes
@@ -29,6 +29,18 @@ def memory() -> int:
 def free_memory() -> int:
     """Return the bytes of memory that are available without swapping, within the container's limit."""
     return int(min(psutil.virtual_memory().available, limits().free))
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of all files in a folder. Links are not followed."""
+    size = 0
+    for root, _, names in os.walk(path):
+        for name in names:
+            try:
+                size += os.lstat(os.path.join(root, name)).st_size
+            except OSError:  # another process has just removed it
+                continue
+    return size
 
 
 def reuse_freed_memory() -> None:

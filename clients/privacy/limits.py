@@ -1,6 +1,7 @@
 """Limits of what one order can cost a site of a real federation, whatever the server's configuration says."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,11 @@ from flwr.app import RecordDict
 
 from fedloom.clients.networks import Architecture, architecture_of, network_text
 from fedloom.clients.objectives import Experiment
-from fedloom.clients.privacy.node_config import count, number
 from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import TRAIN, content_bytes
 from fedloom.clients.training.learner import step_count
-from fedloom.conf.disk import size_of
+from fedloom.conf.errors import UserError
+from fedloom.conf.machine import size_of
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
@@ -111,3 +112,37 @@ def parameters_of(architecture: Architecture) -> int:
     with torch.device("meta"):
         network = architecture.made()
     return sum(tensor.numel() for tensor in network.state_dict().values())
+
+
+# Settings of a node-config. Each function raises UserError for an invalid one.
+
+
+def number(node_config: Mapping[str, Any], key: str, default: float, most: float = math.inf) -> float:
+    """Return a number from 0 to `most`."""
+    value = node_config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise UserError(
+            f"{key}: got {value!r}, takes a number" + (f" from 0 to {most:g}" if math.isfinite(most) else " of at least 0")
+        )
+    return float(value)
+
+
+def count(node_config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
+    """Return a whole number of at least 0, or the default."""
+    value = node_config.get(key, default)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UserError(f"{key}: got {value!r}, takes a whole number of at least 0")
+    return value
+
+
+def switch(node_config: Mapping[str, Any], key: str) -> bool:
+    """Return true or false (the default)."""
+    value = node_config.get(key, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{key}: got {value!r}, takes true or false")
+    return value
+
+
+def names(node_config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the names in a text with commas."""
+    return tuple(name for part in str(node_config.get(key, "")).split(",") if (name := part.strip()))

@@ -14,8 +14,7 @@ from fedloom.clients.data.variants import class_count, outputs
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.networks.base import PARTS
 from fedloom.clients.objectives import OBJECTIVES
-from fedloom.clients.privacy.limits import Limits, check_harmless
-from fedloom.clients.privacy.node_config import count, names, number, switch
+from fedloom.clients.privacy.limits import Limits, check_harmless, count, names, number, switch
 from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import ENROL, EVALUATE, SECURE_KINDS, TRAIN, TaskInstructions
 from fedloom.clients.protocol.signatures import Identity

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.conf.disk import size_of
 from fedloom.conf.errors import UserError
+from fedloom.conf.machine import size_of
 from fedloom.sims.cli.options import Json, Quiet, confirmed, show_tables
 from fedloom.sims.progress.waiting import waiting
 

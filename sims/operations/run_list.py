@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.conf.disk import size_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.formatting import count
+from fedloom.conf.machine import size_of
 from fedloom.conf.metrics import ACCURACY, facts_of
 from fedloom.conf.yaml_text import read_yaml
 from fedloom.server.run_folder.layout import CONFIG, FINISHED

@@ -18,7 +18,6 @@ from fedloom.sims.report.forgetting import Forgotten, caption, forgetting_table,
 from fedloom.sims.report.headline import all_domains, headline, never_predicted
 from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
-from fedloom.sims.report.privacy import privacy_parts
 from fedloom.sims.report.results import accuracy_table, at_sites_table, costs_table, has_aggregate, traffic_table
 from fedloom.sims.report.selection import methods_table, selections, sites_table
 from fedloom.sims.report.sites import classes_table, data_table, has_classes, spread_table
@@ -130,7 +129,7 @@ def _sections(
         ("Site by site", [*_at_home(summary), *_pictures(pictures, "per_site.png")]),
         ("Class by class", [*by_class_table(summary), *confusion_table(summary), *_pictures(pictures, "confusion.png")]),
         ("Predicted against true", _pictures(pictures, "against.png")),
-        ("Privacy", [*privacy_parts(summary, metrics)]),
+        ("Privacy", [*_privacy(summary, metrics)]),
         ("Exchanged heads", [*heads, *_pictures(pictures, "heads.png")]),
         ("Layer selection", [*selection, *_pictures(pictures, "layers.png")]),
         ("Forgetting", [*forgotten, *_pictures(pictures, "forgetting.png")]),
@@ -138,6 +137,14 @@ def _sections(
         ("Digest", _digest(summary)),
     ]
     return [(heading, parts) for heading, parts in sections if parts]
+
+
+def _privacy(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[Part]:
+    if not (summary.get("privacy") or any(record.get("epsilon") for record in metrics)):
+        return []
+    from fedloom.sims.report.privacy import privacy_parts  # imported only where something is hidden
+
+    return [*privacy_parts(summary, metrics)]
 
 
 def _at_home(summary: Mapping[str, Any]) -> list[Part]:

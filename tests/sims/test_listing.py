@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.clients.storage.states import write_bytes
-from fedloom.conf.disk import size_of
+from fedloom.conf.machine import size_of
 from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY, TRACKERS, WRITTEN
 from fedloom.server.run_folder.listing import busy, status
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
