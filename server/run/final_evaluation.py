@@ -1,6 +1,5 @@
 """Measure a method's networks at the end of a run: on every domain, and at single sites on their own test examples."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,11 +97,7 @@ class Measured:
             self.network(site.name)
         if (rest := self.state.without([site.name])) is not None:
             self.measure(self.forgotten, site.name, rest)
-            self.unmoved = self.unmoved and _same_bits(rest.state, self._whole)
-
-    @functools.cached_property
-    def _whole(self) -> State:
-        return self.state.aggregate().state
+            self.unmoved = self.unmoved and _same_bits(rest.state, self.state.aggregate().state)
 
     def measure(
         self, into: dict[str, dict[str, float]] | None, name: str, model: Model | None, users: Sequence[Site] = (),
