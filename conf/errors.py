@@ -16,6 +16,10 @@ class UserError(ValueError):
     """Bad input. The message says in one line what is wrong, where, and how to correct it."""
 
 
+class MissingDataError(UserError):
+    """The data of a domain are not in the data folder."""
+
+
 class FailedError(RuntimeError):
     """A run that cannot continue, for a reason other than the user's input."""
 

@@ -42,6 +42,11 @@ def experiment_lines() -> dict[str, str]:
     return {name: line.lstrip("# ") for name, line in first.items()}
 
 
+def has_preset(experiment: str, preset: str) -> bool:
+    """Return whether a shipped experiment has a preset of this name."""
+    return experiment in experiment_names() and preset in _tree_of(_text(_find(experiment)), experiment).get("presets", {})
+
+
 def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
     """Return the validated configuration of an experiment.
 

@@ -37,7 +37,7 @@ from fedloom.clients.data.sources import (
     Source,
     Torchvision,
 )
-from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.errors import MissingDataError, UserError, unknown
 from fedloom.conf.schema import DataConfig
 
 
@@ -233,7 +233,7 @@ def _fetched(name: str, folder: Path, download: bool) -> Place:
             raise UserError(f"domain '{name}': {why}. Check the network, or copy the files to that folder.") from error
         if place := _present(name, folder):
             return place
-    raise UserError(f"domain '{name}': {_absent(name, folder)}")
+    raise MissingDataError(f"domain '{name}': {_absent(name, folder)}")
 
 
 def _present(name: str, folder: Path) -> Place | None:

@@ -17,7 +17,7 @@ import click
 import typer
 
 from fedloom.conf import UserError
-from fedloom.conf.errors import FailedError, of_files, plain, unknown
+from fedloom.conf.errors import FailedError, MissingDataError, of_files, plain, unknown
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import Json, Quiet, show_modules, show_tables
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
+EMBEDDED = "preset=embedded"
 
 
 def _version(wanted: bool) -> None:
@@ -110,7 +111,13 @@ def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> No
         from fedloom.sims.operations.simulate import simulate
         from fedloom.sims.progress.listeners import listener_for
 
-    summary = simulate(config, listener=listener_for(quiet, json_output=as_json), began=began)
+    try:
+        summary = simulate(config, listener=listener_for(quiet, json_output=as_json), began=began)
+    except MissingDataError as error:
+        from fedloom.conf.load import has_preset
+
+        hint = f"; {EMBEDDED} needs no data" if has_preset(config.experiment, EMBEDDED.partition("=")[2]) else ""
+        raise UserError(f"{error}{hint}") from None
     if as_json:
         typer.echo(json.dumps(summary))
 

@@ -309,6 +309,16 @@ def in_session(session: int) -> list[str]:
     return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
 
 
+@pytest.mark.parametrize(("experiment", "hint"), [("layer_selection", True), ("mnist_svhn", False)])
+def test_without_data_the_preset_that_needs_none_is_named(
+    fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: str, hint: bool
+):
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
+    said = fedloom("run", experiment, f"run.root={tmp_path}")
+    refused(said, "domain 'mnist': nothing at")
+    assert said.err.rstrip().endswith("; preset=embedded needs no data") is hint
+
+
 def test_a_data_folder_that_is_missing_is_not_sent_to_a_cluster(
     fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
