@@ -70,7 +70,7 @@ def pairs(groups: Sequence[Group]) -> list[Pair]:
 def difference_table(differences: Sequence[Pair]) -> Table:
     """Return a table of paired differences with their intervals; of shares, in percentage points."""
     metric = differences[0].metric
-    rows: list[list[Cell]] = [[f"{pair.one} - {pair.other}", pair.difference.n, _points(pair.difference.mean, metric),
+    rows: list[list[Cell]] = [[f"{pair.one} minus {pair.other}", pair.difference.n, _points(pair.difference.mean, metric),
                                _interval(pair.difference, metric)] for pair in differences]  # fmt: skip
     unit = f"In percentage points of test {metric.title}" if metric.share else f"Test {metric.title}"
     note = (f"{unit} on {UNION}, over the seeds that both rows share. Interval: "
