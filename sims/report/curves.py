@@ -51,12 +51,13 @@ def curve_rows(name: str, metrics: Records, others: Mapping[str, Records]) -> It
 
 
 def accuracy_figure(
-    metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True
-) -> Figure | None:
+    metrics: Records, baselines: Mapping[str, Records] | None = None, aggregated: bool = True,
+    forgotten: Mapping[int, str] | None = None,
+) -> Figure | None:  # fmt: skip
     """Plot the first metric on validation examples over rounds: a line per domain and, for several domains, their union.
 
     None if not measured. Dashed lines show `baselines`, by name, on the union. `aggregated`: the metric is that of one
-    network, else that of the sites' own networks.
+    network, else that of the sites' own networks. `forgotten`: a dotted line after a round, with the forgotten sites' names.
     """
     names, others = list(dict.fromkeys(name for record in metrics for name in headline(record))), baselines or {}
     metric = metric_of({}, metrics)
@@ -81,6 +82,11 @@ def accuracy_figure(
     broken = f" (dashed lines: baselines and other architectures{'' if single else ', on the union'})"
     axes.set_xlabel("round" + (broken if others else ""))
     axes.set_ylabel(f"validation {metric.title}")
+    for round, sites in (forgotten or {}).items():
+        if round < max(record["round"] for record in metrics):
+            axes.axvline(round + 0.5, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
+            axes.annotate(f"without {sites}", (round + 0.5, 0.01), (4, 0), axes.get_xaxis_transform(), "offset points",
+                          fontsize=8, color=GREY, parse_math=False)  # fmt: skip
     whose = "the aggregated network" if aggregated else "the sites' own networks on their own domains"
     axes.set_title(f"Validation {metric.title} of {whose}", loc="left", fontsize=12, color=INK)
     return figure

@@ -1,7 +1,7 @@
 """Describe what subtracting each site changes, and list the sites that a run has forgotten, with their certificates."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ class Forgotten:
     """A forgotten site. All fields but `site` are empty where unknown.
 
     `page` is relative to the run's folder. `part`: "COLUMN=VALUE" of a site that has the rows of a table with this value.
-    `shown`: whether measurements show that the network has forgotten the site: yes, no, or not measurable.
+    `shown`: whether measurements show that the network has forgotten the site: yes, no, or not measurable. `round`: the
+    last round before it was forgotten.
     """
 
     site: str
@@ -76,6 +77,7 @@ class Forgotten:
     page: str = ""
     part: str = ""
     shown: str = ""
+    round: int | None = None
 
     @property
     def title(self) -> str:
@@ -95,6 +97,15 @@ def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]
         return _of_ledger(folder) if begun(folder / LEDGER) else _of_summary(summary)
     except UserError:
         return _of_summary(summary)
+
+
+def by_round(found: Iterable[Forgotten]) -> dict[int, str]:
+    """Return the names of the sites that were forgotten after a round, by the round."""
+    names: dict[int, list[str]] = {}
+    for site in found:
+        if site.round is not None:
+            names.setdefault(site.round, []).append(site.site)
+    return {round: _few(sites) for round, sites in names.items()}
 
 
 def forgotten_table(found: list[Forgotten]) -> Table:
@@ -136,7 +147,9 @@ def _of_ledger(folder: Path) -> list[Forgotten]:
         done = _certificate(folder / page.with_suffix(".json"))
         part, seen = done.get("parts", {}).get(site, ""), _shown(done)
         here = str(page) if (folder / page).is_file() else ""
-        forgotten.append(Forgotten(site, request, last[site].time, here, part, seen))
+        before = last[site].body.get("body")
+        round = before.get("round") if isinstance(before, dict) else None
+        forgotten.append(Forgotten(site, request, last[site].time, here, part, seen, round))
     return forgotten
 
 

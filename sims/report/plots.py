@@ -52,15 +52,17 @@ def draw_all(
     summary: dict[str, Any],
     baselines: Mapping[str, Records] | None = None,
     kinds: Iterable[str] = (),
+    forgotten: Mapping[int, str] | None = None,
 ) -> list[Path]:
     """Draw all plots that the results allow into `folder`/plots. Return their paths, `accuracy.png` first.
 
     `baselines`: the metrics of each baseline, by name. `kinds`: of files besides PNG; curves have an SVG file in any case.
+    `forgotten`: the sites that were forgotten after a round, by the round.
     """
     target = folder / "plots"
     target.mkdir(parents=True, exist_ok=True)
     figures = {
-        "accuracy.png": accuracy_figure(metrics, baselines, has_aggregate(summary)),
+        "accuracy.png": accuracy_figure(metrics, baselines, has_aggregate(summary), forgotten),
         "forgetting.png": forgetting_figure(summary),
         "sites.png": sites_figure(summary),
         "per_site.png": spread_figure(summary),

@@ -14,7 +14,7 @@ from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report import plots
 from fedloom.sims.report.curves import other_records
 from fedloom.sims.report.errors import by_class_table, confusion_table, metrics_table
-from fedloom.sims.report.forgetting import Forgotten, caption, forgetting_table, forgotten_sites, forgotten_table
+from fedloom.sims.report.forgetting import Forgotten, by_round, caption, forgetting_table, forgotten_sites, forgotten_table
 from fedloom.sims.report.headline import all_domains, headline, never_predicted
 from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
@@ -78,7 +78,7 @@ def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[st
         gone = forgotten_sites(folder, summary)
         summary["unlearned"], baselines = [forgotten.site for forgotten in gone], other_records(folder, metrics)
         captions = _captions(summary, metrics, baselines)
-        drawn = plots.draw_all(folder, metrics, summary, baselines, pictures)
+        drawn = plots.draw_all(folder, metrics, summary, baselines, pictures, by_round(gone))
         shown = {path.name: Picture(path, captions[path.name]) for path in drawn}
         sections = _sections(summary, metrics, config, shown, gone)
         for table, heading in ((part, heading) for heading, parts in sections for part in parts if isinstance(part, Table)):

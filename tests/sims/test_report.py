@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedloom.conf.errors import UserError
+from fedloom.sims.report.canvas import save
 from fedloom.sims.report.curves import accuracy_figure
-from fedloom.sims.report.forgetting import caption, forgetting_table
+from fedloom.sims.report.forgetting import Forgotten, by_round, caption, forgetting_table
 from fedloom.sims.report.headline import headline
 from fedloom.sims.report.page import Details, Picture, write_page
 from fedloom.sims.report.plots import draw_all, forgetting_figure, sites_figure
@@ -197,6 +198,20 @@ def test_plots_draw_only_what_there_is(tmp_path: Path) -> None:
     summary["accuracy"]["sum"].pop("b")
     assert len(draw_all(tmp_path, metrics, summary)) == 3
     assert len(draw_all(tmp_path, [{"round": 1, "accuracy": {"union": float("nan")}}], summary)) == 3
+
+
+def test_the_curve_is_marked_where_a_site_was_forgotten_before_further_rounds(tmp_path: Path) -> None:
+    metrics, _ = results(3, ["a", "b", "c"])
+    last = metrics[-1]["round"]
+    found = by_round(
+        [Forgotten("b", round=last - 1), Forgotten("$c_1$", round=last - 1), Forgotten("d", round=last), Forgotten("e")]
+    )
+    assert found == {last - 1: "b, $c_1$", last: "d"}
+    figure = accuracy_figure(metrics, forgotten=found)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts if text.get_text().startswith("without")] == ["without b, $c_1$"]
+    save(figure, tmp_path / "accuracy.png")
 
 
 def test_plots_leave_the_global_state_alone(tmp_path: Path) -> None:
