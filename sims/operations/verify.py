@@ -30,11 +30,12 @@ def verify_certificate(
 
     `request`, `sites`: what the certificate should be about. Raises UserError without a run and a key.
     """
-    findings = about(certificate, request, sites)
     if path is None and not key:
+        about(certificate)  # UserError for one that does not exist
         raise UserError("verify: needs the run's folder (fedloom verify CERTIFICATE RUN), or "
                         "--key with the operator's public key")  # fmt: skip
     config = read_config(path) if path is not None else None
+    findings = about(certificate, request, sites)
     findings += verify_signature(certificate, key) if key else []
     if path is not None and config is not None:
         findings.append(unbroken := _unbroken(path))

@@ -71,6 +71,7 @@ def test_what_is_not_a_run_is_one_line(fedloom: Command, run: Path, tmp_path: Pa
             given = [tmp_path / "r1.json", path] if command == ["verify"] else [path, *words]
             refused(fedloom(*command, *given), str(path))
     refused(fedloom("verify", tmp_path / "r1.json", run), "r1.json: this certificate does not exist")
+    refused(fedloom("verify", tmp_path / "r1.json"), "r1.json: this certificate does not exist")
     (run / "ledger.sqlite").unlink()
     for command in (["unlearn", run, ONE], ["readmit", run, ONE], ["ledger", run]):
         refused(fedloom(*command), "has no ledger")
