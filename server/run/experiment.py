@@ -248,7 +248,7 @@ class Spent(Listener):
         """Return the entries for the summary: seconds, start-up seconds, and peak memory in bytes."""
         peak = max(peak_memory(), int(_number(self._before.get("peak_memory"))))
         seconds = self._seconds + time.monotonic() - self.began
-        commands = 1 + int(_number(self._before.get("commands")))
+        commands = 1 + int(_number(self._before.get("commands", 1 if self._before else 0)))
         return {"seconds": seconds, "resources": {"start_up": self._start_up, "peak_memory": peak, "commands": commands}}
 
 

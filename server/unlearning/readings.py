@@ -47,17 +47,22 @@ def readings(config: Config, names: Sequence[str], members: Sequence[Site], evid
     return {LINES: list(dict.fromkeys(lines)), STILL: list(dict.fromkeys(still)), SHOWN: shown}
 
 
-def outcome(content: Mapping[str, Any], names: str) -> str:
-    """Return a certificate's outcome as words. `names`: the sites. Without forgetting, it does not read as a success."""
+def outcome(content: Mapping[str, Any], names: str, advice: bool = True) -> str:
+    """Return a certificate's outcome as words. Without forgetting, it does not read as a success.
+
+    `names`: the sites. `advice`: also say what the operator can do then.
+    """
     found = content.get("readings") or {}
     if found.get(SHOWN) == "not measurable":
         return f"the contributions of {names} are removed; no measurement shows whether the network has forgotten"
     if found.get(SHOWN) != "no":
         return f"{names} forgotten"
-    advice = "--rollback" if content.get("options", {}).get("restore") else "--restore N or --rollback"
-    again = f"In a copy of the run from before the request, `unlearn` with {advice} can remove more (not in all methods)"
-    still = "; ".join(found[STILL])
-    return f"the contributions of {names} are removed, but the network has not forgotten: {still}. {again}"
+    text = f"the contributions of {names} are removed, but the network has not forgotten: {'; '.join(found[STILL])}"
+    if not advice:
+        return text
+    options = "--rollback" if content.get("options", {}).get("restore") else "--restore N or --rollback"
+    again = f"In a copy of the run from before the request, `unlearn` with {options} can remove more (not in all methods)"
+    return f"{text}. {again}"
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,9 @@ def doctor(data: DataConfig) -> list[Finding]:
 
 def doctor_table(findings: list[Finding]) -> Table:
     """Return the findings of `doctor` as a table."""
-    rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in _together(findings)]
-    missing = sum(not ok for _, _, ok in _together(findings))
+    together = _together(findings)
+    rows = [[what, finding, "yes" if ok else "NO"] for what, finding, ok in together]
+    missing = sum(not ok for _, _, ok in together)
     lacking = f"Not available: {missing} of {len(rows)}. Only runs that need these parts will fail."
     return Table("Fedloom doctor", ["what", "finding", "ok"], rows, lacking if missing else "Everything is available.")
 

@@ -12,6 +12,7 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import chain_problems
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.unlearning.certificate import read
 from fedloom.server.unlearning.verification import Finding, about, verify, verify_accuracy, verify_signature
 from fedloom.sims.report.tables import Table
 
@@ -31,7 +32,7 @@ def verify_certificate(
     `request`, `sites`: what the certificate should be about. Raises UserError without a run and a key.
     """
     if path is None and not key:
-        about(certificate)  # UserError for one that does not exist
+        read(certificate)
         raise UserError("verify: needs the run's folder (fedloom verify CERTIFICATE RUN), or "
                         "--key with the operator's public key")  # fmt: skip
     config = read_config(path) if path is not None else None

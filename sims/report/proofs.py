@@ -83,7 +83,8 @@ def proof_of(run: Path, request: str, authority: str = "") -> bytes:
     mine = next((own for own in (operator_key(), *former_keys()) if spki(own.public_key()) == der), None)
     if mine is None:
         raise UserError(f"{path}: another key has signed it; set FEDLOOM_KEY to the file of that key")
-    texts = {"request": content["request"], "run": content["run"], "outcome": outcome(content, ", ".join(content["sites"]))}
+    done = outcome(content, ", ".join(content["sites"]), advice=False)
+    texts = {"request": content["request"], "run": content["run"], "outcome": done}
     files = {
         "README.txt": (README.format(**texts, fingerprint=fingerprint(key)) + (STAMPED if authority else "")).encode(),
         "certificate.html": page_text(title(content), sections(content)).encode(),

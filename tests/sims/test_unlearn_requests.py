@@ -143,4 +143,6 @@ def test_beside_a_running_server_a_request_is_queued_and_a_second_server_refused
         server.wait(timeout=60)
     assert server.returncode == 130
     assert f"Request 'r1' is verified: the contributions of {ONE} are removed." in output.read_text()
-    assert [found for found in check(path) if found.severity == "problem"] == []  # orphans of a broken round are none
+    assert [
+        found for found in check(path) if found.severity == "problem"
+    ] == []  # leftover files of a broken round are not problems
