@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import random
 import shutil
 import signal
 import sys
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from PIL import Image
@@ -112,8 +115,13 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
 sys.addaudithook(_watch)
 
 
-def pytest_runtest_logstart() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same numbers, alone and after others."""
     opened.clear()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)
@@ -121,6 +129,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """The tests marked `data`, and no others, read the data folder."""
     if opened and not item.get_closest_marker("data"):
         pytest.fail(f"reads {opened[0]} of the data folder; use an embedded domain, or mark the test `data`", pytrace=False)
+    if (torch.get_default_device().type, torch.get_default_dtype()) != ("cpu", torch.float32):
+        pytest.fail("leaves another default device or type in torch; the next tests would fail", pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Torch in this process: the device, and defaults that do not depend on what the calling program has set."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -30,18 +30,14 @@ def memory_share(engine: EngineConfig) -> float:
 @contextmanager
 def ordinary() -> Iterator[None]:
     """Enter a context where new tensors are float32 on the CPU and gradients are computed, whatever was set outside."""
-    kind, device = torch.get_default_dtype(), torch.get_default_device()
-    elsewhere = device.type != "cpu"
+    kind = torch.get_default_dtype()
+    elsewhere = torch.get_default_device().type != "cpu"  # on the CPU, a context would only cost time at each operation
     torch.set_default_dtype(torch.float32)
-    if elsewhere:
-        torch.set_default_device("cpu")
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.device("cpu") if elsewhere else nullcontext(), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(kind)
-        if elsewhere:
-            torch.set_default_device(device)
 
 
 @contextmanager

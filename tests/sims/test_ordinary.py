@@ -50,6 +50,17 @@ def test_the_same_bits_whatever_is_set(tmp_path: Path):
             assert result.measure(result.network)["union"] >= 0
 
 
+def test_contexts_nest():
+    """An own network is built in `ordinary` while its size is counted on the meta device."""
+    with torch.device("meta"):
+        with ordinary():
+            assert torch.zeros(1).device.type == "cpu"
+        assert torch.zeros(1).device.type == "meta"
+    with on_meta(), ordinary():
+        assert torch.zeros(1).device.type == "cpu"
+    assert torch.zeros(1).device.type == torch.get_default_device().type == "cpu"
+
+
 def test_a_module_of_the_users_that_sets_the_type_and_one_of_another_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "typed.py").write_text(
         "import torch\nfrom torch import nn\ntorch.set_default_dtype(torch.float64)\n\n"
