@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -120,7 +119,6 @@ def pytest_runtest_setup() -> None:
     """Every test draws the same numbers, alone and after others."""
     opened.clear()
     random.seed(0)
-    np.random.seed(0)
     torch.manual_seed(0)
 
 
