@@ -60,10 +60,10 @@ class UnknownKeyError(UserError):
 
     def __init__(self, key: str, known: Sequence[str], near: str = "") -> None:
         self.key, self.known = key, known
-        by_end = {each.rpartition(".")[2]: each for each in known}
         end = key.rpartition(".")[2]
         cutoff = max(0.5, min(MISSPELT, 1 - 1 / max(len(end), 1) - 1e-9))
-        self.near = near or by_end.get(nearest(end, by_end, cutoff), "")
+        near_end = nearest(end, [each.rpartition(".")[2] for each in known], cutoff)
+        self.near = near or nearest(key, [each for each in known if each.rpartition(".")[2] == near_end], 0.0)
         hint = f"; did you mean '{self.near}'?" if self.near else ""
         super().__init__(f"unknown key '{key}'{hint} (known: {listed(key, known)})")
 

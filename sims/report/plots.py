@@ -90,11 +90,10 @@ def forgetting_figure(summary: Mapping[str, Any]) -> Figure | None:
 
 
 def sites_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the first metric of every network on every domain as a heat map; None if not measured."""
-    scores = accuracies(summary)
-    if not scores:
+    """Plot the first metric of every network on every domain as a heat map; None if not measured, or for a single number."""
+    scores, columns = accuracies(summary), columns_of(summary)
+    if len(scores) * len(columns) < 2:
         return None
-    columns = columns_of(summary)
     grid = [[score_of(row, name) for name in columns] for row in scores.values()]
     metric = metric_of(summary)
     return _heat_map(grid, list(scores), columns, homes(summary), f"Test {metric.title} of every network", metric)
@@ -160,12 +159,23 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
 
 
 def alignment_figure(
-    cost: NDArray, rows: list[str], columns: list[str], pairs: Mapping[int, int], groups: Sequence[int], path: Path
+    cost: NDArray,
+    rows: list[str],
+    columns: list[str],
+    pairs: Mapping[int, int],
+    groups: Sequence[int],
+    shown: Sequence[str],
+    path: Path,
 ) -> Path:
-    """Draw the costs between layers as a heat map into the PNG `path`; return it. `pairs` (row: column) are framed."""
+    """Draw the costs between layers as a heat map into the PNG `path`; return it.
+
+    `pairs` (row: column) are framed. `shown`: the names of both networks.
+    """
     figure, axes = new_figure(max(6.0, 2.6 + 0.5 * len(columns)), max(3.0, 1.7 + 0.34 * len(rows)))
     picture = axes.imshow(cost, cmap="Blues", vmin=0.0, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, columns)
+    axes.set_ylabel(f"layers of {short(shown[0])}", fontsize=9, color=INK)
+    axes.set_title(f"layers of {short(shown[1])}", fontsize=9, color=INK)
     frame_cells(axes, [(column, row) for row, column in pairs.items()], PALETTE[1])
     for row in range(1, len(rows)):
         if groups[row] != groups[row - 1]:

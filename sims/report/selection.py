@@ -146,7 +146,7 @@ def _group_panel(axes: Axes, learned: Selection, number: int, named: bool) -> Ax
                         extent=(0.5, rounds + 0.5, len(grid) - 0.5, -0.5))  # fmt: skip
     names = [short(site.site) for site in learned.sites[::step]] if named else []
     axes.set_yticks(range(0, len(grid), step) if names else [], names)
-    axes.set_xticks([1, rounds] if rounds > 1 else [1])
+    axes.set_xticks(sorted({1, (rounds + 1) // 2, rounds}))
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.set_title(_named(learned.groups[number]), fontsize=9.5, color=INK)

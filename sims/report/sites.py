@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ROWS = 40  # sites in the picture of classes
-MOST_CLASSES = 50  # named on an axis
+MOST_CLASSES, MOST_NUMBERS = 50, 20  # named on an axis; numbered on a narrow one
 FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10 %
 MAX_NAME_IN_TABLE, MAX_NAME_ON_AXIS = 60, 18  # characters of a class's name: in a table, on an axis
 MAX_DOT_AREA = 260.0  # area of the largest dot
@@ -112,7 +112,9 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
         _dress(axes, facts_of(ACCURACY))
         axes.set_xlabel("class")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _name_classes(axes, summary, sorted({int(name) for result in networks.values() for name in result["classes"]}))
+        found = sorted({int(name) for result in networks.values() for name in result["classes"]})
+        if summary.get("class_names") or len(found) <= MOST_NUMBERS:
+            _name_classes(axes, summary, found)
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
     figure.suptitle(f"{metric.caption} on the sites' own test examples", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
@@ -132,8 +134,6 @@ def classes_figure(summary: Mapping[str, Any]) -> Figure | None:
                  s=[max(1.0, MAX_DOT_AREA * number / most) for *_, number in dots])  # fmt: skip
     axes.set_yticks(range(len(shown)), [short(site) for site in shown])
     axes.set_ylim(len(shown) - 0.3, -0.7)
-    if len(classes) <= MOST_CLASSES:
-        axes.set_xticks(classes)
     _name_classes(axes, summary, classes)
     axes.set_xlim(classes[0] - 0.7, classes[-1] + 0.7)
     axes.set_xlabel("class")
@@ -151,9 +151,12 @@ def sampled(counts: Mapping[str, Any]) -> list[str]:
 
 
 def _name_classes(axes: Axes, summary: Mapping[str, Any], classes: list[int]) -> None:
-    """Label classes by name, if they have names and these fit."""
+    """Mark each class if there are few, by name if they have names."""
     names = summary.get("class_names") or {}
-    if names and len(classes) <= MOST_CLASSES:
+    if len(classes) > MOST_CLASSES:
+        return
+    axes.set_xticks(classes)
+    if names:
         axes.set_xticks(classes, [short(names.get(str(number), str(number)), MAX_NAME_ON_AXIS) for number in classes],
                         rotation=35, ha="right", rotation_mode="anchor")  # fmt: skip
 

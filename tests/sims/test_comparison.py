@@ -119,6 +119,8 @@ def test_rows_by_a_key_are_means_over_what_else_differs(swept: Path):
     assert found.groups[0].scores() == pytest.approx({seed: exact[exact["seed"] == seed]["union"].mean() for seed in (0, 1)})
     with pytest.raises(UserError, match=r"unknown key 'objective.mod'; did you mean 'objective.mode'"):
         compare(swept, by="objective.mod")
+    with pytest.raises(UserError, match=r"unknown key 'strategy.nam'; did you mean 'strategy.name'"):
+        compare(swept, by="strategy.nam")
 
 
 def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Path, tmp_path: Path):

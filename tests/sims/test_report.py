@@ -198,6 +198,7 @@ def test_plots_draw_only_what_there_is(tmp_path: Path) -> None:
     summary["accuracy"]["sum"].pop("b")
     assert len(draw_all(tmp_path, metrics, summary)) == 3
     assert len(draw_all(tmp_path, [{"round": 1, "accuracy": {"union": float("nan")}}], summary)) == 3
+    assert sites_figure({"accuracy": {"fedavg": {"union": 0.5}}}) is None  # a heat map of one number shows nothing
 
 
 def test_the_curve_is_marked_where_a_site_was_forgotten_before_further_rounds(tmp_path: Path) -> None:

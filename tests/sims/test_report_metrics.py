@@ -69,7 +69,8 @@ def test_pictures_show_predicted_against_true_numbers_per_site_and_over_sites(su
     assert [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()] == ["sum, all sites", "a", "b"]
     assert confusion_figure(summary) is None and confusion_table(summary) == []
     names = {path.name for path in draw_all(tmp_path, RECORDS, summary)}
-    assert {"accuracy.png", "against.png", "per_site.png", "sites.png", "forgetting.png"} <= names
+    assert {"accuracy.png", "against.png", "per_site.png", "forgetting.png"} <= names
+    assert "sites.png" not in names  # one network on one domain: a heat map of one number
 
 
 def test_without_classes_there_is_one_panel_and_sites_without_a_value_are_counted(summary):
