@@ -1,6 +1,7 @@
 """The content of a run's folder: the files that fedloom writes, and other files, which it never deletes."""
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,21 @@ def _strange_inside(path: Path) -> Iterator[str]:
         for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
             inside = strange_in(run, {}) if run.is_dir() else []
             yield from (f"{folder}/{run.name}/{name}" for name in inside)
+
+
+def delete(folder: Path, name: str) -> None:
+    """Delete a file or folder of the run in `folder`. Files of others in PLOTS and the other keys of SUFFIXES stay."""
+    path = folder / name
+    if not path.is_dir():
+        path.unlink()
+    elif name not in SUFFIXES:
+        shutil.rmtree(path)
+    else:
+        for entry in path.iterdir():
+            if (entry.suffix in SUFFIXES[name] or _passing(entry.name) or is_left(entry.name)) and not entry.is_dir():
+                entry.unlink()
+        if not any(path.iterdir()):
+            path.rmdir()
 
 
 def is_left(name: str) -> bool:

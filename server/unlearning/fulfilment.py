@@ -4,7 +4,6 @@ A request is received, then applied (in one transaction of the ledger), then ver
 stopped.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fedloom.server.rounds.masks import rounds_together
 from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run_folder.layout import delete
 from fedloom.server.unlearning.certificate import certificate, check_sums, issue, reissue
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.goals import goals
@@ -262,11 +262,11 @@ class Unlearning:
         """Note and delete what this machine stores of the sites outside the ledger."""
         paths = left_of(self.folder, request, [site for site, forgotten in self.ledger.sites().items() if forgotten])
         check_links(paths)
-        if paths:
-            body = {"request": request.id, "paths": [str(path.relative_to(self.folder)) for path in paths]}
-            self.ledger.note("erased", body)
-        for path in paths:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        names = [str(path.relative_to(self.folder)) for path in paths]
+        if names:
+            self.ledger.note("erased", {"request": request.id, "paths": names})
+        for name in names:
+            delete(self.folder, name)
         RunFolder(self.folder).note_tables(self.state.domains())
 
     def under_way(self) -> list[Request]:

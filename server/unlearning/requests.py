@@ -9,7 +9,19 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.request_queue import ID
-from fedloom.server.run_folder.layout import BASELINES, DATA, LOSSES, RETRAINED, SITES, STAGING, STANDARDISATION, STATES
+from fedloom.server.run_folder.layout import (
+    BASELINES,
+    DATA,
+    LOSSES,
+    PLOTS,
+    REPORT,
+    RETRAINED,
+    SITES,
+    STAGING,
+    STANDARDISATION,
+    STATES,
+    TABLE_FILES,
+)
 
 KIND = "unlearn"
 RESTORE = "restore"  # option: rounds in which the remaining sites train the aggregate as one network
@@ -90,9 +102,9 @@ def check_links(paths: Sequence[Path]) -> None:
 def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
     """Return the paths that this machine stores for a request's sites outside the ledger.
 
-    These are the sites' own stores, what workers wrote for them, and all networks (which are written anew). Baselines and
-    networks retrained for other requests are included: they were trained with the sites, and nothing is subtracted from
-    them. Only sites in `forgotten` count, as a site may have been readmitted.
+    These are the sites' own stores, what workers wrote for them, and all networks, plots and tables (which are written
+    anew). Baselines and networks retrained for other requests are included: they were trained with the sites, and nothing
+    is subtracted from them. Only sites in `forgotten` count, as a site may have been readmitted.
     """
     paths = _of_sites(folder, [name for name in request.sites if name in forgotten])
     paths += [path for path in _of_all(folder) if path != folder / RETRAINED / request.id]
@@ -106,5 +118,5 @@ def _of_sites(folder: Path, sites: Sequence[str]) -> list[Path]:
 
 def _of_all(folder: Path) -> list[Path]:
     """Return the paths of what was made from several sites."""
-    paths = [folder / name for name in (STATES, BASELINES, STANDARDISATION, DATA, LOSSES)]
+    paths = [folder / name for name in (STATES, BASELINES, STANDARDISATION, DATA, LOSSES, PLOTS, TABLE_FILES, REPORT)]
     return [*paths, *(folder / RETRAINED).glob("*")]

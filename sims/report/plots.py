@@ -15,6 +15,7 @@ from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report.canvas import (
     GREY,
     INK,
+    KINDS,
     PALETTE,
     Grid,
     frame_cells,
@@ -54,7 +55,7 @@ def draw_all(
     kinds: Iterable[str] = (),
     forgotten: Mapping[int, str] | None = None,
 ) -> list[Path]:
-    """Draw all plots that the results allow into `folder`/plots. Return their paths, `accuracy.png` first.
+    """Draw all plots that the results allow into `folder`/plots; delete others. Return their paths, `accuracy.png` first.
 
     `baselines`: the metrics of each baseline, by name. `kinds`: of files besides PNG; curves have an SVG file in any case.
     `forgotten`: the sites that were forgotten after a round, by the round.
@@ -72,6 +73,9 @@ def draw_all(
         "layers.png": selection_figure(selections(summary)),
         "heads.png": heads_figure(exchanges(summary), homes(summary)),
     }
+    for name in (name for name, figure in figures.items() if figure is None):
+        for kind in KINDS:  # of an earlier report, such as the classes of a site that is forgotten now
+            (target / name).with_suffix(f".{kind}").unlink(missing_ok=True)
     also = {"accuracy.png": {*kinds, "svg"}}  # pages can hide its curves
     return [save(figure, target / name, also.get(name, kinds)) for name, figure in figures.items() if figure is not None]
 

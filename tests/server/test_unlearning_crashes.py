@@ -70,7 +70,7 @@ PLACES = {
     "before the blobs go": (Blobs, "remove", crash),
     "before the deletion": (fedloom.server.unlearning.fulfilment, "left_of", crash),
     "within the deletion": (
-        fedloom.server.unlearning.fulfilment,
+        fedloom.server.run_folder.layout,
         "shutil",
         SimpleNamespace(rmtree=crash_after(shutil.rmtree)),
     ),

@@ -107,6 +107,21 @@ def test_the_report_says_who_was_forgotten_by_which_request_and_when(folder: Pat
     assert page.links == ["certificates/first.html", "certificates/second.html"]
 
 
+def test_pictures_and_tables_with_a_forgotten_site_are_deleted_and_files_of_others_stay(folder: Path) -> None:
+    write_report(folder, ["svg", "pdf"], ["csv"])
+    before = {path: path.read_bytes() for name in ("plots", "tables") for path in (folder / name).iterdir()}
+    assert any(b"site-0001" in content for content in before.values())
+    mine = folder / "plots" / "notes.txt"
+    mine.write_text("mine")
+    unlearn(folder, UnlearningRequest(["site-0001", "site-0002"], "first"))
+    assert mine.read_text() == "mine"
+    assert not (folder / "plots" / "classes.png").exists(), "one site is left, so there is nothing to compare"
+    for path, content in before.items():
+        assert not path.exists() or path.read_bytes() != content, f"{path} is as before"
+    erased = json.loads((folder / "certificates" / "first.json").read_text())["erased"]
+    assert {"plots", "tables", "report.html"} <= set(erased)
+
+
 def test_the_report_follows_the_ledger_and_does_without_it(folder: Path) -> None:
     unlearn(folder, UnlearningRequest(["site-0001"], "first"))
     (folder / "certificates" / "first.html").unlink()
