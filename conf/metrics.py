@@ -42,10 +42,10 @@ class Facts:
         return self.title[:1].upper() + self.title[1:]
 
     def text(self, value: float | None) -> str:
-        """Return a value as text: a share in per cent, any other number with four digits, '-' without a value."""
+        """Return a value as text: a share in per cent, another number with four digits, '-' without a value."""
         if value is None or math.isnan(value):
             return "-"
-        return f"{100 * value:.1f}%" if self.share else f"{value:.4g}"
+        return f"{100 * value:.1f}%" if self.share else f"{value:#.4g}".rstrip(".")
 
     def best(self, values: Sequence[float]) -> float:
         """Return the best of at least one value."""

@@ -61,7 +61,7 @@ def norm_layers(norm: str, width: int, groups: int, affine: bool = True) -> list
 def scaled(step: int, width: float) -> int:
     """Multiply a layer's width `step` by `width` and round to a multiple of 8, by MobileNet's rule.
 
-    The result is at least 8, and at least 90 % of the product. With width=1 it is `step`.
+    The result is at least 8, and at least 90% of the product. With width=1 it is `step`.
     """
     if width == 1.0:
         return step

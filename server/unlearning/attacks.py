@@ -33,7 +33,7 @@ Sides = tuple[Floats, Floats]  # scores of members and of others
 class Attack:
     """How well an attack separates members from other images.
 
-    `auc`: 1 is always, 0.5 is chance; `low` to `high` is its 95 % interval.
+    `auc`: 1 is always, 0.5 is chance; `low` to `high` is its 95% interval.
     """
 
     auc: float
@@ -150,7 +150,7 @@ def area(members: Floats, others: Floats) -> float:
 
 
 def interval(members: Floats, others: Floats, random: np.random.Generator, resamples: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of `area`. Each side's images are resampled with replacement.
+    """Return the 95% percentile bootstrap interval of `area`. Each side's images are resampled with replacement.
 
     Args:
         members: The scores of members, [n].

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 PARTS = ("proven", "measured", "not_claimed", "who_can_check")
-ANYONE = "anyone with the proof (`fedloom proof`)"
+ANYONE = "anyone with the proof (fedloom proof)"
 SITES = "the site that left, and each site that stays, from the chain of events and with its own key (verify.py --site)"
-HOLDER = "anyone who has the run's folder (`fedloom verify`)"
+HOLDER = "anyone who has the run's folder (fedloom verify)"
 NOTHING = "nothing"
 
 
@@ -54,7 +54,7 @@ def _attacks(content: Mapping[str, Any]) -> str:
              for site, attacks in after.items() if "not_measured" not in attacks
              for name, each in sorted(attacks.items())]  # fmt: skip
     return (
-        f"Membership inference after the request, with 95 % intervals (0.5 is chance): {'; '.join(words)}"
+        f"Membership inference after the request, with 95% intervals (0.5 is chance): {'; '.join(words)}"
         if words
         else NOTHING
     )

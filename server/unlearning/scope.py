@@ -23,7 +23,7 @@ def scope(evidence: Mapping[str, Any]) -> dict[str, list[str]]:
     relearned = [site for site, starts in evidence.get("relearning", {}).items() if "not_measured" not in starts]
     tested = {
         f"{first_metric(after).title} on the test examples of every domain": headline(after),
-        f"membership of the training examples of {', '.join(attacked)}, by two attacks, the same for all images": attacked,
+        f"membership of the training examples of {', '.join(attacked)}, by two attacks, the same for all examples": attacked,
         f"steps to relearn the data of {', '.join(relearned)}": relearned,
         "distance to a network trained without the sites": "retrained" in evidence,
     }

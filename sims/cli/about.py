@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from fedloom.sims.cli.options import Json, RunPath, kinds, show_lines, show_tables
+from fedloom.sims.cli.options import RUN, Json, RunPath, kinds, show_lines, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 from fedloom.sims.report.tables import Table
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def options(
     section: Annotated[
         str, typer.Argument(help="A section: training, strategy, strategy.cla_ot, sites.partition. Default: all sections.")
@@ -25,7 +25,7 @@ def options(
     show_tables(table(section))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def experiments() -> None:
     """List the shipped experiments."""
     from fedloom.conf.load import experiment_lines
@@ -33,7 +33,7 @@ def experiments() -> None:
     show_lines(experiment_lines())
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def report(
     run: RunPath,
     pictures: Annotated[str, typer.Option(help="Also write plots/ in these formats: svg,pdf.")] = "",
@@ -48,7 +48,7 @@ def report(
     typer.echo(write_report(run, kinds(pictures, canvas.KINDS, "--pictures"), kinds(tables, KINDS, "--tables")))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def doctor(
     root: Annotated[str, typer.Option("--data", help="Folder with data sets (data.root).")] = "",
     federation: Annotated[

@@ -1,30 +1,26 @@
-"""The command `fedloom`: its start and end, and the commands run, reproduce and bench."""
+"""The command `fedloom`: its start and end, and the command `run`."""
 
 import contextlib
-import importlib
-import inspect
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import click
 import typer
 
 from fedloom.conf import UserError
-from fedloom.conf.errors import FailedError, MissingDataError, of_files, plain, unknown
+from fedloom.conf.errors import FailedError, MissingDataError, of_files, plain
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
-from fedloom.sims.cli.options import Json, Quiet, show_modules, show_tables
+from fedloom.sims.cli.options import OPERATE, RUN, Json, Quiet
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
-from fedloom.sims.report.tables import Table
 
 app = typer.Typer(
     suggest_commands=False,  # click suggests them
@@ -55,7 +51,7 @@ def _options(
     wants_json()  # refuses other values of the variable at once
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def run(
     experiment: Annotated[str, typer.Argument(help="A shipped experiment, or a YAML file.")] = "digits",
     overrides: Annotated[list[str] | None, typer.Argument(help="Changed keys: rounds=20 engine.workers=2.")] = None,
@@ -122,72 +118,13 @@ def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> No
         typer.echo(json.dumps(summary))
 
 
-@app.command()
-def reproduce(
-    what: Annotated[str, typer.Argument(help="What to measure. Without it, all reproductions are listed.")] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changed keys of every run: engine.workers=2.")] = None,
-    preset: Annotated[str, typer.Option(help="cpu: minutes on two cores. paper: the size of the paper, for a GPU.")] = "cpu",
-    seeds: Annotated[int, typer.Option(help="Number of seeds for each method.", min=1)] = 5,
-    table: Annotated[str, typer.Option(help="Only these tables: figure2,steps. Default: all.")] = "",
-    check: Annotated[
-        bool, typer.Option("--check", help="Measure its published figures again instead, with their own options.")
-    ] = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure the tables of a paper, and compare them with the paper. Finished runs are not repeated."""
-    from fedloom.sims.experiments import MODULES
-
-    if not what:
-        show_modules(MODULES)
-        return
-    if check:
-        if overrides or table:
-            raise UserError("--check: the published figures have their own options; leave out overrides and --table")
-        _named("reproduction", what, MODULES, "reproduce")
-        runs.checked(runs.of_reproduction(what), math.inf, quiet)
-        return
-    words = [*(overrides or []), *([f"tables={table}"] if table else [])]
-    folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, words, quiet=quiet)
-    typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
-    typer.echo(f"written: {folder}/tables.md and {folder}/report.html")
-
-
-@app.command()
-def bench(
-    what: Annotated[str, typer.Argument(help="A benchmark. Without it, all benchmarks are listed.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds (engines, faults, federation, peers).")] = False,
-    large: Annotated[bool, typer.Option("--large", help="A network of 2.8 MB instead of 0.3 (peers only).")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for results (engines only).")] = Path("runs/bench"),
-    as_json: Json = False,
-) -> None:
-    """Measure time or memory on this machine."""
-    from fedloom.sims.benchmarks import MODULES
-
-    if not what:
-        show_modules(MODULES)
-        return
-    measure = _named("benchmark", what, MODULES, "bench")
-    options = {"quick": quick, "large": large, "out": out}
-    tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
-    show_tables(*([tables] if isinstance(tables, Table) else tables), err=as_json)
-    if as_json:
-        typer.echo(json.dumps({"rows": rows}))
-
-
 app.add_typer(one_run.app)
 app.add_typer(about.app)
 app.add_typer(networks.app)
 app.add_typer(runs.app)
-app.add_typer(serve.app, name="serve")
-app.add_typer(federation.app, name="federation")
-app.add_typer(cluster.app, name="cluster")
-
-
-def _named(kind: str, name: str, modules: Mapping[str, str], function: str) -> Callable[..., Any]:
-    """Return a function of the module that `modules` has under `name`. Raises UserError with the nearest name."""
-    if name not in modules:
-        raise unknown(kind, name, modules)
-    return getattr(importlib.import_module(modules[name]), function)
+app.add_typer(serve.app, name="serve", rich_help_panel=OPERATE)
+app.add_typer(federation.app, name="federation", rich_help_panel=OPERATE)
+app.add_typer(cluster.app, name="cluster", rich_help_panel=OPERATE)
 
 
 def main() -> NoReturn:

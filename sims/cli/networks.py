@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedloom.conf.errors import UserError
-from fedloom.sims.cli.options import RunPath, numbers, show_tables
+from fedloom.sims.cli.options import NETWORKS, RunPath, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, steps_shown, waiting
 
 app = typer.Typer()
@@ -34,7 +34,7 @@ def _options_named() -> Iterator[None]:
         raise UserError(text.replace(setting, OPTIONS.get(setting, ""), 1)) from error
 
 
-@app.command()
+@app.command(rich_help_panel=NETWORKS)
 def networks(
     name: Annotated[
         str,
@@ -54,7 +54,7 @@ def networks(
         typer.echo("\n".join(names()))
 
 
-@app.command()
+@app.command(rich_help_panel=NETWORKS)
 def align(
     a: Annotated[Path, typer.Argument(help="File of the first network (.safetensors, .pt).")],
     b: Annotated[Path, typer.Argument(help="File of the second network.")],
@@ -85,7 +85,7 @@ def align(
     typer.echo(f"written: {out}")
 
 
-@app.command()
+@app.command(rich_help_panel=NETWORKS)
 def fuse(
     networks: Annotated[list[Path], typer.Argument(help="Files of two or more networks (.safetensors, .pt).")],
     into: Annotated[
@@ -144,7 +144,7 @@ def fuse(
         typer.echo(f"written: {written}")
 
 
-@app.command()
+@app.command(rich_help_panel=NETWORKS)
 def export(
     run: RunPath,
     network: Annotated[str, typer.Option(help="Name of the network, as in the run's tables. Default: the aggregate.")] = "",
@@ -166,7 +166,7 @@ def export(
         typer.echo(f"written: {path}")
 
 
-@app.command()
+@app.command(rich_help_panel=NETWORKS)
 def heads(
     run: RunPath,
     png: Annotated[Path | None, typer.Option(help="Also draw heat maps to this PNG file.")] = None,
@@ -181,7 +181,7 @@ def heads(
         typer.echo(f"written: {png}")
 
 
-@app.command("transfer-head")
+@app.command("transfer-head", rich_help_panel=NETWORKS)
 def transfer_head(
     run: RunPath,
     giver: Annotated[str, typer.Option("--from", help="Site of the head.")],

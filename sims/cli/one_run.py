@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.sims.cli.options import Json, Quiet, RunPath, named, numbers, show_tables
+from fedloom.sims.cli.options import FORGET, RUN, Json, Quiet, RunPath, named, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
 app = typer.Typer()
@@ -16,7 +16,7 @@ app = typer.Typer()
 Sites = Annotated[list[str], typer.Argument(help="Names of sites, such as site-0001.")]
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def resume(
     run: RunPath,
     overrides: Annotated[list[str] | None, typer.Argument(help="rounds=20: more rounds, also for a finished run.")] = None,
@@ -34,7 +34,7 @@ def resume(
         typer.echo(json.dumps(summary))
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def unlearn(
     run: RunPath,
     sites: Sites,
@@ -87,7 +87,7 @@ def unlearn(
         typer.echo(json.dumps(certificate))
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def requests(run: RunPath, as_json: Json = False) -> None:
     """List the requests of a run: state, sites, who asked, when and why, and what is outstanding."""
     with waiting(LIBRARIES, as_json):
@@ -101,7 +101,7 @@ def requests(run: RunPath, as_json: Json = False) -> None:
         typer.echo(listing if as_json else f"{run}: no requests yet")
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def readmit(
     run: RunPath,
     sites: Sites,
@@ -116,7 +116,7 @@ def readmit(
     typer.echo(take_back(run, sites, node))
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def compose(
     run: RunPath,
     sites: Annotated[str, typer.Option(help="Names of the sites: site-0001,site-0004.")],
@@ -145,10 +145,19 @@ def compose(
     typer.echo(f"written: {out}")
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def verify(
-    certificate: Annotated[Path, typer.Argument(help="A certificate: certificates/<request>.json in a run's folder.")],
-    run: Annotated[Path | None, typer.Argument(help="The run's folder. Optional with --key.", callback=named)] = None,
+    certificate: Annotated[
+        Path,
+        typer.Argument(help="A certificate: runs/digits/certificates/<request>.json; or a run's folder.", callback=named),
+    ],
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The run's folder. Default: the one that has the certificate. After a run's folder: the request.",
+            callback=named,
+        ),
+    ] = None,
     key: Annotated[str, typer.Option(help="The operator's public key, as a file or a line, to check the signature.")] = "",
     request: Annotated[
         str, typer.Option(help="The request that the certificate must be about. Default: the one in the file's name.")
@@ -167,7 +176,7 @@ def verify(
     raise typer.Exit(0 if good else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def backup(
     run: RunPath, out: Annotated[Path, typer.Argument(help="A new folder for the copy, on another disk if possible.")]
 ) -> None:
@@ -178,7 +187,7 @@ def backup(
     typer.echo(f"written: {out}, after round {copy(run, out)}; the copy has no faults")
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def proof(
     run: RunPath,
     request: Annotated[str, typer.Argument(help="The id of a request with a certificate.")],
@@ -194,7 +203,7 @@ def proof(
     typer.echo(f"written: {write_proof(run, request, out or Path(f'proof-{request}.zip'), timestamp)}")
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def key(
     pem: Annotated[bool, typer.Option("--pem", help="As PEM, for verify.py and openssl.")] = False,
     sha256: Annotated[bool, typer.Option("--sha256", help="Its sha256, as proofs show it.")] = False,
@@ -216,7 +225,7 @@ def key(
         typer.echo(digest if sha256 else signing.public_pem(mine).strip() if pem else signing.public_line(mine))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def prune(
     run: RunPath,
     older_than: Annotated[
@@ -236,7 +245,7 @@ def prune(
                else "\n".join([f"removed: {line}" for line in removed] or ["nothing to remove"]))  # fmt: skip
 
 
-@app.command()
+@app.command(rich_help_panel=FORGET)
 def ledger(
     run: RunPath,
     check: Annotated[

@@ -16,13 +16,17 @@ from typer.core import TyperArgument
 from fedloom.conf.errors import UserError
 from fedloom.sims.report.tables import Table, clean
 
+# The headings under which `fedloom --help` lists commands
+RUN, FORGET, NETWORKS = "Runs", "Forgetting and proofs", "Networks"
+MEASURE, OPERATE = "Published figures and speed", "Federations, clusters and web page"
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON, the last on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
 def named(context: typer.Context, path: Path | None) -> Path | None:
     """Remember the run that a command names, for its closing line."""
-    if path is not None and isinstance(runs := context.find_root().obj, list):
+    if path is not None and path.is_dir() and isinstance(runs := context.find_root().obj, list):
         runs.append(path)
     return path
 

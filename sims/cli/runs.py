@@ -1,16 +1,20 @@
-"""Commands on several existing runs, and on the published figures: `fedloom runs`, `compare`, `rm` and `results`."""
+"""Commands on several existing runs, on published figures, and benchmarks: `fedloom compare`, `reproduce`, `bench`, ..."""
 
+import importlib
+import inspect
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.machine import size_of
-from fedloom.sims.cli.options import Json, Quiet, confirmed, show_tables
+from fedloom.sims.cli.options import MEASURE, RUN, Json, Quiet, confirmed, show_modules, show_tables
 from fedloom.sims.progress.waiting import waiting
+from fedloom.sims.report.tables import Table
 
 if TYPE_CHECKING:
     from fedloom.sims.experiments.figures import Measurement
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder with runs, also in folders below it.")] = Path("runs"),
     as_json: Json = False,
@@ -35,7 +39,7 @@ def runs(
         show_tables(run_list.table(rows, folder), notes=[line for row in rows for line in row.get("odd", [])])
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def compare(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that contain runs.")],
     by: Annotated[list[str] | None, typer.Option(help="Key with a row for each value: strategy.name. Repeatable.")] = None,
@@ -61,7 +65,7 @@ def compare(
         typer.echo(json.dumps(comparison.as_json()))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def rm(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
@@ -78,7 +82,59 @@ def rm(
     typer.echo(f"removed: {which}" if agreed else "Nothing is removed.")
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
+def reproduce(
+    what: Annotated[str, typer.Argument(help="What to measure. Without it, all reproductions are listed.")] = "",
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changed keys of every run: engine.workers=2.")] = None,
+    preset: Annotated[str, typer.Option(help="cpu: minutes on two cores. paper: the size of the paper, for a GPU.")] = "cpu",
+    seeds: Annotated[int, typer.Option(help="Number of seeds for each method.", min=1)] = 5,
+    table: Annotated[str, typer.Option(help="Only these tables: figure2,steps. Default: all.")] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure its published figures again instead, with their own options.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the tables of a paper, and compare them with the paper. Finished runs are not repeated."""
+    from fedloom.sims.experiments import MODULES
+
+    if not what:
+        show_modules(MODULES)
+        return
+    if check:
+        if overrides or table:
+            raise UserError("--check: the published figures have their own options; leave out overrides and --table")
+        _named("reproduction", what, MODULES, "reproduce")
+        checked(of_reproduction(what), math.inf, quiet)
+        return
+    words = [*(overrides or []), *([f"tables={table}"] if table else [])]
+    folder = _named("reproduction", what, MODULES, "reproduce")(preset, seeds, words, quiet=quiet)
+    typer.echo((folder / "tables.md").read_text(encoding="utf-8"))
+    typer.echo(f"written: {folder}/tables.md and {folder}/report.html")
+
+
+@app.command(rich_help_panel=MEASURE)
+def bench(
+    what: Annotated[str, typer.Argument(help="A benchmark. Without it, all benchmarks are listed.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds (engines, faults, federation, peers).")] = False,
+    large: Annotated[bool, typer.Option("--large", help="A network of 2.8 MB instead of 0.3 (peers only).")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for results (engines only).")] = Path("runs/bench"),
+    as_json: Json = False,
+) -> None:
+    """Measure time or memory on this machine."""
+    from fedloom.sims.benchmarks import MODULES
+
+    if not what:
+        show_modules(MODULES)
+        return
+    measure = _named("benchmark", what, MODULES, "bench")
+    options = {"quick": quick, "large": large, "out": out}
+    tables, rows = measure(**{name: options[name] for name in inspect.signature(measure).parameters if name in options})
+    show_tables(*([tables] if isinstance(tables, Table) else tables), err=as_json)
+    if as_json:
+        typer.echo(json.dumps({"rows": rows}))
+
+
+@app.command(rich_help_panel=MEASURE)
 def results(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Tables. Default: all.")] = None,
     check: Annotated[
@@ -122,3 +178,10 @@ def of_reproduction(name: str) -> "list[Measurement]":
     if own := [each for each in figures.measurements() if each.words[:2] == ["reproduce", name]]:
         return own
     raise UserError(f"--check: {figures.FILE} has no figures of the reproduction '{name}'")
+
+
+def _named(kind: str, name: str, modules: Mapping[str, str], function: str) -> Callable[..., Any]:
+    """Return a function of the module that `modules` has under `name`. Raises UserError with the nearest name."""
+    if name not in modules:
+        raise unknown(kind, name, modules)
+    return getattr(importlib.import_module(modules[name]), function)

@@ -16,7 +16,7 @@ from fedloom.sims.desk.api import desk_of
 from fedloom.sims.desk.sessions import CSRF
 from fedloom.sims.desk.tokens import OPERATOR, REQUESTER, Token
 from fedloom.sims.progress.listeners import clock_text
-from fedloom.sims.report.tables import show
+from fedloom.sims.report.tables import show, when
 
 HERE = Path(__file__).parent
 _COMMAND = re.compile(r"[`'](?:fedloom|chmod|ssh-keygen) |FEDLOOM_|(?:^|\s)--[a-z]|restore it from")
@@ -51,7 +51,7 @@ def _environment() -> Environment:
 
 def _time(text: str) -> str:
     """Return a time stamp of the ledger for people."""
-    return f"{text[:19].replace('T', ' ')} UTC" if text else "-"
+    return f"{when(text)} UTC" if text else "-"
 
 
 def for_people(text: str) -> str:

@@ -23,7 +23,7 @@ from fedloom.sims.desk.webhook import Webhook, secret_in
 from fedloom.sims.progress.output import json_logging, wants_json
 from fedloom.sims.report.time_stamps import check_authority
 
-NICE = 15  # on a busy machine, the desk takes under 4 % of a core from a run's server
+NICE = 15  # on a busy machine, the desk takes under 4% of a core from a run's server
 STOP_SECONDS = 2  # for open connections
 STALE_SECONDS = 75  # an idle connection is closed
 MOST_CONNECTIONS = 500

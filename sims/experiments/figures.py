@@ -88,7 +88,7 @@ class Measurement:
         return Spread(self.seeds, figure.mean, figure.deviation)
 
     def tolerance(self, figure: Figure) -> float:
-        """Return half of the band: two standard errors of a difference, or 0.5 points (1 % of a number) if that is more.
+        """Return half of the band: two standard errors of a difference, or 0.5 points (1% of a number) if that is more.
 
         The difference is that of two means over this number of seeds, each with the stored deviation.
         """

@@ -31,8 +31,8 @@ def align(files: NetworkFiles, comparison: str, pin_first: bool, pin_last: bool,
         kind = {"neurons": {"representation": "neurons"}}.get(comparison, {"dissimilarity": comparison})
         cost = layer_costs(a, b, probe, **kind)
         pairs = match_units(first, second, cost, pin_first=pin_first, pin_last=pin_last)
-    names = [[unit.name for unit in each.units] for each in (first, second)]
-    alignment_figure(cost, *names, pairs, [unit.group for unit in first.units], files.shown, out)
+    own, other = ([unit.name for unit in each.units] for each in (first, second))
+    alignment_figure(cost, own, other, pairs, [unit.group for unit in first.units], files.shown, out)
     rows = [[index, u.name, *_partner(index, pairs, second.units, cost), u.group] for index, u in enumerate(first.units)]
     head = ["#", files.shown[0], f"layer of {files.shown[1]}", "cost", "group"]
     total = sum(cost[i, j] for i, j in pairs.items())

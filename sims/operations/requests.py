@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.unlearning.client_erasure import at_sites
-from fedloom.sims.report.tables import Table
+from fedloom.sims.report.tables import Table, when
 
 CANCELLED = "cancelled"
 OPEN = ("received", "applied")  # states of requests that are not finished
@@ -78,7 +78,7 @@ def plain_values(status: RequestStatus) -> dict[str, Any]:
 
 def table(path: Path, found: Sequence[RequestStatus]) -> Table:
     """Return requests as a table."""
-    rows = [[one.id, one.state, ", ".join(one.sites), one.by or "-", one.times.get("received", "")[:19].replace("T", " "),
+    rows = [[one.id, one.state, ", ".join(one.sites), one.by or "-", when(one.times.get("received", "")),
              one.answer or one.reason or "-", ", ".join(one.outstanding) or "-"] for one in found]  # fmt: skip
     columns = ["request", "state", "sites", "by", "received (UTC)", "reason", "outstanding at"]
     return Table(f"Requests of {path}", columns, rows)

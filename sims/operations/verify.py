@@ -12,6 +12,8 @@ from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import chain_problems
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.run_folder.layout import CERTIFICATES
+from fedloom.server.run_folder.listing import is_run
 from fedloom.server.unlearning.certificate import read
 from fedloom.server.unlearning.verification import Finding, about, verify, verify_accuracy, verify_signature
 from fedloom.sims.report.tables import Table
@@ -29,11 +31,23 @@ def verify_certificate(
 ) -> Verification:
     """Compare a certificate with the run in a folder, with the operator's public key, or with both.
 
-    `request`, `sites`: what the certificate should be about. Raises UserError without a run and a key.
+    Args:
+        certificate: The certificate's file, or a run's folder; then `path` is the id of a request.
+        path: The run's folder; None, without a key: the run that has the certificate.
+        key: The operator's public key.
+        request: The request that the certificate should be about.
+        sites: The sites that it should be about.
+
+    Raises:
+        UserError: There is neither a run nor a key.
     """
+    if path is not None and is_run(certificate):
+        certificate, path = certificate / CERTIFICATES / f"{path}.json", certificate
+    elif path is None and not key and certificate.parent.name == CERTIFICATES and is_run(certificate.parent.parent):
+        path = certificate.parent.parent
     if path is None and not key:
         read(certificate)
-        raise UserError("verify: needs the run's folder (fedloom verify CERTIFICATE RUN), or "
+        raise UserError("verify: needs the run's folder (fedloom verify CERTIFICATE RUN, or RUN REQUEST), or "
                         "--key with the operator's public key")  # fmt: skip
     config = read_config(path) if path is not None else None
     findings = about(certificate, request, sites)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
 KINDS = ("png", "svg", "pdf")  # of pictures in files
+DPI = 160  # of PNG files
 CURVE = "curve "  # begins the id in an SVG file of what belongs to a curve; its name follows
 MISSING = re.compile(r"Glyph (\d+) .*missing from")  # matplotlib's warning
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
@@ -57,7 +58,7 @@ def _blank(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -73,9 +74,7 @@ def plain(axes: Axes) -> None:
 
 def percent_axis(axis: Any, symbol: str = "%") -> None:
     """Label an axis of shares, from 0 to 1, in per cent."""
-    from matplotlib.ticker import PercentFormatter
-
-    axis.set_major_formatter(PercentFormatter(1.0, symbol=symbol))
+    axis.set_major_formatter(lambda share, _: f"{round(100 * share, 6):g}{symbol}")
 
 
 def value_axis(axis: Any, metric: Facts, symbol: str = "%") -> None:

@@ -10,7 +10,7 @@ from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, TIMES, names_of, one_digest, read
 from fedloom.server.unlearning.goals import PARTS
 from fedloom.sims.report.page import Part, page_text, write_page
-from fedloom.sims.report.tables import Table, percent
+from fedloom.sims.report.tables import Table, percent, when
 
 FURTHER = ("repair", "restore", "rollback")  # options with rounds of training after the subtraction
 
@@ -41,6 +41,7 @@ def _sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
     evidence = certificate.get("evidence", {})
     erased = Table("", ["path in the run's folder"], [[name] for name in certificate["erased"]])
     return [
+        ("", [_lead(certificate)]),
         ("What is exact", [certificate["exact"]["statement"], *_restored(certificate["options"]), _exact(certificate)]),
         ("What is not exact", [Table("", ["part", "why"], [[part, why] for part, why in certificate["not_exact"].items()])]),
         ("What was deleted", [erased, *_at_sites(certificate)]),
@@ -52,6 +53,16 @@ def _sections(certificate: dict[str, Any]) -> list[tuple[str, list[Part]]]:
         *([("What was tested, and what was not", [_scope(certificate["scope"])])] if "scope" in certificate else []),
         *([("The goals of verifiable unlearning", [_goals(certificate["goals"])])] if "goals" in certificate else []),
     ]
+
+
+def _lead(certificate: dict[str, Any]) -> str:
+    """Return the outcome, who asked for it, and when."""
+    from fedloom.server.unlearning.readings import outcome  # imported only here: reports do not need it
+
+    times, by = certificate["times"], certificate.get("by")
+    found = outcome(certificate, names_of(certificate), advice=False)
+    asked = f"Requested{f' by {by}' if by else ''} on {when(times.get('received', ''))}"
+    return f"Outcome: {found}. {asked}, applied on {when(times.get('applied', ''))} (UTC)."
 
 
 def _restored(options: dict[str, Any]) -> list[Part]:
@@ -96,7 +107,7 @@ def _exact(certificate: dict[str, Any]) -> Table:
         ["reason", certificate["reason"] or "-"],
         *([["asked by", str(certificate["by"])]] if certificate.get("by") else []),
         ["options", ", ".join(f"{name} {value}" for name, value in certificate["options"].items() if value) or "-"],
-        *([f"request {state}", certificate["times"].get(state, "-")] for state in TIMES),
+        *([f"request {state} (UTC)", when(certificate["times"].get(state, ""))] for state in TIMES),
         *([["tensors", f"{len(exact['tensors'])}: {', '.join(exact['tensors'])}"]] if exact["tensors"] else []),
         *([f"digest of the sum {when}", one_digest(digests)] for when, digests in sums.items()),
         [f"digest of {rest}{', after the further rounds' if later else ''}", exact["sum_of_remaining"]],
@@ -163,7 +174,7 @@ def _attacks(evidence: dict[str, Any]) -> Table:
             rows += [[site, stage, name, f"{each['auc']:.3f} ({each['low']:.3f} to {each['high']:.3f})",
                       f"{each['members']} / {each['others']}"] for name, each in sorted(attacks.items())]  # fmt: skip
     note = ("AUC: how well an attack separates a site's training examples from test examples of its domain; 0.5 is chance. "
-            "In brackets: 95 % bootstrap interval. A value near 0.5 after forgetting is evidence only if the value before "
+            "In brackets: 95% bootstrap interval. A value near 0.5 after forgetting is evidence only if the value before "
             "was clearly higher.")  # fmt: skip
     return Table("Membership inference", ["site", "network", "attack", "AUC", "members / others"], rows, note)
 
@@ -176,7 +187,7 @@ def _relearning(evidence: dict[str, Any]) -> Table:
             continue
         rows += [[site, start, result["steps"] if result["steps"] is not None else "not reached", percent(result["target"])]
                  for start, result in starts.items()]  # fmt: skip
-    note = "SGD steps on the site's images until the network has 90 % of the old accuracy on its domain; fresh: untrained."
+    note = "SGD steps on the site's images until the network has 90% of the old accuracy on its domain; fresh: untrained."
     return Table("Time to relearn", ["site", "start", "steps", "target accuracy"], rows, note)
 
 

@@ -13,7 +13,7 @@ from fedloom.server.ledger.database import LEDGER, begun
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.sims.report.results import Holders, before_forgetting, only_domain, titled
-from fedloom.sims.report.tables import ARROW, Cell, Link, Table, cut
+from fedloom.sims.report.tables import ARROW, Cell, Link, Table, cut, when
 
 FALLS = "{metric} on its own domain should {fall}, {metric} on the others should stay"
 STAYS = "other sites also hold its domain, so {metric} should stay about the same on all domains"
@@ -87,8 +87,7 @@ class Forgotten:
     def row(self) -> list[Cell]:
         """Return the site's row in `forgotten_table`."""
         certificate = Link(self.page, self.page) if self.page else UNCERTIFIED if self.request else None
-        when = self.time[:19].replace("T", " ")
-        return [self.title, self.request or None, when or None, self.shown or None, certificate]
+        return [self.title, self.request or None, when(self.time) if self.time else None, self.shown or None, certificate]
 
 
 def forgotten_sites(folder: Path, summary: Mapping[str, Any]) -> list[Forgotten]:

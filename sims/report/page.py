@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.report import drawing
+from fedloom.sims.report.canvas import DPI
 from fedloom.sims.report.tables import Table, clean
 
 STYLE = """
@@ -53,6 +54,7 @@ for (const head of document.querySelectorAll("thead th")) {
   head.addEventListener("keydown", event => event.key === "Enter" && sort());
 }
 """  # a page without it shows the same; the desk's policy, and that of certificates, does not run it
+CSS_DPI = 96  # pixels of an inch on a page
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing from elsewhere
 
 
@@ -125,13 +127,15 @@ def _part(part: Part) -> str:
 
 def _picture(picture: Picture) -> str:
     try:
-        data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
+        content = picture.path.read_bytes()
     except OSError as error:
         raise UserError(f"{picture.path}: the picture cannot be read ({error.strerror})") from None
+    data = base64.b64encode(content).decode("ascii")
     caption, vectors = _escape(picture.caption), picture.path.with_suffix(".svg")
     if vectors.is_file() and (boxes := drawing.figure_with_boxes(vectors, clean(picture.caption))):
         return f"<figure>{boxes}<figcaption>{caption}</figcaption></figure>\n"
-    image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+    width = int.from_bytes(content[16:20], "big") * CSS_DPI // DPI  # the header's; so texts have one size in all pictures
+    image = f'<img alt="{caption}" width="{width}" src="data:image/png;base64,{data}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
 
 

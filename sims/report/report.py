@@ -20,7 +20,7 @@ from fedloom.sims.report.heads import exchanges, heads_table
 from fedloom.sims.report.page import Details, Part, Picture, write_page
 from fedloom.sims.report.results import accuracy_table, at_sites_table, costs_table, has_aggregate, traffic_table
 from fedloom.sims.report.selection import methods_table, selections, sites_table
-from fedloom.sims.report.sites import classes_table, data_table, has_classes, spread_table
+from fedloom.sims.report.sites import at_home, classes_table, data_table, has_classes, spread_table
 from fedloom.sims.report.sites import sites_table as per_site_table
 from fedloom.sims.report.tables import Cell, Table, cut, file_name
 
@@ -150,7 +150,9 @@ def _privacy(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 def _at_home(summary: Mapping[str, Any]) -> list[Part]:
     if not summary.get("per_site"):
         return []
-    return [spread_table(summary), per_site_table(summary), *classes_table(summary)]
+    spread = [spread_table(summary)] if any(len(result["sites"]) > 1 for result in at_home(summary).values()) else []
+    again = len(at_home(summary)) == 1 and by_class_table(summary)  # the report has these values below
+    return [*spread, per_site_table(summary), *([] if again else classes_table(summary))]
 
 
 def _run_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> Table:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40  # sites in the picture of classes
 MOST_CLASSES, MOST_NUMBERS = 50, 20  # named on an axis; numbered on a narrow one
-FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10 %
+FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10%
 MAX_NAME_IN_TABLE, MAX_NAME_ON_AXIS = 60, 18  # characters of a class's name: in a table, on an axis
 MAX_DOT_AREA = 260.0  # area of the largest dot
 
@@ -48,8 +48,8 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
         worst, best = ((metric.text(spot(end)), titles.get(end.get("site", "-"), end.get("site", "-"))) for end in ends)
         rows.append([name, len(result["sites"]), metric.text(result["mean"]), metric.text(result["deviation"]), *worst,
                      *map(metric.text, (low, middle, high)), *best])  # fmt: skip
-    columns = ["network", "sites", "mean", "deviation", "worst", "at", "10 %", "median", "90 %", "best", "at"]
-    note = "Every site has the same weight. 10 %: a tenth of the sites are below this value. summary.json has all deciles."
+    columns = ["network", "sites", "mean", "deviation", "worst", "at", "10%", "median", "90%", "best", "at"]
+    note = "Every site has the same weight. 10%: a tenth of the sites are below this value. summary.json has all deciles."
     return Table(
         "On each site's own test examples", columns, rows, _looked_at(summary) + _coarse(summary) + _lacking(summary) + note
     )
@@ -106,10 +106,12 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
             axes.plot([int(name) for name in classes], [_share(result["classes"][name]) for name in classes], color=colour,
                       linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
     _dress(left, metric)
-    left.set_xlabel(f"share of sites, sorted by {metric.title}")
+    left.set_title("sites, in ascending order", loc="left", fontsize=10, color=INK)
+    left.set_xlabel("share of sites")
     percent_axis(left.xaxis)
     for axes in panels[1:]:
         _dress(axes, facts_of(ACCURACY))
+        axes.set_title("accuracy by class", loc="left", fontsize=10, color=INK)
         axes.set_xlabel("class")
         axes.xaxis.get_major_locator().set_params(integer=True)
         found = sorted({int(name) for result in networks.values() for name in result["classes"]})

@@ -36,6 +36,7 @@ _LATEX = {letter: f"\\{letter}" for letter in "&%$#_{}"} | {
     "…": r"\dots{}", "<": "$<$", ">": "$>$",
 }  # fmt: skip
 _ONE = r"([-+]?[\d.,]+%?|-)"
+GAPS = {"", "-", "all"}  # in a column of numbers
 _NUMBER = re.compile(rf"(\* )?{_ONE}( (→|±|to) {_ONE})*")
 
 
@@ -52,6 +53,11 @@ def percent(fraction: float | None) -> str:
 def clean(text: str) -> str:
     """Return `text` on one line: each run of white space or unprintable characters becomes one space."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def when(time: str) -> str:
+    """Return a ledger's time stamp as the date and the time of day, in UTC; '-' for none."""
+    return time[:19].replace("T", " ") or "-"
 
 
 def shortened(text: str, room: int) -> str:
@@ -134,9 +140,9 @@ class Table:
         return Fitted(self)
 
     def left(self) -> list[bool]:
-        """Return for each column whether it holds text. Columns of numbers are aligned to the right."""
-        columns = range(len(self.columns))
-        return [any(not _NUMBER.fullmatch(show(row[column])) for row in self.rows) for column in columns]
+        """Return for each column whether it holds text. Columns of numbers, also with gaps, are aligned to the right."""
+        shown = [{show(row[column]) for row in self.rows} - GAPS for column in range(len(self.columns))]
+        return [bool(self.rows) and not (texts and all(map(_NUMBER.fullmatch, texts))) for texts in shown]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import fedloom.server.run_folder.layout
 import fedloom.server.unlearning.certificate
 import fedloom.server.unlearning.fulfilment
 from fedloom.conf import Config, UserError

@@ -49,6 +49,8 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     said = fedloom("verify", file, run)
     assert said.code == 0 and "r1.json: match" in said.out
     assert "| accuracy after on digits | match |" in said.out
+    assert fedloom("verify", file).out == fedloom("verify", run, "r1").out == said.out
+    refused(fedloom("verify", run, "r9"), "r9.json: this certificate does not exist")
     changed = json.loads(json.dumps(done))
     changed["evidence"]["after"]["accuracy"]["digits"] += 0.05
     for wrong, what in (({**done, "sites": [TWO]}, "sites"), (changed, "accuracy after on digits")):

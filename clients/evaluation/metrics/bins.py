@@ -1,7 +1,7 @@
 """Histograms of scores in fixed bins, whose sums over sites give AUROC and average precision.
 
 A score's bin is its float32 value, rounded down to 15 binary digits. So bins are fine near 0, where the scores of an
-untrained network are, and their width grows with the score: 0.003 % of it. A histogram has only the bins that are not
+untrained network are, and their width grows with the score: 0.003% of it. A histogram has only the bins that are not
 empty, so it has at most as many rows as scores.
 """
 

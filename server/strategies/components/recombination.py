@@ -86,7 +86,7 @@ class Recombining(Strategy):
             for name in shapes(architecture)
         ):
             effect = "stored statistics belong to another extractor's features and reduce the measured accuracy"
-            source = "(32.4 % in Gygli et al. 2021, App. C.1)"
+            source = "(32.4% in Gygli et al. 2021, App. C.1)"
             messages.append(f"evaluation.statistics=running: {effect} {source}; take batch or recomputed")
         if self.alike and has_data(experiment.config):
             sites = experiment.sites

@@ -22,7 +22,7 @@ NOTE = (
     "images, mean and standard deviation over seeds. The extractor is from a network trained on MNIST, the head "
     "from one trained on the target. RP: both were trained with one frozen rotation head, from Fashion-MNIST. IIW: "
     "they started from the same weights. independent: with their own rotation heads. In the paper, recombined "
-    "networks have 40.0 to 66.4 % before fine-tuning (from ILSVRC-12 to CIFAR-10, STL-10 and CIFAR-100)."
+    "networks have 40.0 to 66.4% before fine-tuning (from ILSVRC-12 to CIFAR-10, STL-10 and CIFAR-100)."
 )
 
 

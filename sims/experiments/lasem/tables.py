@@ -23,8 +23,8 @@ STATIC = ("all", "top-1", "top-2", "top-3", "bottom-1", "bottom-2", "bottom-3", 
 CERTAINTIES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GROUPS = {4: [5, 4, 4, 4], 5: [5, 4, 4, 2, 2], 6: [5, 4, 2, 2, 2, 2], 7: [5, 2, 2, 2, 2, 2, 2]}  # of ResNet-18
 SEARCHES = ("exact", "pruned", "sampled")
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's, of so many trials, for 95 % confidence
-PEAK = "Mean peak accuracy over the tasks in %, ± 95 % confidence over seeds, as in the paper."
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's, of so many trials, for 95% confidence
+PEAK = "Mean peak accuracy over the tasks in %, ± 95% confidence over seeds, as in the paper."
 RATIOS = (
     "final / peak: the paper's forgetting ratio. The peak is the test accuracy at the epoch with the best "
     "validation accuracy; above 1, that epoch was luck. final / end: the ratio to the accuracy at the end of the "

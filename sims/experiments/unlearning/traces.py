@@ -152,7 +152,7 @@ def _steps(looker: Looker, model: Model, before: float, seed: int) -> int:
 def table(method: str, results: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of a method's traces."""
     rows = [_row(name, results) for name in WAYS if name in results[0]["ways"]]
-    head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1 %", "AUC", "image drawn: TPR at 1 %", "AUC",
+    head = ["way", "forgotten angle", "mean of retained", "U-LiRA: TPR at 1%", "AUC", "image drawn: TPR at 1%", "AUC",
             "distance of weights", "of outputs", "steps to relearn", "seconds"]  # fmt: skip
     return Table(f"Traces of a removed site: {method}, {len(results)} federations", head, rows, _note(method))
 
@@ -175,7 +175,7 @@ def _attack(attack: Found) -> list[str]:
 def _note(method: str) -> str:
     kinds = {"averaging": "FedAvg that stores contributions", "exact": "sum aggregation, trained for leave-one-out"}
     return (f"{kinds[method]}. Accuracy in %. U-LiRA: was the site removed in this way, or was the network retrained? The "
-            "attack sees one image's confidence. image drawn: did the site have the image? Chance: 1 % and 0.5. Distances "
+            "attack sees one image's confidence. image drawn: did the site have the image? Chance: 1% and 0.5. Distances "
             "are to the retrained network of the same start; the last row is their floor. Relearning: steps until "
             f"{REGAIN:.0%} of the old accuracy is back ({MAX_STEPS}: never), {RELEARNED} federations.")  # fmt: skip
 
