@@ -8,6 +8,7 @@ from fedloom.conf.sites import Site, SiteConfig, roster
 from fedloom.conf.typed import option
 
 MOST_ROUNDS = 999_999
+NAMED = "a name, or a section of keys with a name"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class DataConfig:
 
     root: str = option("", "folder with the data; empty: $FEDLOOM_DATA, else ./data", path=True)
     download: bool = option(False, "let torchvision download missing data")
-    size: Any = option(16, "resize images to size x size pixels, or to [height, width]; 0: as they are, all of one size")
+    size: Any = option(
+        16,
+        "resize images to size x size pixels, or to [height, width]; 0: as they are, all of one size",
+        takes="a whole number, or two in a list",
+    )
     grey: bool = option(True, "true: one channel; false: three, or as many as the images have")
     white: int = option(0, "level of 16-bit images that is white; 0: 65535", low=0, high=65535)
     heads: str = option(
@@ -74,21 +79,26 @@ class DataConfig:
 class TrainingConfig:
     """A site's training in a round. Default: SGD, as in the papers. Optimisers start with empty state in each round."""
 
-    epochs: float = option(1.0, "passes over the site's images per round; a fraction counts, to whole batches", low=1e-3)
+    epochs: float = option(1.0, "passes over the site's examples per round; a fraction counts, to whole batches", low=1e-3)
     steps: int = option(0, "steps per round, instead of epochs; 0: use epochs", low=0)
-    batch: int = option(32, "images per step", low=1, high=2**31)
-    optimizer: Any = option("sgd", "a class of torch.optim, or module:attribute; with options: {name: adamw, eps: 1e-6}")
+    batch: int = option(32, "examples per step", low=1, high=2**31)
+    optimizer: Any = option(
+        "sgd", "a class of torch.optim, or module:attribute; with options: {name: adamw, eps: 1e-6}", takes=NAMED
+    )
     rate: float = option(0.03, "initial learning rate of any optimizer", low=0.0)
     momentum: float = option(0.9, "momentum of sgd; other optimizers have their own options", low=0.0, high=1.0)
     weight_decay: float = option(0.0, "L2 penalty of sgd; other optimizers have their own options", low=0.0)
     schedule: Any = option(
-        "cosine", "of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}"
+        "cosine",
+        "of the rate over all rounds: cosine, constant, step; with options: {name: step, every: 5, warm_up: 1}",
+        takes=NAMED,
     )
     loss: Any = option(
         "",
         "empty: the targets' usual loss; cross_entropy, focal, binary_cross_entropy, mse, mae, huber, quantile, or "
         "module:function of (outputs, targets); with options: {name: focal, gamma: 2, class_weights: [1, 5]} or "
         "{name: cross_entropy, class_weights: balanced}",
+        takes=NAMED,
     )
     clip: float = option(0.0, "clip gradients to this norm; 0: no clipping", low=0.0)
     label_smoothing: float = option(
@@ -153,7 +163,9 @@ class FederationConfig:
         0.0, "the server scales larger changes (L2 norm) from the site's start of the round to this; 0: no limit", low=0.0
     )
     most_samples: int = option(
-        0, "maximum of samples per site; 0: as configured, or for own data ten times the median of the others", low=0
+        0,
+        "maximum of training examples per site; 0: as configured, or for own data ten times the median of the others",
+        low=0,
     )
 
 
@@ -179,9 +191,9 @@ class EvaluationConfig:
 
     every: int = option(1, "measure on validation examples every so many rounds", low=1)
     where: str = option(
-        "server", "server: on the domains' images; sites: each site on its own images", choices=("server", "sites")
+        "server", "server: on the domains' examples; sites: each site on its own examples", choices=("server", "sites")
     )
-    batch: int = option(500, "images per forward pass", low=1)
+    batch: int = option(500, "examples per forward pass", low=1)
     keep: str = option(
         "last",
         "best: also store and measure the network of the round with the best stopping.metric on validation examples, as "
@@ -194,7 +206,7 @@ class EvaluationConfig:
         choices=("running", "batch", "recomputed"),
     )
     sites: int = option(50, "sites measured one by one at the end, a random sample of those that trained; -1: all", low=-1)
-    classes: bool = option(False, "in a real federation: sites also report correct answers and images of each class")
+    classes: bool = option(False, "in a real federation: sites also report correct answers and examples of each class")
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,12 @@ class Config:
     experiment: str = option("", "name of the YAML file")
     seed: int = option(0, "seed of everything random", low=0)
     rounds: int = option(10, "federated rounds", low=1, high=MOST_ROUNDS)
-    sites: Any = option(None, "a list of sites, or a number of sites with the entries of `population`", entries=SiteConfig)
+    sites: Any = option(
+        None,
+        "a list of sites, or a number of sites with the entries of `population`",
+        entries=SiteConfig,
+        takes="a list of sections, or a whole number",
+    )
     population: list[SiteConfig] = option([], "entries for a number of `sites`, which get them in turn")
     network: dict[str, Any] = option({}, "name: a network, or module:attribute; and its options", named=True)
     objective: dict[str, Any] = option({}, "name: what a site minimises; and its options", named=True)

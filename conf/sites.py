@@ -35,7 +35,7 @@ class PartitionConfig:
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """A site, or several equal sites: domain, transformation of its images, number of images."""
+    """A site, or several equal sites: domain, transformation of its images, number of examples."""
 
     domain: str = option(
         "",
@@ -45,7 +45,7 @@ class SiteConfig:
     label: str = option("", "name of this domain in tables; empty: made from the domain and its transformation")
     name: str = option("", "the site's name; empty: site-0000, site-0001, ... in order")
     count: int = option(1, "number of sites that share this domain; `partition` divides it", low=1, high=MOST_SITES)
-    samples: int = option(0, "training examples of each of the `count` sites; 0: all images of the site's part", low=0)
+    samples: int = option(0, "training examples of each of the `count` sites; 0: all examples of the site's part", low=0)
     total: int = option(0, "training examples of all the `count` sites together, before `partition`; 0: all", low=0)
     rotation: float = option(0.0, "rotation of images in degrees, counter-clockwise", low=-360.0, high=360.0)
     invert: bool = option(False, "invert images: black becomes white")

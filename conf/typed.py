@@ -32,6 +32,7 @@ def option(
     entries: type | None = None,
     path: bool = False,
     listed: bool = True,
+    takes: str = "",
 ) -> Any:
     """Declare a dataclass field with its default, meaning and range.
 
@@ -42,9 +43,10 @@ def option(
         entries: The dataclass of the entries, if the field may be a list.
         path: The field is a path or a list of paths; `~` is the home folder of the user who reads it.
         listed: Errors and tables of options name the field.
+        takes: Which values it takes, as words, if its type does not say so.
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path, "listed": listed}
-    metadata |= {"entries": entries} if entries else {}
+    metadata |= ({"entries": entries} if entries else {}) | ({"takes": takes} if takes else {})
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
         hashed = None if callable(default) else False  # lists and dictionaries have no hash

@@ -50,6 +50,8 @@ def _as_section(value: Any) -> Any:
 def takes(field: dataclasses.Field[Any], item: Any = None) -> str:
     """Return a text that says which values a field takes: "a number from 0 to 1". `item`: a wrong value, for a hint."""
     kind, choices = get_origin(field.type) or field.type, field.metadata.get("choices")
+    if "takes" in field.metadata:
+        return str(field.metadata["takes"])
     if choices:
         return f"{'a list of' if kind is list else 'one of'}: {_row(choices)}"
     if kind is UnionType:  # of a type and None

@@ -98,7 +98,9 @@ class _OfClasses(Loss):
 
     tasks = (CLASS, NEXT)
     class_weights: Any = option(
-        [], "weight of each class; balanced: n / (k * count), by the k classes among the site's n targets; empty: 1 for all"
+        [],
+        "weight of each class; balanced: n / (k * count), by the k classes among the site's n targets; empty: 1 for all",
+        takes="a list of numbers, or balanced",
     )
 
     def __post_init__(self) -> None:

@@ -55,10 +55,10 @@ def test_the_union_of_sites_has_the_errors_of_both(summary):
 
 def test_texts_have_the_metric_and_its_direction(summary):
     rmse = summary["scores"]["rmse"]["sum"]["union"]
-    assert f"reaches {rmse:.4g} test RMSE on houses" in sentence(summary, RECORDS)
-    assert "Test RMSE" in accuracy_table(summary).plain() and f"{rmse:.4g}" in accuracy_table(summary).plain()
+    assert f"reaches {rmse:#.4g} test RMSE on houses" in sentence(summary, RECORDS)
+    assert "Test RMSE" in accuracy_table(summary).plain() and f"{rmse:#.4g}" in accuracy_table(summary).plain()
     assert "RMSE on its own domain should rise" in caption({**summary, "sites": summary["sites"][:1]})
-    assert f"{rmse:.4g} → 5" in forgetting_table(summary).plain()
+    assert f"{rmse:#.4g} → 5" in forgetting_table(summary).plain()
     assert [row[0] for row in sites_table(summary).rows] == ["b", "a"]
     assert "%" not in "".join(str(cell) for row in spread_table(summary).rows for cell in row)
 
@@ -102,7 +102,7 @@ def test_records_have_the_first_metric_and_trackers_all():
 def test_the_last_lines_have_all_metrics_and_warn_of_classes_that_are_never_predicted(summary):
     values = {name: table["sum"]["union"] for name, table in summary["scores"].items()}
     assert closing_lines(summary) == [
-        f"sum, test on houses: RMSE {values['rmse']:.4g}, MAE {values['mae']:.4g}, R2 {values['r2']:.4g}"
+        f"sum, test on houses: RMSE {values['rmse']:#.4g}, MAE {values['mae']:#.4g}, R2 {values['r2']:#.4g}"
     ]
     for kind, names, targets in (
         (CLASS, ["f1"], torch.arange(40) % 3),
