@@ -1,8 +1,9 @@
-"""Fuse networks of equal or different depth and width: align, balance depths, transport, average (CLA+OT, Alg. 2).
+"""Fuse networks of equal or different depth and width into one.
 
-`fuse` brings every network to one depth and one basis and combines them there. Differences from the public code: one
-plan for each axis, so that residual streams stay whole; where some networks lack a layer, only the others are
-averaged; channel statistics are repaired, or layers refitted. FusionSettings.reference() follows the public code.
+`fuse` aligns layers and balances depths (CLA+OT, Alg. 2, steps 1 and 2). By default it then selects channels of all
+networks and refits layers on the probe set, without transport plans. FusionSettings(refit="none") and "plans" transport
+and average (Alg. 2, step 3), with one plan for each axis, so that residual streams stay whole; where some networks lack a
+layer, only the others are averaged. FusionSettings.reference() follows the public code.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def fuse(
     classes: Sequence[Sequence[str]] | None = None,
     settings: FusionSettings | None = None,
 ) -> Fused:
-    """Fuse two or more networks into one. CLA+OT, Alg. 2.
+    """Fuse two or more networks into one. CLA+OT, Alg. 2, with selected channels and refitted layers (`settings.refit`).
 
     The input networks stay unchanged. Refit and repair add biases to layers without norm, and say so in
     `Fused.notes`.

@@ -62,13 +62,9 @@ def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> d
     return work(grid, config, folder, listener, began)
 
 
+@ordinary()  # checks may have imported code that changes torch's defaults
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     """Run the rounds and measurements that `folder` lacks, and return the summary; arguments as in `run_experiment`."""
-    with ordinary():  # checks may have imported code that changes torch's defaults
-        return _worked(grid, config, folder, listener, began)
-
-
-def _worked(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
     with open_ledger(config, folder) as ledger:

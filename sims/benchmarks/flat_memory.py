@@ -1,4 +1,4 @@
-"""`fedloom bench flat-memory`: memory of the Ray engine after round 20 and round 200; 20 sites send 1 MB each way."""
+"""`fedloom bench flat_memory`: memory of the Ray engine after round 20 and round 200; 20 sites send 1 MB each way."""
 
 import tempfile
 from typing import Any

@@ -1,4 +1,4 @@
-"""`fedloom bench many-faults`: 1,000 sites, 50 rounds; a seeded 1% of the answers raise, 0.5% kill their worker.
+"""`fedloom bench many_faults`: 1,000 sites, 50 rounds; a seeded 1% of the answers raise, 0.5% kill their worker.
 
 The run must finish, name each site that failed, and leave the bits of the inline engine with the same failures.
 """
