@@ -174,6 +174,8 @@ def traffic_table(metrics: Sequence[Mapping[str, Any]]) -> list[Table]:
             rounds.setdefault(site, []).append(both)
     rows = [[site, len(each), *(sum(pair[direction] for pair in each) / len(each) / 1e6 for direction in (0, 1))]
             for site, each in sorted(rounds.items())]  # fmt: skip
+    if len(rows) > 2 and all(row[1:] == rows[0][1:] for row in rows):
+        rows = [[f"each of {len(rows)}", *rows[0][1:]]]
     kept, few = cut(rows, "sites")
     explanation = "Data per round and site. What goes to several sites counts for each, even if the engine sends it once."
     columns = ["site", "rounds", "to the site", "from the site"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ROWS = 40  # sites in the picture of classes
+SITES_OWN, OWN = "the sites' own", PALETTE[6]  # their networks, in no colour of a domain
 MOST_CLASSES, MOST_NUMBERS = 50, 20  # named on an axis; numbered on a narrow one
 FEW_IMAGES = 10  # with fewer, a site's accuracy changes in steps of more than 10%
 MAX_NAME_IN_TABLE, MAX_NAME_ON_AXIS = 60, 18  # characters of a class's name: in a table, on an axis
@@ -26,7 +27,7 @@ MAX_DOT_AREA = 260.0  # area of the largest dot
 
 def at_home(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the summary's results on the sites' own test examples, by network (server.run.final_evaluation)."""
-    names = {"aggregate": aggregate(summary) or "aggregate", "own": "the sites' own"}
+    names = {"aggregate": aggregate(summary) or "aggregate", "own": SITES_OWN}
     return {names.get(name) or str(name): result for name, result in (summary.get("per_site") or {}).items()}
 
 
@@ -97,7 +98,7 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
     figure, (panels,) = new_panels(9.5 if by_class else 5.2, 4.2, 1, 2 if by_class else 1, sharey=metric.share)
     left = panels[0]
     for index, (name, result) in enumerate(networks.items()):
-        colour = PALETTE[index % len(PALETTE)]
+        colour = OWN if name == SITES_OWN else PALETTE[index % len(PALETTE)]
         values = sorted(value for each in result["sites"].values() if (value := spot(each)) is not None)
         left.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
                   marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=short(name, 40))  # fmt: skip
