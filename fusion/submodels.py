@@ -128,7 +128,16 @@ def submodel(
 
 
 def neutral(wiring: Wiring, unit: Unit, state: Mapping[str, Tensor]) -> State:
-    """Return tensors with which a layer or block returns its input unchanged (after a ReLU); empty if impossible."""
+    """Return values with which a layer or block returns its input unchanged (after a ReLU).
+
+    Args:
+        wiring: The wiring of the network with the layer or block.
+        unit: The layer or block.
+        state: The network's tensors.
+
+    Returns:
+        The values of the unit's weights and biases, by the names that they have in `state`; empty if it has no such values.
+    """
     modules = dict(wiring.graph.named_modules())
     if unit.kind == "block":
         last = unit.layers[-1]

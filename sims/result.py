@@ -18,7 +18,7 @@ from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder, read_config
-from fedloom.server.run_folder.scores import headline, metric_of, spot
+from fedloom.server.run_folder.scores import headline, metric_of
 from fedloom.sims.networks import Networks
 from fedloom.sims.operations.export import ExportOrder, export
 from fedloom.sims.operations.predictions import evaluated, examples_of, predicted, standardisation_of
@@ -120,17 +120,6 @@ class Result:
         records = [{**record, "dropped": len(record.get("dropped") or {})} for record in self.metrics]
         table = pandas.json_normalize(records)
         return table.set_index("round") if records else table
-
-    def site_table(self) -> "pandas.DataFrame":
-        """Return `per_site` as a table: a row for each site with its domain, images, and first metric by network."""
-        import pandas
-
-        keys = ("domain", "part", "samples")
-        rows = {site["name"]: {key: site[key] for key in keys if key in site} for site in self.summary["sites"]}
-        for name, scores in self.per_site.items():
-            for site, score in scores["sites"].items():
-                rows[site] |= {"test_images": score["images"], name: spot(score)}
-        return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("site")
 
     def curves(self) -> "pandas.DataFrame":
         """Return validation metrics over rounds, also of baselines: a row for each network, metric, domain and round."""
@@ -286,8 +275,10 @@ class Result:
             UserError: For sites that are unknown or already forgotten.
         """
         names = [sites] if isinstance(sites, str) else [str(site) for site in sites]
-        request = UnlearningRequest(names, request_id, reason, int(repair), retrain, rollback, recalibrate, without_data,
-                                    by, int(restore), back)  # fmt: skip
+        request = UnlearningRequest(
+            names, request_id, reason, repair=int(repair), retrain=retrain, rollback=rollback, recalibrate=recalibrate,
+            without_data=without_data, by=by, restore=int(restore), back=back,
+        )  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
 

@@ -142,7 +142,10 @@ class Atoms:
         np.add.at(self.colour, labels[labels >= 0], self.token())
 
     def belong(self, members: Tensor, groups: Tensor) -> None:
-        """Record that the members [n] only move with their groups [n]."""
+        """Record that each atom in `members` moves only with the atom at its place in `groups`.
+
+        Both are int64 label tensors of one shape. Pairs with a negative label (no atom) are left out.
+        """
         pairs = torch.stack([members.flatten(), groups.flatten()])
         pairs = pairs[:, (pairs >= 0).all(dim=0)].unique(dim=1).numpy()
         self.memberships.append(Membership(pairs[0], pairs[1]))

@@ -175,7 +175,10 @@ def pad(walk: Walk, node: Node) -> Value:
 
 
 def padded_windows(walk: Walk, node: Node) -> Value:
-    """Return the labels of windows of positions, whose channels stay in the last dimension."""
+    """Return the labels after a node that cuts padded positions into windows, or joins windows: channels stay last.
+
+    Raises Refusal if channels are in another dimension than the last one.
+    """
     value = walk.known(node.args[0])
     last = len(value.shape) - 1
     factors = [f for f in value.factors if varied(f) <= {last}]

@@ -50,7 +50,7 @@ def patches(module: Any, inputs: Tensor, share: int | None, every: int = 1) -> T
 
 
 def matrix(module: Any, weight: Tensor) -> Tensor:
-    """Return a layer's weight as a matrix [g, m, d], in the order of `patches`."""
+    """Return a layer's weight as [groups, outputs of a group, inputs of an output], in the order of `patches`."""
     if isinstance(module, TRANSPOSED):  # [in, out / g, ...]
         split = weight.unflatten(0, (module.groups, -1))
         return split.transpose(1, 2).flatten(2)
@@ -58,7 +58,7 @@ def matrix(module: Any, weight: Tensor) -> Tensor:
 
 
 def weight_of(module: Any, rows: Tensor) -> Tensor:
-    """Return a matrix [g, m, d] in the shape of the module's weight: the inverse of `matrix`."""
+    """Return a matrix such as `matrix` returns in the shape of the module's weight: the inverse of `matrix`."""
     if isinstance(module, TRANSPOSED):
         split = rows.unflatten(2, (module.in_channels // module.groups, *module.kernel_size))
         return split.transpose(1, 2).flatten(0, 1)

@@ -33,7 +33,7 @@ class Records:
         self._database = Database(self.folder / LEDGER, server)
 
     @property
-    def server(self) -> bool:
+    def writable(self) -> bool:
         """Whether the ledger is open for writing."""
         return self._database.server
 

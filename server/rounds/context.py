@@ -268,9 +268,19 @@ class RoundContext(View):
     def masked_sum(
         self, kind: str, expected: Mapping[str, RecordSpec], sites: Sequence[Site], needed: Sequence[str] = ()
     ) -> tuple[State, list[str]]:
-        """Ask sites a question under masks. Return the int64 sum of the answers' one record, and the sites of the sum.
+        """Ask sites a question under masks, and return the sum of their answers, which the server cannot read one by one.
 
-        No sum is read without a `needed` site. Raises FailedError if too few sites answer.
+        Args:
+            kind: The question.
+            expected: The single record that each answer must hold, by its name.
+            sites: The sites to ask.
+            needed: Sites without which nothing is read.
+
+        Returns:
+            (sum, names): the int64 sum of this record over the sites that answered, and their names.
+
+        Raises:
+            FailedError: Too few sites answer.
         """
         return self._transport.masked(self, expected).total(kind, sites, needed)
 

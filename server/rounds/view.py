@@ -185,7 +185,7 @@ class View:
 
     def note(self, kind: str, body: Mapping[str, Any]) -> None:
         """Add an event to the ledger; do nothing if it is open only for reading."""
-        if self.ledger.server:
+        if self.ledger.writable:
             self.ledger.note(kind, dict(body))
 
 

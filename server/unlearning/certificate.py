@@ -99,7 +99,10 @@ def parts_of(config: Config, sites: Sequence[str]) -> dict[str, str]:
 
 
 def names_of(content: Mapping[str, Any]) -> str:
-    """Return the names of a certificate's sites, with their parts of a table."""
+    """Return the names of a certificate's sites, each with its value of the dividing column: `site-0001 (hospital=Milan)`.
+
+    Sites that have no such value stand alone.
+    """
     parts = content.get("parts", {})
     return ", ".join(f"{name} ({parts[name]})" if name in parts else name for name in content["sites"])
 

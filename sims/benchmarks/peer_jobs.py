@@ -116,7 +116,7 @@ def sum_over(net: nn.Module, start: Tensor, sites: list[int], data: list[tuple[T
 
 
 def one_process(size: str, rounds: int) -> list[float]:
-    """A plain loop in one process."""
+    """Return the seconds of each round of a plain loop in one process."""
     torch.set_num_threads(1)
     net, data, draw, seconds = SIZES[size].network(), SIZES[size].site_tensors(), np.random.default_rng(0), []
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
@@ -135,7 +135,7 @@ def _worker(pipe: Any, size: str) -> None:
 
 
 def two_processes(size: str, rounds: int) -> list[float]:
-    """A plain loop that shares the sites of a round between two processes."""
+    """Return the seconds of each round of a plain loop that shares the sites of a round between two processes."""
     start, draw, seconds = multiprocessing.get_context("spawn"), np.random.default_rng(0), []
     pipes = [start.Pipe() for _ in range(WORKERS)]
     workers = [start.Process(target=_worker, args=(theirs, size), daemon=True) for _, theirs in pipes]
@@ -177,27 +177,27 @@ def fedloom(size: str, rounds: int, *overrides: str) -> list[float]:
 
 
 def inline(size: str, rounds: int) -> list[float]:
-    """Fedloom in one process."""
+    """Return the seconds of each round of Fedloom in one process."""
     return fedloom(size, rounds, "engine.name=inline")
 
 
 def ray(size: str, rounds: int) -> list[float]:
-    """Fedloom with two Ray workers."""
+    """Return the seconds of each round of Fedloom with two Ray workers."""
     return fedloom(size, rounds, "engine.name=ray", f"engine.workers={WORKERS}")
 
 
 def ray_sums(size: str, rounds: int) -> list[float]:
-    """Fedloom with two Ray workers that add up their sites."""
+    """Return the seconds of each round of Fedloom with two Ray workers that add up their sites."""
     return fedloom(size, rounds, *SUMS)
 
 
 def inline_unstored(size: str, rounds: int) -> list[float]:
-    """Fedloom in one process, without contributions on disk."""
+    """Return the seconds of each round of Fedloom in one process, without contributions on disk."""
     return fedloom(size, rounds, "engine.name=inline", UNSTORED)
 
 
 def ray_unstored(size: str, rounds: int) -> list[float]:
-    """Fedloom with two Ray workers that add up their sites, without contributions on disk."""
+    """Return the seconds of each round of Fedloom with two adding Ray workers, without contributions on disk."""
     return fedloom(size, rounds, *SUMS, UNSTORED)
 
 
@@ -205,7 +205,7 @@ def ray_unstored(size: str, rounds: int) -> list[float]:
 
 
 def flower(size: str, rounds: int) -> list[float]:
-    """Flower's simulation with its own FedAvg; a Ray actor on each of two CPUs."""
+    """Return the seconds of each round of Flower's simulation with its own FedAvg; a Ray actor on each of two CPUs."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
@@ -250,7 +250,7 @@ def _tensors(size: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def pfl(size: str, rounds: int) -> list[float]:
-    """pfl-research in one process, or in two by torchrun."""
+    """Return the seconds of each round of pfl-research in one process, or in two by torchrun."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging

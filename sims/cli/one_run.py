@@ -79,8 +79,10 @@ def unlearn(
         from fedloom.sims.operations.unlearn import unlearn as fulfil
         from fedloom.sims.progress.listeners import listener_for
 
-    request = UnlearningRequest(sites, request_id, reason, repair, retrain, rollback, recalibrate, without_data, by,
-                                restore, back)  # fmt: skip
+    request = UnlearningRequest(
+        sites, request_id, reason, repair=repair, retrain=retrain, rollback=rollback, recalibrate=recalibrate,
+        without_data=without_data, by=by, restore=restore, back=back,
+    )  # fmt: skip
     text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
     typer.echo(text)
     if as_json:

@@ -4,7 +4,7 @@ import contextlib
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class UnlearningRequest:
     sites: Sequence[str]
     id: str = ""
     reason: str = ""
+    _: KW_ONLY
     repair: int = 0
     retrain: bool = False
     rollback: bool = False

@@ -5,7 +5,7 @@ import torch
 
 from fedloom.clients.data import Examples
 from fedloom.sims.experiments.components import adaptation, faster, one_head
-from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, built, fit, frozen, turns
+from fedloom.sims.experiments.components.trainer import Plan, answers, built, fit, frozen, mean_class_accuracy, turns
 from fedloom.sims.operations.domain_task import Task, images
 from tests.server.arithmetics import same
 from tests.server.parts import one_thread
@@ -68,5 +68,5 @@ def test_accuracy_counts_all_classes_alike():
     few = found["test"].y != 3
     test = Examples(found["test"].x[few], found["test"].y[few])
     each = [Examples(test.x[test.y == label], test.y[test.y == label]) for label in range(10) if label != 3]
-    by_class = [accuracy(network.extractor, network.head, one, "running") for one in each]
-    assert accuracy(network.extractor, network.head, test, "running") == pytest.approx(sum(by_class) / 9)
+    by_class = [mean_class_accuracy(network.extractor, network.head, one, "running") for one in each]
+    assert mean_class_accuracy(network.extractor, network.head, test, "running") == pytest.approx(sum(by_class) / 9)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fedloom.clients.data import Examples
-from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from fedloom.sims.experiments.components.trainer import Plan, answers, both, built, fit, frozen, mean_class_accuracy, turns
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
@@ -69,13 +69,13 @@ def measured(
     network, rotating = _with_rotations(source["train"], seed, train)
     results: dict[str, Any] = {}
     for row, statistics in zip(ROWS, ("running", "batch"), strict=False):
-        results[row] = accuracy(network.extractor, network.head, target["test"], statistics)
+        results[row] = mean_class_accuracy(network.extractor, network.head, target["test"], statistics)
     for row, plan in zip(list(ROWS)[2:], plans, strict=True):
         extractor = copy.deepcopy(network.extractor)
         fit([extractor], turns(extractor, frozen(rotating), seed, "adapt"), target["train"], plan, seed, "adapt")
-        results[row] = accuracy(extractor, network.head, target["test"])
+        results[row] = mean_class_accuracy(extractor, network.head, target["test"])
     own, _ = _with_rotations(target["train"], seed, train)
-    results["target"] = accuracy(own.extractor, own.head, target["test"])
+    results["target"] = mean_class_accuracy(own.extractor, own.head, target["test"])
     return results
 
 

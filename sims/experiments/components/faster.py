@@ -9,7 +9,7 @@ from torch import nn
 from fedloom.clients.data import Examples
 from fedloom.clients.networks import Network
 from fedloom.sims.experiments.components.adaptation import NETWORK, SIZE, data
-from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from fedloom.sims.experiments.components.trainer import Plan, answers, both, built, fit, frozen, mean_class_accuracy, turns
 from fedloom.sims.experiments.plots import curves
 from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.report.page import Part, Picture
@@ -86,5 +86,5 @@ def _tuned(extractor: nn.Module, head: nn.Module, target: dict[str, Examples], s
             plan, loss = Plan(step - done, TUNE, cosine=False), answers(extractor, head)
             fit([extractor, head], loss, target["train"], plan, seed, step)
         done = step
-        reached.append(accuracy(extractor, head, target["test"]))
+        reached.append(mean_class_accuracy(extractor, head, target["test"]))
     return reached

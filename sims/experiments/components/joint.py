@@ -18,7 +18,7 @@ from fedloom.clients.data import Examples, to_float
 from fedloom.clients.networks import Network
 from fedloom.clients.objectives.components.auxiliary import Batch, Rotations
 from fedloom.conf.randomness import torch_generator
-from fedloom.sims.experiments.components.trainer import accuracy, built
+from fedloom.sims.experiments.components.trainer import built, mean_class_accuracy
 from fedloom.sims.experiments.pairs import Share
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.study import Study, means
@@ -181,7 +181,7 @@ def measured(pair: Pair, setting: Setting, seed: int) -> dict[str, float]:
 def _right(made: Trained, site: int, head: int, task: Task) -> float:
     test = images(task, "test")
     labels = made.order[test.y] if head else test.y
-    return accuracy(made.networks[site].extractor, made.networks[head].head, Examples(test.x, labels))
+    return mean_class_accuracy(made.networks[site].extractor, made.networks[head].head, Examples(test.x, labels))
 
 
 ROWS = {

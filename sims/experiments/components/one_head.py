@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.clients.data import Examples
-from fedloom.sims.experiments.components.trainer import Plan, accuracy, answers, both, built, fit, frozen, turns
+from fedloom.sims.experiments.components.trainer import Plan, answers, both, built, fit, frozen, mean_class_accuracy, turns
 from fedloom.sims.experiments.papers import cells
 from fedloom.sims.experiments.study import Study, means
 from fedloom.sims.operations.domain_task import Task, images
@@ -129,4 +129,4 @@ def _extended(head: nn.Module, seed: int) -> nn.Module:
 
 
 def _on_each(extractors: dict[str, nn.Module], head: nn.Module, test: Examples) -> dict[str, float]:
-    return {name: accuracy(extractor, head, test) for name, extractor in extractors.items()}
+    return {name: mean_class_accuracy(extractor, head, test) for name, extractor in extractors.items()}

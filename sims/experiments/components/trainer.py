@@ -80,7 +80,7 @@ def frozen(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).requires_grad_(False)
 
 
-def accuracy(extractor: nn.Module, head: nn.Module, images: Examples, statistics: str = "batch") -> float:
+def mean_class_accuracy(extractor: nn.Module, head: nn.Module, images: Examples, statistics: str = "batch") -> float:
     """Return the mean class accuracy: the share of right answers, with equal weight for each class.
 
     Args:

@@ -72,7 +72,7 @@ class Learner(ABC):
         return self.met[task]
 
     def facts(self, task: int) -> dict[str, Any]:
-        """Return further facts about a task, as JSON values; none by default."""
+        """Return method-specific values to save with a task's result, as JSON values; none by default."""
         return {}
 
 

@@ -90,7 +90,8 @@ def _removed(study: Study, base: Config, copy: Path, site: str, way: Way) -> tup
     if not certificate.is_file():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(Path(base.run.root) / base.run.name, copy)
-        request = UnlearningRequest([site], "request", "measured", way.repair, way.retrain, way.rollback)
+        ways = {"repair": way.repair, "retrain": way.retrain, "rollback": way.rollback}
+        request = UnlearningRequest([site], "request", "measured", **ways)
         unlearn(copy, request, listener=listener_for(study.quiet))
     with Ledger.open(copy, server=False) as ledger:
         (seconds,) = (event.body["seconds"] for event in ledger.events() if event.kind == "subtracted")
