@@ -23,7 +23,8 @@ class Labelled:
     """A user's examples. A function of a user may return one.
 
     Attributes:
-        inputs: An array [n, ...], or a list of images.
+        inputs: An array [n, ...], or a list of images. Arrays of images are [n, h, w] or [n, h, w, c]; torch tensors of 1
+            or 3 channels also [n, c, h, w].
         targets: Class numbers or names [n], numbers [n] or [n, numbers], or next tokens [n, steps].
         names: Names of the classes, labels or numbers; empty if they have none.
         kind: Of the inputs, one of form.KINDS; empty: what type and shape say.

@@ -3,8 +3,10 @@
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fedloom.clients.data.arrays import MOST_CHANNELS, as_pixels
+from fedloom.clients.data.arrays import CHANNELS, MOST_CHANNELS, as_pixels
 from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, MOST_VOCABULARY, SEQUENCE, TOKENS
 from fedloom.clients.data.schema import BYTE, UNIT, WORD, Schema
 from fedloom.clients.data.sources import Pixels
@@ -17,7 +19,8 @@ def convert(inputs: Any, count: int, kind: str = "") -> tuple[Any, Schema]:
     """Return `count` inputs as one array (images of different sizes: a list), and their schema without a task.
 
     Args:
-        inputs: An array, a nested sequence, or a list of images.
+        inputs: An array, a nested sequence, or a list of images. Channels of images come last in arrays. In torch tensors
+            of 1 or 3 channels they can come first, [n, c, h, w]; the last dimension is then neither 1 nor 3.
         count: The number of targets.
         kind: One of form.KINDS; empty: what the type and shape say.
 
@@ -26,6 +29,7 @@ def convert(inputs: Any, count: int, kind: str = "") -> tuple[Any, Schema]:
     """
     if len(inputs) != count:
         raise ValueError(f"has {len(inputs)} inputs and {count} targets")
+    inputs = _channels_last(inputs, kind)
     if isinstance(inputs, list) and (kind == IMAGE or any(hasattr(item, "convert") for item in inputs[:1])):
         return _images(inputs, count)
     try:
@@ -36,10 +40,32 @@ def convert(inputs: Any, count: int, kind: str = "") -> tuple[Any, Schema]:
         raise ValueError(f"has inputs of shape {list(array.shape)}: nothing to learn from")
     kind = kind or _kind(array)
     if kind == IMAGE:
-        return _images(inputs, count)
+        _check_layout(array)
+        return _images(array, count)
     if array.ndim != DIMENSIONS.get(kind, array.ndim) or array.ndim < 2:
         raise ValueError(f"has inputs of shape {list(array.shape)}, which are not {kind}. {CHOOSE.format('KIND')}")
     return _tokens(array) if kind == TOKENS else _floats(array, kind)
+
+
+def _channels_last(inputs: Any, kind: str) -> Any:
+    """Return torch images [n, c, h, w] of 1 or 3 channels, also a list of [c, h, w], as [n, h, w, c]; others unchanged.
+
+    Raises ValueError for torch images of other numbers of channels whose layout is not certain.
+    """
+    if isinstance(inputs, list | tuple) and inputs and isinstance(first := inputs[0], Tensor) and first.ndim == 3:
+        same = all(isinstance(image, Tensor) and image.shape == first.shape for image in inputs)
+        inputs = torch.stack(list(inputs)) if same else inputs
+    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.numel() or kind not in ("", IMAGE):
+        return inputs
+    if not kind and inputs.is_floating_point() and not (inputs.min() >= 0 and inputs.max() <= 1):
+        return inputs  # not images
+    channels, height, width = inputs.shape[1:]
+    if channels in CHANNELS and width not in CHANNELS:
+        return inputs.movedim(1, -1)
+    if channels < height == width and width not in CHANNELS and channels <= MOST_CHANNELS:
+        raise ValueError(f"has images in a tensor of shape {list(inputs.shape)}; channels of images come last, as after "
+                         f"x.permute(0, 2, 3, 1). {CHOOSE.format('array')}")  # fmt: skip
+    return inputs
 
 
 def _kind(array: np.ndarray) -> str:
@@ -50,9 +76,8 @@ def _kind(array: np.ndarray) -> str:
             raise ValueError(f"has inputs of whole numbers, {shape}. {CHOOSE.format('tokens')} Use features if they are "
                              "measurements.")  # fmt: skip
         return FEATURES
-    if array.ndim == 4 and shape[1] in (1, 3) and shape[3] > 4 and (whole or _unit(array)):
-        raise ValueError(f"has inputs of shape {shape}; channels of images come last, as after x.transpose(0, 2, 3, 1). "
-                         f"{CHOOSE.format('array')}")  # fmt: skip
+    if whole or _unit(array):
+        _check_layout(array)
     if array.ndim == 4 and array.shape[-1] <= MOST_CHANNELS and (whole or _unit(array)):
         return IMAGE
     if array.ndim == 3 and (whole or _unit(array)):
@@ -63,6 +88,13 @@ def _kind(array: np.ndarray) -> str:
         raise ValueError(f"has {array.dtype} inputs {shape} with values from {low:g} to {high:g}; images take values from "
                          f"0 to 1: divide them, if these are images. {CHOOSE.format(kinds)}")  # fmt: skip
     return ARRAY
+
+
+def _check_layout(array: np.ndarray) -> None:
+    """Raise ValueError for images whose 1 or 3 channels come first."""
+    if array.ndim == 4 and array.shape[1] in CHANNELS and array.shape[3] > 4:
+        raise ValueError(f"has inputs of shape {list(array.shape)}; channels of images come last, as after "
+                         f"x.transpose(0, 2, 3, 1). {CHOOSE.format('array')}")  # fmt: skip
 
 
 def _unit(array: np.ndarray) -> bool:

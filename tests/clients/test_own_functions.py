@@ -4,11 +4,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fedloom.clients import data
 from fedloom.clients.data.domains import find
+from fedloom.clients.data.inputs import convert
 from fedloom.clients.data.listing import of_run
 from fedloom.conf import UserError
 from tests.clients.own_data import config, images
@@ -70,6 +72,14 @@ def seqs():
     return Y[:, None] + np.arange(1, 5), Y * 1.5
 
 
+def tensor():
+    return torch.from_numpy(X)[:, None].expand(-1, 3, -1, -1), Y
+
+
+def tensors():
+    return [torch.from_numpy(x)[None] / 255 for x in X], torch.from_numpy(Y)
+
+
 def nothing():
     return None
 
@@ -100,17 +110,37 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("my_images", None)
 
 
-@pytest.mark.parametrize("name", ["arrays", "split", "mapping", "batches", "samples", "Set"])
+@pytest.mark.parametrize("name", ["arrays", "split", "mapping", "batches", "samples", "Set", "tensor", "tensors"])
 def test_a_function_of_another_package_gives_images(package: str, name: str):
     domain = f"{package}:{name}"
     found = images(domain, grey=True)
-    assert len(found) == (43 if name in ("arrays", "batches", "samples") else 54)
+    assert len(found) == (54 if name in ("split", "mapping", "Set") else 43)
     bytes_of = found.x if found.x.dtype == torch.uint8 else (found.x + 1) * 127.5  # floats are not rounded
     assert torch.equal(bytes_of[:, 0, 0, 0].round().long(), found.y * 100)
     spec = config({"domain": domain}).roster[0].spec
     assert data.label(spec) == name
     expected = {"Set": ("none", "some", "much"), "samples": ("class 0", "class 1", "class 2")}
     assert data.class_names(spec) == expected.get(name, ())
+
+
+@pytest.mark.parametrize("kind", ["", "image"])
+def test_channels_come_first_only_where_that_is_certain(kind: str):
+    first = torch.randint(256, (5, 3, 8, 9), dtype=torch.uint8)
+    for inputs in (first, list(first), tuple(first), first.permute(0, 2, 3, 1), first.permute(0, 2, 3, 1).numpy()):
+        assert np.array_equal(convert(inputs, 5, kind)[0], first.permute(0, 2, 3, 1).numpy())
+    assert convert(torch.zeros(5, 3, 8, 3), 5, kind)[0].shape == (5, 3, 8, 3)  # either: as in an array
+    assert convert(torch.zeros(5, 8, 8, 12), 5, kind)[0].shape == (5, 8, 8, 12)
+    assert convert(torch.zeros(5, 8, 8), 5, kind)[0].shape == (5, 8, 8)
+    with pytest.raises(ValueError, match=r"tensor of shape \[5, 12, 32, 32\].*x.permute\(0, 2, 3, 1\)"):
+        convert(torch.zeros(5, 12, 32, 32), 5, kind)
+    with pytest.raises(ValueError, match=r"shape \[5, 3, 8, 9\].*x.transpose\(0, 2, 3, 1\)"):
+        convert(first.numpy(), 5, kind)
+
+
+def test_a_tensor_that_is_no_image_keeps_its_shape():
+    assert convert(torch.randn(5, 3, 8, 8), 5, "array")[0].shape == (5, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"inputs \[5, 3, 8, 8\] with values from .*images take values from 0 to 1"):
+        convert(torch.randn(5, 3, 8, 8), 5)
 
 
 def test_parts_that_name_their_classes_differently_have_those_of_both(package: str):
