@@ -2,12 +2,16 @@
 
 import difflib
 import errno
+import functools
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 MOST_NAMES = 40  # names in an error
 MOST_PATH = 200  # characters of a path in an error
+F = TypeVar("F", bound=Callable[..., Any])
 NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
@@ -59,3 +63,19 @@ def listed(name: str, known: Iterable[str]) -> str:
     if len(names) > MOST_NAMES:
         names = [*sorted(difflib.get_close_matches(name, names, 8, 0.3)), f"{len(names)} in all"]
     return ", ".join(names)
+
+
+def keys_are_texts(function: F) -> F:
+    """Let a function's TypeError for an unknown keyword say how to write a key of the configuration (decorator)."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name, value in options.items():
+            if name not in known:
+                near, text = nearest(name, known, 0.8), plain(str(value))[:MOST_NAMES]
+                hint = f"did you mean '{near}'?" if near else f'write a key of the configuration as a text: "{name}={text}"'
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument '{name}'; {hint}")
+        return function(*args, **options)
+
+    return cast(F, checked)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,13 +12,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedloom.conf.errors import UserError, plain, unknown
+from fedloom.conf.errors import UserError, keys_are_texts, plain, unknown
 from fedloom.conf.machine import uncollected
 from fedloom.conf.schema import Config
 from fedloom.conf.shorthand import expand_shorthand, opened_at
 from fedloom.conf.suggestions import with_suggestion
 from fedloom.conf.text_keys import keep_texts, keep_texts_at, values_kept_at
 from fedloom.conf.typed import UnknownKeyError, at_home, build, checked
+from fedloom.conf.values import shortened, words_in
 from fedloom.conf.yaml_text import read_yaml, write_yaml
 
 FOLDER = Path(__file__).parent
@@ -47,19 +49,23 @@ def has_preset(experiment: str, preset: str) -> bool:
     return experiment in experiment_names() and preset in _tree_of(_text(_find(experiment)), experiment).get("presets", {})
 
 
-def load(experiment: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the validated configuration of an experiment.
+@keys_are_texts
+def load(experiment: str | os.PathLike[str], *overrides: str | Sequence[str]) -> Config:
+    """Return the validated configuration of an experiment, which `run` takes.
 
     Args:
         experiment: The name of a shipped experiment, or the path of a YAML file.
-        overrides: Texts `key=value`. `preset=NAME` selects one of the file's `presets`, `preset=[NAME, NAME]` several.
-            Presets are merged in this order, before the other overrides.
+        overrides: Texts `key=value`, or a list of them. `preset=NAME` selects one of the file's `presets`,
+            `preset=[NAME, NAME]` several. Presets are merged in this order, before the other overrides.
 
     Raises:
         UserError: Unknown experiment, unreadable YAML, unknown key, wrong type, or value out of range.
     """
-    path = _find(experiment)
-    return load_text(_text(path), path.stem, overrides, where=str(path))
+    if not isinstance(experiment, str | os.PathLike):
+        raise UserError(f"experiment: got {shortened(experiment)}, takes a name such as 'digits' or the path of a YAML file")
+    path = _find(os.fspath(experiment))
+    words = [word for entry in overrides for word in words_in(entry)]
+    return load_text(_text(path), path.stem, words, where=str(path))
 
 
 def read_values(text: str) -> tuple[str, list[Any]]:
@@ -107,6 +113,9 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
         words, key = " ".join([name, *map(_short, overrides)]), getattr(error, "full_key", "")  # of an interpolation
         raise UserError(": ".join(filter(None, [words, key, _first_line(error)]))) from None
     assert isinstance(resolved, dict)
+    if {**resolved, **aside}.get("sites") is None and (other := resolved.get("experiment")) in experiment_names():
+        raise UserError(f"experiment: nothing is inherited from '{other}', and `sites` is missing; write all keys, or "
+                        f"name the experiment with changed keys as texts: run('{other}', 'rounds=2')")  # fmt: skip
     return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in resolved.items()}})
 
 

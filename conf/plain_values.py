@@ -1,17 +1,22 @@
-"""Convert Python values to YAML's: NumPy numbers, paths, tuples and arrays become plain values."""
+"""Convert Python values to YAML's: NumPy numbers, paths, tuples, arrays, classes and functions become plain values."""
 
 import dataclasses
 import datetime
+import importlib.util
+import inspect
 import numbers
 import os
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.values import join
 
 MOST_DEPTH = 200
-TAKES = "texts, numbers, truth values, paths, lists and dictionaries"
+MOST_NUMBERS = 10_000  # of an array or a nested list of numbers
+MOST_DIMENSIONS = 6  # of such a list
+TAKES = "texts, numbers, truth values, paths, lists, dictionaries, and classes and functions of a module"
 
 
 def plain_value(value: Any, where: str, depth: int = 0) -> Any:
@@ -22,15 +27,55 @@ def plain_value(value: Any, where: str, depth: int = 0) -> Any:
         return value
     if (single := _single(value)) is not None:
         return single
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, type) or inspect.isroutine(value):
+        return reference_to(value, where)
+    if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {_key(key, where): plain_value(item, join(where, str(key)), depth + 1) for key, item in value.items()}
+    if _size(value) > MOST_NUMBERS:
+        raise UserError(f"{where}: got {_of_type(value)} with over {MOST_NUMBERS:,} numbers. A configuration holds no data: "
+                        "write a function that returns them, and pass it or its name 'module:function'")  # fmt: skip
     if isinstance(value, list | tuple | range):
         return [plain_value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
     if callable(listed := getattr(value, "tolist", None)):  # arrays and numbers of NumPy, torch and others
         return plain_value(listed(), where, depth + 1)
     raise UserError(f"{where}: got {_of_type(value)}, takes {TAKES}")
+
+
+def reference_to(value: Any, where: str) -> str:
+    """Return the reference `module:name` with which other processes import a class or function.
+
+    Raises UserError, with the key `where`, for one that they cannot import: of a script, a notebook or another function.
+    """
+    module, name = value.__module__ or "", value.__qualname__
+    advice = "move it to the top level of a module (a file that you import), and pass it or its name 'module:NAME'"
+    if module == "__main__" or "<" in name:
+        place = "inside a function or expression" if "<" in name else "in a script or notebook"
+        raise UserError(f"{where}: '{name}' is defined {place}, where other processes cannot import it; {advice}")
+    if _importable(module, name) != value:
+        raise UserError(f"{where}: importing '{module}:{name}' does not give this object; {advice}")
+    return f"{module}:{name}"
+
+
+def _importable(module: str, name: str) -> Any:
+    """Return the object that a new process imports as `module:name`; None if this fails."""
+    try:
+        target: Any = importlib.import_module(module) if importlib.util.find_spec(module) else None
+    except (Exception, SystemExit):  # also of a module that was made by hand
+        return None
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    return target
+
+
+def _size(value: Any, depth: int = 0) -> int:
+    """Return how many numbers an array or nested list of numbers has, judged by its first entries; 0 for anything else."""
+    if isinstance(value, list | tuple | range) and len(value) and depth < MOST_DIMENSIONS:
+        inner = [1 if isinstance(entry, numbers.Number) else _size(entry, depth + 1) for entry in value[:2]]
+        return max(inner) * len(value)
+    shape = getattr(value, "shape", ())
+    return prod(shape) if isinstance(shape, tuple) and callable(getattr(value, "tolist", None)) else 0
 
 
 def _single(value: Any) -> str | int | float | None:

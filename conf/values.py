@@ -70,6 +70,14 @@ def shortened(item: Any) -> str:
     return plain(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
 
 
+def words_in(overrides: Any) -> list[str]:
+    """Return overrides, a text or a list of texts, as a list. Raise UserError for other values."""
+    words = list(overrides) if isinstance(overrides, list | tuple) else [overrides]
+    if odd := [word for word in words if not isinstance(word, str)]:
+        raise UserError(f"overrides: got {shortened(odd[0])}, takes words such as 'rounds=2', 'seed=1'")
+    return words
+
+
 def check_values(instance: Any, where: str) -> None:
     """Raise UserError for a field of a dataclass instance with a value out of range. `where`: its dotted key."""
     for field in fields_of(type(instance)).values():

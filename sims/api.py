@@ -7,10 +7,11 @@ from typing import Any
 
 from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf import load
-from fedloom.conf.errors import UserError
-from fedloom.conf.load import load_text
+from fedloom.conf.errors import UserError, keys_are_texts
+from fedloom.conf.load import load_text, to_yaml
 from fedloom.conf.plain_values import plain_value
 from fedloom.conf.schema import Config
+from fedloom.conf.values import shortened, words_in
 from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
@@ -21,8 +22,9 @@ from fedloom.sims.result import Result
 OnFinished = Callable[["Result"], object]
 
 
+@keys_are_texts
 def run(
-    experiment: str | os.PathLike[str] | Mapping[str, Any],
+    experiment: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *overrides: str,
     overwrite: bool = False,
     progress: bool = False,
@@ -36,7 +38,8 @@ def run(
     KeyboardInterrupt, `resume` continues the run.
 
     Args:
-        experiment: The name of a shipped experiment, the path of a YAML file, or a dictionary with the same keys.
+        experiment: The name of a shipped experiment, the path of a YAML file, a dictionary with the same keys, or what
+            `load` returns. Classes and functions of a module can stand for their names in a dictionary.
         overrides: Changed keys, `"key=value"`, as on the command line.
         overwrite: Replace an existing run of the same name.
         progress: Show the progress.
@@ -55,18 +58,22 @@ def run(
     return _finished(Path(config.run.root) / config.run.name, on_finished)
 
 
-def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str]) -> Config:
+def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Config:
     """Return the configuration for the arguments of `run`. Raises UserError for invalid ones."""
-    if odd := [word for word in overrides if not isinstance(word, str)]:
-        raise UserError(f"overrides: got {odd[0]!r}, takes words such as run('digits', 'rounds=2', 'seed=1')")
-    if not isinstance(experiment, str | os.PathLike | Mapping):
-        raise UserError(
-            f"experiment: got {experiment!r}, takes a name such as 'digits', the path of a YAML file or a dictionary"
-        )
-    config = _config(experiment, overrides) if isinstance(experiment, Mapping) else load(os.fspath(experiment), overrides)
-    return with_default_objective(config, overrides)
+    words = words_in(list(overrides))
+    if isinstance(experiment, Config):
+        config = load_text(to_yaml(experiment), experiment.experiment, words)
+    elif isinstance(experiment, Mapping):  # read like a file
+        config = load_text(write_yaml(plain_value(experiment, "")), "experiment", words)
+    elif isinstance(experiment, str | os.PathLike):
+        config = load(experiment, words)
+    else:
+        raise UserError(f"experiment: got {shortened(experiment)}, takes a name such as 'digits', the path of a YAML file "
+                        "or a dictionary")  # fmt: skip
+    return with_default_objective(config, words)
 
 
+@keys_are_texts
 def resume(
     folder: str | os.PathLike[str],
     *overrides: str,
@@ -95,8 +102,3 @@ def _finished(folder: Path, on_finished: OnFinished | None) -> "Result":
     if on_finished is not None:
         on_finished(result)
     return result
-
-
-def _config(experiment: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Return the configuration of a dictionary, read like a file."""
-    return load_text(write_yaml(plain_value(experiment, "")), "experiment", overrides)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, overload
 
 from fedloom.clients.training.torch_setup import as_usual
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, keys_are_texts
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.plain_values import plain_value
+from fedloom.conf.schema import Config
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.api import config_of
 from fedloom.sims.comparison import Comparison, compare
@@ -20,8 +21,9 @@ from fedloom.sims.sweeps.plan import SEED, plan
 from fedloom.sims.sweeps.work import carry_out, ready, runs_at_once
 
 
+@keys_are_texts
 def sweep(
-    experiment: str | os.PathLike[str] | Mapping[str, Any],
+    experiment: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *overrides: str,
     seeds: Sequence[int] = (),
     over: Mapping[str, Sequence[Any]] | None = None,

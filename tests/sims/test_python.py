@@ -1,11 +1,139 @@
 """Fedloom as a library: what a user of Python passes, and what comes back."""
 
-import pytest
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+
+import fedloom
+from fedloom.conf import UserError, load
+from fedloom.conf.plain_values import plain_value
 from fedloom.sims.operations.unlearn import UnlearningRequest
+from tests.sims.test_api import TREE
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, channels: int, size: int, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(channels * size * size, 12), nn.ReLU(), nn.Linear(12, classes))
+
+    class Inner(nn.Module):
+        pass
+
+def shades():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(120) % 4
+    images = (labels / 4)[:, None, None, None] + 0.2 * torch.rand(120, 1, 8, 8, generator=generator)
+    return images.clamp(0, 1), labels
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return f"run.root={tmp_path / 'user'}"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A user's module, next to the script."""
+    (tmp_path / "shades_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("shades_of_mine")
+    sys.modules.pop("shades_of_mine")
 
 
 def test_options_of_a_request_are_named():
     with pytest.raises(TypeError):
         UnlearningRequest(["site-0001"], "r1", "asked", 1, True)  # type: ignore[misc]
     assert UnlearningRequest(["site-0001"], "r1", "asked", repair=1, retrain=True).options["retrain"]
+
+
+# What describes an experiment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{"name": "inline"}, {"name": "ray", "workers": 2}], ids=["inline", "ray"])
+def test_classes_and_functions_stand_for_their_names(root: str, module, engine: dict[str, object]):
+    tree = {**TREE, "sites": [{"domain": module.shades, "count": 2}], "network": module.Net, "engine": engine}
+    result = fedloom.run(tree, root)
+    assert result.config.network["name"] == "shades_of_mine:Net"
+    assert result.config.roster[0].spec.domain == "shades_of_mine:shades"
+    assert fedloom.Result(result.folder).accuracy["sum"]["union"] > 0.2
+
+
+def test_an_object_that_another_process_cannot_import_is_refused(module, monkeypatch: pytest.MonkeyPatch):
+    assert plain_value([module.Net, module.Net.Inner], "networks") == ["shades_of_mine:Net", "shades_of_mine:Net.Inner"]
+
+    class Local:
+        pass
+
+    for odd in (Local, lambda: 1):
+        with pytest.raises(
+            UserError, match=r"^network: '.*' is defined inside a function.*; move it to the top level"
+        ) as caught:
+            plain_value({"network": odd}, "")
+        assert "\n" not in str(caught.value)
+    first = module.Net
+    importlib.reload(module)
+    with pytest.raises(UserError, match=r"^network.name: importing 'shades_of_mine:Net' does not give this object"):
+        plain_value({"network": {"name": first}}, "")
+    monkeypatch.setattr(module.Net, "__module__", "__main__")
+    with pytest.raises(UserError, match=r"'Net' is defined in a script or notebook"):
+        plain_value({"network": module.Net}, "")
+
+
+@pytest.mark.parametrize(
+    "turned", [lambda x: x, lambda x: x.numpy(), lambda x: x.numpy().tolist(), lambda x: list(x.numpy())]
+)
+def test_data_in_a_configuration_are_refused_at_once(root: str, turned):
+    images, labels = torch.rand(1797, 1, 8, 8), torch.zeros(1797)
+    with pytest.raises(UserError, match=r"^sites\[0\].domain: got .* with over 10,000 numbers.*'module:function'$"):
+        fedloom.run({**TREE, "sites": [{"domain": (turned(images), turned(labels))}]}, root)
+    own: list[object] = []
+    own.append(own)
+    with pytest.raises(UserError, match="contains itself"):
+        plain_value(own, "sites")
+    assert plain_value(np.arange(10_000), "seeds")[-1] == 9999 and len(plain_value([{"a": 1}] * 20_000, "sites")) == 20_000
+
+
+def test_a_loaded_configuration_is_an_experiment(root: str, tmp_path: Path):
+    small = ["sites=[{domain: digits, count: 2, samples: 20}]", "data.size=8", "data.test_limit=50", "engine.name=inline"]
+    config = fedloom.load("digits", *small, "rounds=1")
+    assert config == fedloom.load("digits", [*small, "rounds=1"]) and config.rounds == 1
+    result = fedloom.run(config, "rounds=2", root)
+    same = fedloom.run("digits", *small, "rounds=2", root, "run.name=same")
+    assert result.folder.name == "digits" and result.summary["digest"] == same.summary["digest"]
+    (tmp_path / "mine.yaml").write_text("sites: [{domain: digits}]\n")
+    assert fedloom.load(tmp_path / "mine.yaml", "rounds=3").rounds == 3
+    with pytest.raises(UserError, match=r"^rounds: got 'two', takes"):
+        fedloom.run(dataclasses.replace(config, rounds="two"), root)  # type: ignore[arg-type]
+    for odd in (config, None):
+        with pytest.raises(UserError, match=r"^experiment: got .{,110}, takes a name such as 'digits' or the path"):
+            fedloom.load(odd)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="takes words such as"):
+        fedloom.load("digits", {"rounds": 2})  # type: ignore[arg-type]
+
+
+def test_keys_as_keywords_get_a_hint(root: str, tmp_path: Path):
+    for function in (fedloom.run, fedloom.resume, fedloom.sweep, fedloom.load):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'rounds'; write a key .* as a text: \"rounds=1\""):
+            function("digits", rounds=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="did you mean 'overwrite'"):
+        fedloom.run("digits", overwrit=True)  # type: ignore[call-arg]
+
+
+def test_a_dictionary_inherits_nothing(root: str, tmp_path: Path):
+    inherits = r"^experiment: nothing is inherited from 'digits'.*run\('digits', 'rounds=2'\)$"
+    with pytest.raises(UserError, match=inherits):
+        fedloom.run({"experiment": "digits", "rounds": 2}, root)
+    (tmp_path / "mine.yaml").write_text("experiment: digits\n")
+    with pytest.raises(UserError, match=inherits):
+        load(str(tmp_path / "mine.yaml"))
+    config = load(str(tmp_path / "mine.yaml"), ["sites=[{domain: digits}]"])
+    assert config.roster[0].spec.domain == "digits"
