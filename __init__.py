@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fedloom.sims.result import Result
     from fedloom.sims.sweeps.api import Results, sweep
 
+    __version__: str
+
 _PUBLIC = {
     # experiments
     "fedloom.sims.api": ("resume", "run"),
@@ -101,6 +103,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a public name from its module. Raises ImportError if a file next to the script hides a standard module."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fedloom")
     if name not in _MODULES:
         raise AttributeError(f"module 'fedloom' has no attribute '{name}'")
     try:
@@ -113,7 +119,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*__all__]
 
 
 def _hiding(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from fedloom.conf.errors import UserError
 from fedloom.conf.sites import Site, SiteConfig, roster
 from fedloom.conf.typed import option
 
@@ -247,6 +248,14 @@ class Config:
     tracking: list[Any] = option(
         [], "trackers that record each round: tensorboard, mlflow, wandb, csv; with options: {name: mlflow, uri: ...}"
     )
+
+    def __repr__(self) -> str:
+        names = dict.fromkeys(str(part.get("name")) for part in (self.strategy, self.objective) if isinstance(part, dict))
+        try:
+            sites = f"{len(self.roster)} sites"
+        except UserError:
+            sites = "wrong sites"
+        return f"Config({self.experiment}: {' and '.join(names)}, {sites}, {self.rounds} rounds)"
 
     @functools.cached_property
     def roster(self) -> list[Site]:

@@ -25,6 +25,10 @@ class Alignment:
     costs: np.ndarray
     pairs: Mapping[str, str]
 
+    def __repr__(self) -> str:
+        one, other = map(len, self.layers)
+        return f"Alignment({one} and {other} layers, {len(self.pairs)} pairs)"
+
 
 def align(one: nn.Module, other: nn.Module, *, probe: Tensor, settings: FusionSettings | None = None) -> Alignment:
     """Return which layers of two networks correspond, as in `fuse`. The networks stay unchanged. CLA+OT, Algorithm 1.

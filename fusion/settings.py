@@ -89,6 +89,11 @@ class FusionSettings:
         if self.sequential and self.refit != "none":
             raise UserError(f"fusion refit: got '{self.refit}' with sequential plans, takes 'none' with these")
 
+    def __repr__(self) -> str:
+        names, usual = [each.name for each in fields(self)], FusionSettings()
+        changed = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+        return f"FusionSettings({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
     @classmethod
     def reference(cls) -> "FusionSettings":
         """Return the settings of the public code of CLAFusion and OTFusion, its faults included."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom.clients.data import Examples
 from fedloom.clients.networks import form_of
 from fedloom.clients.training.torch_setup import as_usual
-from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
@@ -231,11 +231,7 @@ class Result:
         return str(self.summary.get("aggregate") or AGGREGATE)
 
     def _named(self, network: str) -> nn.Module:
-        if not network:
-            return self.network
-        if network not in self.networks:
-            raise unknown("network", network, self.networks)
-        return self.networks[network]
+        return self.networks[network] if network else self.network
 
     def unlearn(
         self,
@@ -281,6 +277,13 @@ class Result:
         )  # fmt: skip
         with as_usual():
             return unlearn(self.folder, request, listener=listener_for(quiet=not progress)).certificate
+
+    def __fspath__(self) -> str:
+        """Return the folder, so that a result stands for it: `compare([result])`, `resume(result)`."""
+        return str(self.folder)
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.folder)!r})"
 
     def __str__(self) -> str:
         """Return the status, method, accuracy and folder of the run as a line."""

@@ -19,6 +19,10 @@ class Examples:
     x: Tensor
     y: Tensor
 
+    def __repr__(self) -> str:
+        shown = (f"{name}: {str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for name, each in vars(self).items())
+        return f"Examples({', '.join(shown)})"
+
     def __len__(self) -> int:
         return len(self.y)
 

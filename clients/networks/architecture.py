@@ -63,6 +63,9 @@ class Model:
     domains: tuple[str, ...] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Model({self.architecture.options.get('name')}, {len(self.state)} tensors)"
+
 
 @functools.lru_cache(maxsize=256)
 def _spec(network: str) -> Any:

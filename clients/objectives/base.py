@@ -67,6 +67,9 @@ class Task:
     restoring: bool = False
     back: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"Task({self.site.name}, round {self.round})"
+
     @property
     def config(self) -> Config:
         """The run's configuration."""

@@ -35,6 +35,10 @@ class RecordSpec:
     check: Callable[[State], None] = lambda record: None
     first: Callable[[str], State] | None = None
 
+    def __repr__(self) -> str:
+        like = "None" if self.like is None else f"{len(self.like)} tensors"
+        return f"RecordSpec(like={like}, slot={self.slot!r}, mean={self.mean!r})"
+
     def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
         """Return the tensors to compare the site's record with: `like`, its last contribution (floats), or `first`."""
         if self.like is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.sims.comparison.curves import pictures
 from fedloom.sims.comparison.entries import COSTS, entries_of
 from fedloom.sims.comparison.groups import UNION, Group, grouped, refuse_nothing
@@ -60,6 +61,10 @@ class Comparison:
     groups: Sequence[Group]
     differing: Sequence[str]
     notes: Sequence[str]
+
+    def __repr__(self) -> str:
+        runs = count(sum(len(group.entries) for group in self.groups), "run")
+        return f"Comparison({count(len(self.groups), 'row')}, {runs}, {count(len(self.notes), 'note')})"
 
     @property
     def differences(self) -> list[Pair]:

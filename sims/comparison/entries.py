@@ -43,6 +43,9 @@ class Entry:
     baseline: bool
     unset: Sequence[str] = ()
 
+    def __repr__(self) -> str:
+        return f"Entry({str(self.folder)!r})"
+
     @cached_property
     def keys(self) -> dict[str, Any]:
         """The configuration's values that describe data and method, by dotted keys: without folder, engine and seed."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.conf.metrics import Facts
 from fedloom.sims.comparison.entries import DATA, Entry, notes_on
 from fedloom.sims.comparison.keys import Naming, checked_keys, differing_keys, distinct, numbered, shortest, signature, texts
@@ -24,6 +25,9 @@ class Group:
     label: str
     values: Mapping[str, Any]
     seeds: Mapping[int, Sequence[Entry]]
+
+    def __repr__(self) -> str:
+        return f"Group({self.label}: {count(len(self.entries), 'run')})"
 
     @property
     def entries(self) -> list[Entry]:

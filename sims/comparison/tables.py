@@ -29,6 +29,9 @@ class Pair:
     difference: Difference
     metric: Facts
 
+    def __repr__(self) -> str:
+        return f"Pair({self.one} minus {self.other}: {_points(self.difference.mean, self.metric)} {self.metric.title})"
+
 
 def domains_of(groups: Sequence[Group]) -> list[str]:
     """Return the domains on which at least one row was measured, without the union."""

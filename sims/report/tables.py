@@ -88,6 +88,9 @@ class Table:
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"table '{self.title}': every row takes {len(self.columns)} cells")
 
+    def __repr__(self) -> str:
+        return f"Table({clean(self.title)}: {len(self.rows)} rows)"
+
     def markdown(self) -> str:
         """Return the table in GitHub's Markdown, with a final line break."""
         return self._lines(f"**{_in_markdown(self.title)}**", _in_markdown)

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf.errors import UserError, keys_are_texts
+from fedloom.conf.formatting import count
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.plain_values import plain_value
 from fedloom.conf.schema import Config
@@ -83,6 +84,9 @@ class Results(Sequence[Result]):
     runs: tuple[Result, ...]
     failed: Mapping[Path, str]
     outcomes: Sequence[Outcome] = field(default=(), compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Results({count(len(self.runs), 'run')}, {len(self.failed)} failed)"
 
     @overload
     def __getitem__(self, place: int) -> Result: ...

@@ -25,6 +25,10 @@ class Best:
     value: float
     folders: Sequence[Path]
 
+    def __repr__(self) -> str:
+        what = [self.metric.name, self.metric.text(self.value), label_of(self.values), count(len(self.folders), "run")]
+        return f"Best({', '.join(filter(None, what))})"
+
     def line(self) -> str:
         """Return the choice as a line."""
         what = f": {label_of(self.values)}" if self.values else ""

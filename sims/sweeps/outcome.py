@@ -33,6 +33,9 @@ class Outcome:
     error: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Outcome({self.folder.name}: {self.status})"
+
     @property
     def missing(self) -> bool:
         """Whether the folder has no finished run."""

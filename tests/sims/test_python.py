@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 
 import fedloom
+from fedloom import FusionSettings, Model, RecordSpec, Result, Results, compare, resume
+from fedloom.clients.data import to_float
+from fedloom.clients.networks import architecture_of
 from fedloom.conf import UserError, load
+from fedloom.conf.metrics import facts_of
 from fedloom.conf.plain_values import plain_value
+from fedloom.sims.networks import Networks
 from fedloom.sims.operations.unlearn import UnlearningRequest
+from fedloom.sims.sweeps.best import Best
+from fedloom.sims.sweeps.outcome import Outcome
 from tests.sims.test_api import TREE
 
 MODULE = """
@@ -137,3 +145,54 @@ def test_a_dictionary_inherits_nothing(root: str, tmp_path: Path):
         load(str(tmp_path / "mine.yaml"))
     config = load(str(tmp_path / "mine.yaml"), ["sites=[{domain: digits}]"])
     assert config.roster[0].spec.domain == "digits"
+
+
+# What comes back
+
+
+@pytest.fixture
+def result(request: pytest.FixtureRequest) -> Result:
+    return Result(request.getfixturevalue("finished_run"))
+
+
+def test_a_result_stands_for_its_folder(result: Result, tmp_path: Path):
+    whole = compare(str(result.folder)).as_json()
+    for runs in (result, [result], (result, result.folder), Results((result,), {})):
+        assert compare(runs).as_json() == whole
+    assert Result(result) == result and Path(result) == result.folder
+    copy = Result(shutil.copytree(result, tmp_path / "copy"))
+    assert resume(copy, "rounds=3").metrics[-1]["round"] == 3
+    assert plain_value({"start": result}, "") == {"start": str(result.folder)}
+
+
+def test_a_text_of_an_object_is_one_short_line(result: Result):
+    compared, some = compare(result), result.examples("site-0001")
+    many = Networks(result.folder, result.config, "")
+    many._files = dict.fromkeys(map(str, range(1000)), result.folder)
+    swept = Results((result,) * 30, {result.folder: "why"}, [Outcome(result.folder, {}, "finished", summary=result.summary)])
+    best = Best(facts_of("accuracy"), {"training.rate": 0.1}, 0.5, [result.folder] * 30)
+    state = result.network.state_dict()
+    spec = RecordSpec(like=state, slot="mean")
+    one, other = result.networks["site-0001"], result.networks["site-0002"]
+    aligned = fedloom.align(one, other, probe=to_float(some.x))
+    groups, tables = compared.groups, compared.tables()
+    objects = [result, result.config, compared, groups, groups[0].entries, compared.differences, tables, some, many, swept]
+    objects += [swept.outcomes, best, spec, aligned, FusionSettings(), Model(architecture_of(result.config), state)]
+    for each in objects:
+        assert len(repr(each)) < 250 and "\n" not in repr(each), repr(each)
+    assert repr(compared) == f"Comparison(1 row, 1 run, {len(compared.notes)} notes)"
+    assert repr(result.networks) == "Networks(sum, site-0000, site-0001, site-0002)"
+    assert repr(many) == "Networks(0, 1, 2, 3, 4, ... 1000 in all)"
+    assert repr(some) == f"Examples(x: uint8 {list(some.x.shape)}, y: int64 [{len(some)}])"
+    assert repr(swept) == "Results(30 runs, 1 failed)" and repr(best) == "Best(accuracy, 50.0%, rate=0.1, 30 runs)"
+    assert repr(FusionSettings(width=2.0)) == "FusionSettings(width=2.0)"
+    assert repr(result.config) == "Config(digits: sum_aggregation, 3 sites, 2 rounds)"
+    assert "wrong sites" in repr(dataclasses.replace(result.config, sites=None))
+
+
+def test_an_unknown_network_is_an_error_of_the_user_and_of_a_mapping(result: Result):
+    for unknown in (lambda: result.networks["zz"], lambda: result.predict(torch.zeros(1, 1, 8, 8), network="zz")):
+        for kind in (UserError, KeyError):
+            with pytest.raises(kind, match=r"^unknown network 'zz' \(known: site-0000, site-0001, site-0002, sum\)$"):
+                unknown()
+    assert result.networks.get("zz") is None and "zz" not in result.networks
