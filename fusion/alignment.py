@@ -36,7 +36,7 @@ def align(one: nn.Module, other: nn.Module, *, probe: Tensor, settings: FusionSe
     Args:
         one: The first network.
         other: The second network.
-        probe: Inputs without labels, [k, ...] with k >= 2.
+        probe: Inputs without labels, [k, ...] with k >= 2, as for `fuse`.
         settings: Only `comparison`, `pin_first` and `pin_last` are used.
 
     Raises:

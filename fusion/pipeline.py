@@ -44,7 +44,8 @@ def fuse(
         into: The index of the network whose widths the result has.
         depth: The index of the network whose layers the result has; default: `into`. Inside blocks that `into` lacks,
             the widths are those of `depth`.
-        probe: Inputs without labels, [k, ...] with k >= 2, of the networks' dtype and on their device; 200 are usual.
+        probe: Inputs without labels, [k, ...] with k >= 2, of the networks' dtype, range and device; 200 are usual.
+            Networks of a run take images in [-1, 1].
         weights: One share for each network, not negative; default: equal.
         classes: One list of output names for each network. The result answers for all of them, those of `into` first
             (`Fused.classes`).

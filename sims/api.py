@@ -43,8 +43,9 @@ def run(
         overrides: Changed keys, `"key=value"`, as on the command line.
         overwrite: Replace an existing run of the same name.
         progress: Show the progress.
-        on_round: Called after each committed round with its record, as in `Result.metrics`. The record has one more key,
-            `part`: empty, or the folder of a baseline. If it returns "stop", this part ends here, as a finished one.
+        on_round: Called after each committed round with its record, as in `Result.metrics`: `loss` is the training loss by
+            site, `train_loss` their mean. One more key is `part`: empty, or the folder of a baseline. If it returns "stop",
+            this part ends here, as a finished one.
         on_reply: Called with (site, ok, reason) for each reply of a site, and for each missing one.
         on_finished: Called with the result when the report is written.
 

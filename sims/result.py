@@ -81,7 +81,11 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A record of each committed round: replies, dropped sites, training loss, validation accuracy, seconds."""
+        """A record of each committed round.
+
+        Among others: `round`, `replies`, `dropped` (the reason by site), `loss` (the training loss by site), `train_loss`
+        (their mean), `accuracy` or `scores` (on validation examples), `bytes` (to and from each site) and `seconds`.
+        """
         return list(RunFolder(self.folder).metrics().values())
 
     @property
@@ -156,9 +160,10 @@ class Result:
         """Return a network's predictions for inputs, such as `result.examples(site).x`.
 
         Args:
-            inputs: Images [n, c, h, w], uint8, or float32 as the network takes them (in [-1, 1]). Features, sequences and
-                arrays in the data's own units: they are standardised as in the run. For a run on a table also a pandas
-                table, a dict of columns or a table's path, with the columns by name.
+            inputs: Images [n, c, h, w], uint8 (0 to 255), or float32 as the network takes them, in [-1, 1]: `x * 2 - 1` of
+                images in [0, 1]. Other ranges give a warning. Features, sequences and arrays in the data's own units: they
+                are standardised as in the run. For a run on a table also a pandas table, a dict of columns or a table's
+                path, with the columns by name.
             network: A name in `networks`; empty: the aggregated network.
             site: The site whose head answers, if sites have heads of their own (data.heads), or whose mean and deviation
                 apply (data.standardise=site).

@@ -84,9 +84,12 @@ def _kind(array: np.ndarray) -> str:
         return IMAGE
     if array.ndim in (3, 4) and array.dtype.kind == "f":
         low, high = np.nanmin(array), np.nanmax(array)
-        kinds = "sequence" if array.ndim == 3 else "array"
+        kinds, way = (
+            "sequence" if array.ndim == 3 else "array",
+            "use (x + 1) / 2" if -1 <= low < high <= 1 else "divide them",
+        )
         raise ValueError(f"has {array.dtype} inputs {shape} with values from {low:g} to {high:g}; images take values from "
-                         f"0 to 1: divide them, if these are images. {CHOOSE.format(kinds)}")  # fmt: skip
+                         f"0 to 1: {way}, if these are images. {CHOOSE.format(kinds)}")  # fmt: skip
     return ARRAY
 
 

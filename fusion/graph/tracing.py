@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.fusion.graph.expressions import FUNCTIONS, MODULES
 from fedloom.fusion.graph.undisturbed import undisturbed
 
@@ -77,7 +78,7 @@ def trace(network: nn.Module, example: Tensor) -> Trace:
             ) from error
         constants = set(vars(network)) - own  # torch.fx leaves them behind
         graph._non_persistent_buffers_set |= constants
-        run = _Run(graph)
+        run = _Run(graph, f"[{', '.join(['k', *map(str, example.shape[1:])])}]")
         run.run(example.clone())
     graph.training = network.training
     return Trace(graph, run.shapes, run.constants)
@@ -172,9 +173,10 @@ def _user_line(frame: FrameType | None) -> str:
 class _Run(fx.Interpreter):
     """Runs the graph, and stores shapes and constants."""
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, inputs: str) -> None:
         super().__init__(graph)
         self.extra_traceback = False
+        self.inputs = inputs  # their shape, for errors
         self.shapes: dict[Node, torch.Size | None] = {}
         self.constants: dict[Node, Any] = {}
         self.state = {id(tensor) for tensor in graph.state_dict(keep_vars=True).values() if tensor.is_floating_point()}
@@ -183,11 +185,19 @@ class _Run(fx.Interpreter):
         try:
             result = super().run_node(n)
         except Exception as error:
-            raise WiringError(f"{place(n)} does not run: {_one_line(error)}") from error
+            raise WiringError(f"{place(n)} does not run on inputs of the shape {self.inputs}{self._takes(n)} "
+                              f"({_one_line(error)})") from error  # fmt: skip
         self.shapes[n] = result.shape if isinstance(result, Tensor) else None
         if self._is_constant(n, result):
             self.constants[n] = result
         return result
+
+    def _takes(self, node: Node) -> str:
+        """Return what the layer of a node takes, as the continuation of an error; empty if that is not known."""
+        layer = self.submodules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, nn.Linear):
+            return f": it takes {count(layer.in_features, 'feature')}"
+        return f": it takes {count(layer.in_channels, 'channel')}" if isinstance(layer, CONVOLUTIONS + TRANSPOSED) else ""
 
     def _is_constant(self, node: Node, result: Any) -> bool:
         if node.op in ("placeholder", "get_attr"):

@@ -1,5 +1,6 @@
 """Use a run's networks on any data: predictions, metrics, and the examples of a site."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data import Examples, domain_specs, outputs, own_examples, site_examples, to_float
-from fedloom.clients.data.form import ARRAY, FEATURES, SEQUENCE
+from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE
 from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.found import Encoding
 from fedloom.clients.data.own import digests, encoding_of
@@ -22,12 +23,14 @@ from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.torch_setup import pick_device
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.metrics import CLASS, MULTILABEL, TOKENS
+from fedloom.conf.plain_values import plain_value
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import STANDARDISATION
 
+MOST_VALUE = 2.0  # of a float image in [-1, 1], with some noise
 SPLITS = ("train", "validation", "test")
 
 
@@ -66,7 +69,7 @@ def predicted(
 def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site: str, folder: Path) -> dict[str, float]:
     """Return metrics on data; arguments and result as in sims.result.Result.evaluate."""
     if metrics:
-        entries = [metrics] if isinstance(metrics, str) else list(metrics)
+        entries = plain_value(list(metrics) if isinstance(metrics, list | tuple) else [metrics], "metrics")
         config = replace(config, evaluation=replace(config.evaluation, metrics=entries, where="server"))
     chosen = metrics_of(config)
     inputs, targets = (data.x, data.y) if hasattr(data, "x") else _pair(data)
@@ -102,6 +105,8 @@ def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, folder: 
     device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
     view = HeadView(network.to(device), head, config.evaluation.statistics, by).eval()
     values = _checked(config, inputs, site, folder)
+    if form_of(config).kind == IMAGE and by is None:
+        _warn_of_range(values)
     batches = values.tensor_split(pieces(len(values), config.evaluation.batch))
     with torch.inference_mode():
         taken = (batch.to(device) for batch in batches)
@@ -133,6 +138,17 @@ def _checked(config: Config, inputs: Any, site: str, folder: Path) -> Tensor:
         takes = ", ".join(map(str, ("n", *form.shape))) + (f"]: {columns}" if columns else "]")
         raise UserError(f"inputs: got the shape {list(values.shape)}, takes [{takes}")
     return values.float() if values.is_floating_point() or form.kind in (FEATURES, SEQUENCE, ARRAY) else values
+
+
+def _warn_of_range(images: Tensor) -> None:
+    """Warn, at the user's line, of float images whose values are unlikely to be in [-1, 1], which networks take."""
+    if not images.is_floating_point() or not images.numel():
+        return
+    low, high = (float(value) for value in images.aminmax())
+    if high > MOST_VALUE or 0 <= low < high <= 1:
+        way = "x * 2 - 1" if high <= 1 else "x / 127.5 - 1"
+        warnings.warn(f"inputs: float images have values from {low:.3g} to {high:.3g}, but the networks take -1 to 1, so "
+                      f"predictions may be wrong; pass uint8 images, or {way}", UserWarning, stacklevel=5)  # fmt: skip
 
 
 def _encoding(folder: Path, domain: str) -> Encoding:

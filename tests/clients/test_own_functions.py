@@ -141,6 +141,8 @@ def test_a_tensor_that_is_no_image_keeps_its_shape():
     assert convert(torch.randn(5, 3, 8, 8), 5, "array")[0].shape == (5, 3, 8, 8)
     with pytest.raises(ValueError, match=r"inputs \[5, 3, 8, 8\] with values from .*images take values from 0 to 1"):
         convert(torch.randn(5, 3, 8, 8), 5)
+    with pytest.raises(ValueError, match=r"images take values from 0 to 1: use \(x \+ 1\) / 2, if these are images"):
+        convert(torch.linspace(-1, 1, 5 * 64).reshape(5, 8, 8, 1), 5)
 
 
 def test_parts_that_name_their_classes_differently_have_those_of_both(package: str):

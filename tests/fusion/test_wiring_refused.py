@@ -56,6 +56,8 @@ def test_operations_that_the_first_version_refused(name):
         (nn.Sequential(nn.Identity(), Dynamic()), images(8), r"module '1' .*wirings.py:\d+.* control flow"),
         (nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 4, 2, groups=2)), images(8), "'1'.*transposed .*groups"),
         (nn.Sequential(nn.Conv2d(4, 4, 1)), images(8), "'0'.*does not run"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1)), images(8), r"of the shape \[k, 3, 8, 8\]: it takes 4 channels"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), images(8), r"of the shape \[k, 3, 8, 8\]: it takes 64 features"),
         (nn.Sequential(nn.Linear(3, 4)), torch.randn(3), r"example of \[3\]"),
         (nn.Sequential(nn.Conv2d(3, 4, 1), nn.LocalResponseNorm(2)), images(8), "'1'.*LocalResponseNorm"),
         (nn.Sequential(nn.Linear(3, 4), nn.Softmax(1), nn.Linear(4, 2)), torch.randn(2, 3), "'1'.*softmax"),

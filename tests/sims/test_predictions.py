@@ -1,14 +1,17 @@
 """Result.predict and Result.evaluate on a table: the unit of the targets, and inputs that do not fit."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torchmetrics.classification import MulticlassJaccardIndex
 
 from fedloom import Result, run
+from fedloom.clients.data import to_float
 from fedloom.conf import UserError
 from fedloom.server.run_folder.layout import TABLES
 from tests.sims.other_data import frame, next_tokens
@@ -125,3 +128,38 @@ def test_odd_tables_are_refused_in_one_line(prices: Result, tmp_path: Path):
         with pytest.raises(UserError, match=line) as caught:
             prices.predict(inputs)
         assert "\n" not in str(caught.value)
+
+
+def test_float_images_of_another_range_give_a_warning(finished_run: Path):
+    result = Result(finished_run)
+    data = result.examples("site-0000")
+    usual = result.predict(data.x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right = to_float(data.x)
+        noisy = right + 0.1 * torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
+        for images in (right, noisy, right[:1], torch.zeros(2, *right.shape[1:])):
+            result.predict(images)
+        assert torch.equal(result.predict(right), usual)
+        assert result.evaluate((right, data.y)) == result.evaluate(data)
+    for factor, way in ((1, r"x \* 2 - 1$"), (255, r"x / 127.5 - 1$")):
+        odd = data.x / 255 * factor
+        for call in (lambda odd=odd: result.predict(odd), lambda odd=odd: result.evaluate((odd, data.y))):
+            with pytest.warns(
+                UserWarning, match=rf"^inputs: float images have values from 0 to {factor}, .*{way}"
+            ) as caught:
+                call()
+            assert caught[0].filename == __file__
+
+
+def test_features_from_zero_to_one_are_no_images(prices: Result):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(prices.predict([[0.25, 0.5], [0.75, 1.0]])) == 2
+
+
+def test_a_metric_can_be_a_class(finished_run: Path):
+    result = Result(finished_run)
+    data = result.examples("site-0000")
+    named = result.evaluate(data, ["torchmetrics.classification:MulticlassJaccardIndex"])
+    assert result.evaluate(data, MulticlassJaccardIndex) == result.evaluate(data, [MulticlassJaccardIndex]) == named != {}
