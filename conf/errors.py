@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+_OPTION = re.compile(r"`[^`]*`|'fedloom [^']*'|(?<![\w'-])--([a-z]+(?:-[a-z]+)*)")  # or a command with options
 MOST_NAMES = 40  # names in an error
 MOST_PATH = 200  # characters of a path in an error
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,17 +66,30 @@ def listed(name: str, known: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def keys_are_texts(function: F) -> F:
-    """Let a function's TypeError for an unknown keyword say how to write a key of the configuration (decorator)."""
+def for_python(function: F) -> F:
+    """Word a function's errors for callers in Python (decorator): `--without-data` becomes `without_data`.
+
+    The TypeError for an unknown keyword says how to write a key of the configuration, which is a text.
+    """
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
-    def checked(*args: Any, **options: Any) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
         for name, value in options.items():
             if name not in known:
                 near, text = nearest(name, known, 0.8), plain(str(value))[:MOST_NAMES]
                 hint = f"did you mean '{near}'?" if near else f'write a key of the configuration as a text: "{name}={text}"'
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument '{name}'; {hint}")
-        return function(*args, **options)
+        try:
+            return function(*args, **options)
+        except UserError as error:
+            error.args = tuple(_in_python(arg) if isinstance(arg, str) else arg for arg in error.args)
+            raise
 
-    return cast(F, checked)
+    return cast(F, called)
+
+
+def _in_python(message: str) -> str:
+    """Return a message with the command line's options as arguments of a function, except in commands."""
+    message = message.replace("add --overwrite", "add overwrite=True").replace("pass --overwrite", "pass overwrite=True")
+    return _OPTION.sub(lambda found: found[1].replace("-", "_") if found[1] else found[0], message)

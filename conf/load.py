@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedloom.conf.errors import UserError, keys_are_texts, plain, unknown
+from fedloom.conf.errors import UserError, for_python, plain, unknown
 from fedloom.conf.machine import uncollected
 from fedloom.conf.schema import Config
 from fedloom.conf.shorthand import expand_shorthand, opened_at
@@ -49,7 +49,7 @@ def has_preset(experiment: str, preset: str) -> bool:
     return experiment in experiment_names() and preset in _tree_of(_text(_find(experiment)), experiment).get("presets", {})
 
 
-@keys_are_texts
+@for_python
 def load(experiment: str | os.PathLike[str], *overrides: str | Sequence[str]) -> Config:
     """Return the validated configuration of an experiment, which `run` takes.
 

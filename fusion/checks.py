@@ -92,4 +92,4 @@ def check_ends(one: Wiring, other: Wiring, index: int) -> None:
     for what, (ours, theirs) in ends.items():
         if one.axes[ours].size != other.axes[theirs].size:
             message = f"network {index} has {other.axes[theirs].size} {what}, the others {one.axes[ours].size}"
-            raise UserError(message + ("; name them with classes= (--classes)" if what == "classes" else ""))
+            raise UserError(message + ("; name them with classes=[...] (or --classes)" if what == "classes" else ""))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf import load
-from fedloom.conf.errors import UserError, keys_are_texts
+from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.load import load_text, to_yaml
 from fedloom.conf.plain_values import plain_value
 from fedloom.conf.schema import Config
@@ -22,7 +22,7 @@ from fedloom.sims.result import Result
 OnFinished = Callable[["Result"], object]
 
 
-@keys_are_texts
+@for_python
 def run(
     experiment: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *overrides: str,
@@ -74,7 +74,7 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any] | Config, o
     return with_default_objective(config, words)
 
 
-@keys_are_texts
+@for_python
 def resume(
     folder: str | os.PathLike[str],
     *overrides: str,

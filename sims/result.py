@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom.clients.data import Examples
 from fedloom.clients.networks import form_of
 from fedloom.clients.training.torch_setup import as_usual
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
@@ -200,6 +200,7 @@ class Result:
         """
         return examples_of(self.config, site, split)
 
+    @for_python
     def export(
         self,
         *,
@@ -226,10 +227,7 @@ class Result:
             UserError: A file cannot be written, or the network cannot be exported.
         """
         files = [Path(path) if path else None for path in (pt, torch_export, onnx)]
-        order = ExportOrder(*files, license=license, site=site)
-        name = network or self._aggregate
-        with as_usual():
-            return export(self.folder, self.config, name, self._named(network), order)
+        return exported(self, ExportOrder(*files, license=license, site=site), network)
 
     @property
     def _aggregate(self) -> str:
@@ -238,6 +236,7 @@ class Result:
     def _named(self, network: str) -> nn.Module:
         return self.networks[network] if network else self.network
 
+    @for_python
     def unlearn(
         self,
         sites: str | Sequence[str],
@@ -307,3 +306,9 @@ class Result:
         table = accuracy_table(summary).html() if headline(summary) else ""
         state = html.escape(f"{summary.get('status', 'begun')}: {self.folder}")
         return f"{table}<p>{state}</p>"
+
+
+def exported(result: Result, order: ExportOrder, network: str = "") -> list[Path]:
+    """Export a network as `Result.export` does. Errors name the options of the command line."""
+    with as_usual():
+        return export(result.folder, result.config, network or result._aggregate, result._named(network), order)

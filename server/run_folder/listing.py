@@ -156,7 +156,8 @@ def refuse_existing(config: Config, path: Path | None = None) -> None:
 def read_config(path: Path) -> Config:
     """Return the configuration of the run in a folder, with its current location. Raises UserError if it is not a run."""
     if not is_run(path):
-        raise UserError(f"{path}: is not a run of fedloom (no readable {CONFIG} in it); `fedloom runs` lists runs")
+        raise UserError(f"{path}: is not a run of fedloom (no readable {CONFIG} in it); name a run's folder (`fedloom runs` "
+                        "lists them)")  # fmt: skip
     try:
         text = (path / CONFIG).read_text(encoding="utf-8")
         config = from_mapping(read_yaml(text, lambda node: keep_texts(Config, node)))

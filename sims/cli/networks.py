@@ -156,12 +156,11 @@ def export(
 ) -> None:
     """Write a run's network to files that load without fedloom, and a model card (.md) next to them."""
     with waiting(LIBRARIES):
-        from fedloom.sims.result import Result
+        from fedloom.sims.operations.export import ExportOrder
+        from fedloom.sims.result import Result, exported
 
     with waiting("exporting"):
-        written = Result(run).export(
-            pt=pt, torch_export=torch_export, onnx=onnx, network=network, site=site, license=licence
-        )
+        written = exported(Result(run), ExportOrder(pt, torch_export, onnx, licence, site), network)
     for path in written:
         typer.echo(f"written: {path}")
 

@@ -52,9 +52,9 @@ def compare(
 ) -> None:
     """Compare runs and their baselines: means over seeds, paired differences with intervals, curves, costs."""
     with waiting("reading the runs"):
-        from fedloom.sims.comparison import compare as compare_runs
+        from fedloom.sims.comparison import compared
 
-        comparison = compare_runs(paths, by or [])
+        comparison = compared([path.expanduser() for path in paths], by or [])
     show_tables(*comparison.tables(), notes=comparison.notes, err=as_json)
     writers = {comparison.write_csv: csv, comparison.write: html, comparison.write_markdown: markdown,
                comparison.write_latex: latex}  # fmt: skip

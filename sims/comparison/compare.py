@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.formatting import count
 from fedloom.sims.comparison.curves import pictures
 from fedloom.sims.comparison.entries import COSTS, entries_of
@@ -37,20 +37,26 @@ if TYPE_CHECKING:
     import pandas
 
 
+@for_python
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
     """Compare runs and their baselines; return a `Comparison` with tables, plots and notes.
 
     Args:
-        runs: Folders of runs, or folders that contain runs.
+        runs: Results, folders of runs, or folders that contain runs.
         by: Keys such as `strategy.name`; each combination of their values is a row. Default: all that differs except seeds.
 
     Raises:
         UserError: There is nothing to compare.
     """
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
-    entries, notes = entries_of([Path(path).expanduser() for path in paths])
+    return compared([Path(path).expanduser() for path in paths], [by] if isinstance(by, str) and by else list(by))
+
+
+def compared(folders: Sequence[Path], by: Sequence[str] = ()) -> "Comparison":
+    """Compare runs as `compare` does. Errors name the options of the command line."""
+    entries, notes = entries_of(folders)
     refuse_nothing(entries, notes)
-    groups, differing, more = grouped(entries, [by] if isinstance(by, str) and by else list(by))
+    groups, differing, more = grouped(entries, by)
     return Comparison(tuple(groups), tuple(differing), (*notes, *more))
 
 

@@ -15,7 +15,7 @@ from fedloom.sims.report.tables import Cell, Table, cut
 from fedloom.sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # up to so many rows, every pair is compared; else each row with the first
-ONE_SEED = "One seed cannot show whether a difference is more than chance (use --seeds 0,1,2)"
+ONE_SEED = "One seed cannot show whether a difference is more than chance; run several seeds"
 COSTS = {"bytes_to_sites": 1e6, "bytes_from_sites": 1e6, "seconds": 1.0, "peak_memory": 1e6}  # and their units
 MAX_VALUE = 60  # characters of a value in a table
 

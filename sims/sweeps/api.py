@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from fedloom.clients.training.torch_setup import as_usual
-from fedloom.conf.errors import UserError, keys_are_texts
+from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.formatting import count
 from fedloom.conf.metrics import ACCURACY
 from fedloom.conf.plain_values import plain_value
@@ -22,7 +22,7 @@ from fedloom.sims.sweeps.plan import SEED, plan
 from fedloom.sims.sweeps.work import carry_out, ready, runs_at_once
 
 
-@keys_are_texts
+@for_python
 def sweep(
     experiment: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *overrides: str,

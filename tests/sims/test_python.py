@@ -15,12 +15,14 @@ from fedloom import FusionSettings, Model, RecordSpec, Result, Results, compare,
 from fedloom.clients.data import to_float
 from fedloom.clients.networks import architecture_of
 from fedloom.conf import UserError, load
+from fedloom.conf.errors import for_python
 from fedloom.conf.metrics import facts_of
 from fedloom.conf.plain_values import plain_value
 from fedloom.sims.networks import Networks
 from fedloom.sims.operations.unlearn import UnlearningRequest
 from fedloom.sims.sweeps.best import Best
 from fedloom.sims.sweeps.outcome import Outcome
+from tests.sims.commands import SMALL
 from tests.sims.test_api import TREE
 
 MODULE = """
@@ -196,3 +198,31 @@ def test_an_unknown_network_is_an_error_of_the_user_and_of_a_mapping(result: Res
             with pytest.raises(kind, match=r"^unknown network 'zz' \(known: site-0000, site-0001, site-0002, sum\)$"):
                 unknown()
     assert result.networks.get("zz") is None and "zz" not in result.networks
+
+
+# What errors say
+
+
+def test_errors_name_arguments_and_not_options_of_the_command_line(result: Result, root: str, tmp_path: Path):
+    again = [*SMALL, f"run.root={result.folder.parent}"]
+    said = {
+        r"exists .*: add overwrite=True, or set another run\.name=$": lambda: fedloom.run("digits", *again),
+        r"^back: has no effect without restore; add restore N$": lambda: result.unlearn(["site-0001"], back=0.5),
+        r"^export: name a file with pt, torch_export or onnx$": lambda: result.export(),
+        r"^by: unknown key 'nothing'": lambda: compare(result, by="nothing"),
+        r"is not a run of fedloom .*; name a run's folder \(`fedloom runs` lists them\)$": lambda: Result(tmp_path),
+        r"^override '--quiet': takes the form": lambda: fedloom.run("digits", "--quiet"),
+    }
+    for message, call in said.items():
+        with pytest.raises(UserError, match=message):
+            call()
+    assert "--" not in compare([result]).text().replace("---", "")
+
+
+def test_a_quoted_command_keeps_its_options():
+    @for_python
+    def function() -> None:
+        raise UserError("--by: run `fedloom ledger RUN --check` or 'fedloom readmit RUN --node 3', leave --without-data out")
+
+    with pytest.raises(UserError, match=r"^by: run `fedloom ledger RUN --check` or .* --node 3', leave without_data out$"):
+        function()
