@@ -93,10 +93,14 @@ class Desk:
         return _one(requests_of(path), id)
 
     def certificate(self, request: Request, token: Token, run: str, id: str, suffix: str) -> Path:
-        """Return the file of a certificate for a download, and note the download. Raises MissingError without it."""
+        """Return the file of a certificate for a download, and note the download.
+
+        Raises MissingError without it, DeniedError if the token downloads too often.
+        """
         file = details.certificate_file(self.runs.path(run), self.request(run, id).id).with_suffix(suffix)
         if not file.is_file() or file.is_symlink():
             raise MissingError("This file does not exist.")
+        self.gate.count_act(token)
         self.gate.audit.note("downloaded", token.name, run=run, file=file.name)
         return file
 

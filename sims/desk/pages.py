@@ -15,12 +15,13 @@ from fedloom.sims.desk import details
 from fedloom.sims.desk.api import At, desk_of, download, proof_download
 from fedloom.sims.desk.curves import chart
 from fedloom.sims.desk.rendering import PER_PAGE, By, page
-from fedloom.sims.desk.tokens import OPERATOR
+from fedloom.sims.desk.tokens import OPERATOR, Token
 from fedloom.sims.report.certificates import sections
 
-MOST_STREAMS, LOOK_SECONDS, ALIVE_SECONDS = 200, 1.0, 15.0
+MOST_STREAMS, MOST_OF_TOKEN = 200, 20
+LOOK_SECONDS, ALIVE_SECONDS = 1.0, 15.0
 router = APIRouter(include_in_schema=False)
-streams: set[int] = set()  # the pages that follow a run now
+streams: dict[object, str] = {}  # the pages that follow a run now, and the names of their tokens
 
 
 @router.get("/")
@@ -57,14 +58,14 @@ def _without_double(scores: dict[str, details.Curve]) -> dict[str, details.Curve
 async def live(request: Request, at: At, by: By, run: str, since: str = "") -> Response:
     """Send an event whenever the run changes, for the script of a page that shows its version `since`."""
     now = await asyncio.to_thread(at.runs.version, run)
-    if len(streams) >= MOST_STREAMS:
+    if len(streams) >= MOST_STREAMS or list(streams.values()).count(by.name) >= MOST_OF_TOKEN:
         return Response("Too many pages follow runs now.", 503)
-    return StreamingResponse(_changes(request, run, since or now), media_type="text/event-stream")
+    return StreamingResponse(_changes(request, by, run, since or now), media_type="text/event-stream")
 
 
-async def _changes(request: Request, run: str, before: str) -> AsyncIterator[str]:
+async def _changes(request: Request, by: Token, run: str, before: str) -> AsyncIterator[str]:
     at, me, silent = desk_of(request), object(), 0.0
-    streams.add(id(me))
+    streams[me] = by.name
     try:
         yield "retry: 5000\n\n"
         while at.gate.by_session(request) and not request.app.state.stopping():
@@ -79,7 +80,7 @@ async def _changes(request: Request, run: str, before: str) -> AsyncIterator[str
     except UserError:  # the run was removed
         return
     finally:
-        streams.discard(id(me))
+        del streams[me]
 
 
 @router.get("/runs/{run}/sites/{site:path}")

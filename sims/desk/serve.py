@@ -20,13 +20,14 @@ from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.runs import checked
 from fedloom.sims.desk.tokens import Tokens
 from fedloom.sims.desk.webhook import Webhook, secret_in
+from fedloom.sims.federation.connections import Listening, Patient
 from fedloom.sims.progress.output import json_logging, wants_json
 from fedloom.sims.report.time_stamps import check_authority
 
 NICE = 15  # on a busy machine, the desk takes under 4% of a core from a run's server
 STOP_SECONDS = 2  # for open connections
 STALE_SECONDS = 75  # an idle connection is closed
-MOST_CONNECTIONS = 500
+MOST_CONNECTIONS = 768  # more than those of unknown callers (MOST_UNKNOWN), which make room for new ones
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def serve(
     hook = _hook(webhook, secret, app.state.desk)
     config = uvicorn.Config(
         app, log_config=json_logging() if wants_json() else LOGGING_CONFIG, log_level="warning",
-        access_log=False, proxy_headers=False, server_header=False,
+        access_log=False, proxy_headers=False, server_header=False, http=Patient, ws="none", loop="asyncio",
         ssl_certfile=address.cert, ssl_keyfile=address.key, timeout_graceful_shutdown=STOP_SECONDS,
         timeout_keep_alive=STALE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
     )  # fmt: skip
@@ -81,7 +82,7 @@ def serve(
             say(f"no tokens yet: `fedloom serve {root} token --role operator --name NAME` makes one")
         os.nice(NICE)
         with suppress(KeyboardInterrupt):  # uvicorn stops in order, and raises the signal again
-            server.run(sockets=[listener])
+            server.run(sockets=[Listening(listener, app.state.desk.gate.crowd)])
     say("the desk has stopped; runs and requests are not affected")
 
 

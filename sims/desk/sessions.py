@@ -14,9 +14,10 @@ from fedloom.conf.errors import UserError
 from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.limits import RateLimit
 from fedloom.sims.desk.tokens import Token, Tokens
+from fedloom.sims.federation.connections import Crowd
 
 HOURS = 12  # of a session
-MOST_SESSIONS = 1000
+MOST_SESSIONS, MOST_OF_TOKEN = 1000, 20
 CSRF = "csrf"  # the field of a form
 
 
@@ -38,6 +39,7 @@ class Gate:
         tls: Whether cookies travel encrypted only.
         attempts: Limits wrong tokens by address.
         acts: Limits what changes something, by token.
+        crowd: Counts connections, so that callers without a token cannot shut out others.
     """
 
     tokens: Tokens
@@ -45,6 +47,7 @@ class Gate:
     tls: bool
     attempts: RateLimit = field(default_factory=lambda: RateLimit(10, 5))
     acts: RateLimit = field(default_factory=lambda: RateLimit(60, 60))
+    crowd: Crowd = field(default_factory=lambda: Crowd(of_member=100))
     _sessions: dict[str, tuple[str, float]] = field(default_factory=dict)  # by digest of the cookie: token's digest, end
     _key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -64,16 +67,25 @@ class Gate:
     def by_session(self, request: Request) -> Token | None:
         """Return the token with which this browser is logged in; None if it is not."""
         token, ends = self._sessions.get(_digest(request.cookies.get(self.cookie, "")), ("", 0.0))
-        return self.tokens.by_digest(token) if time.time() < ends else None
+        known = self.tokens.by_digest(token) if time.time() < ends else None
+        return self._admitted(request, known) if known else None
 
     def log_in(self, request: Request, secret: str, response: Response) -> None:
-        """Begin a session with a new cookie. Raises DeniedError for a wrong token."""
+        """Begin a session with a new cookie. A token with too many sessions loses its oldest one.
+
+        Raises DeniedError for a wrong token, and for one that logs in too often.
+        """
         token, cookie = self._known(request, secret.strip()), secrets.token_urlsafe(32)
+        self.count_act(token)
         self.log_out(request)
         with self._lock:
             now = time.time()
             live = {key: one for key, one in self._sessions.items() if now < one[1]}
-            self._sessions = dict([*live.items()][-MOST_SESSIONS:]) | {_digest(cookie): (token.sha256, now + 3600 * HOURS)}
+            mine = [key for key, one in live.items() if one[0] == token.sha256]
+            for oldest in mine[: 1 - MOST_OF_TOKEN]:
+                del live[oldest]
+            self._sessions = dict([*live.items()][1 - MOST_SESSIONS :])
+            self._sessions[_digest(cookie)] = token.sha256, now + 3600 * HOURS
         self.set_cookie(response, cookie)
         self.audit.note("logged in", token.name, address=address(request))
 
@@ -113,9 +125,14 @@ class Gate:
         if not self.acts.allows(token.name):
             raise DeniedError(429, "Too many requests: wait a minute.")
 
+    def _admitted(self, request: Request, token: Token) -> Token:
+        if request.client:
+            self.crowd.known((request.client.host, request.client.port), token.name)
+        return token
+
     def _known(self, request: Request, secret: str) -> Token:
         if (token := self.tokens.find(secret)) is not None:
-            return token
+            return self._admitted(request, token)
         caller = address(request)
         if not self.attempts.allows(caller):
             raise DeniedError(429, "Too many wrong tokens from this address: wait a minute.")

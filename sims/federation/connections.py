@@ -2,9 +2,10 @@
 
 import contextlib
 import socket
+import threading
 from asyncio import TimerHandle, Transport
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -23,36 +24,42 @@ class Crowd:
 
     A member with too many connections loses its oldest one. If there are too many unknown callers, the address with the
     most of them loses its oldest one. So a flood from one address cannot close connections of others.
+
+    `of_member`: the most connections of one member.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_member: int = 0) -> None:
+        self._of_member = of_member or MOST_OF_MEMBER
         self._unknown: dict[Peer, socket.socket] = {}
-        self._known: dict[int, dict[Peer, socket.socket]] = {}
+        self._known: dict[Hashable, dict[Peer, socket.socket]] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._unknown)
 
     def came(self, peer: Peer, line: socket.socket) -> None:
         """Record a new connection `line`, whose caller is unknown. Close another one if there are too many."""
-        if len(self._unknown) >= MOST_UNKNOWN:
-            self._unknown = _open(self._unknown)
-        if len(self._unknown) >= MOST_UNKNOWN:
-            most = Counter(host for host, _ in self._unknown).most_common(1)[0][0]
-            oldest = next(peer for peer in self._unknown if peer[0] == most)
-            _close(self._unknown.pop(oldest))
-        self._unknown[peer] = line
+        with self._lock:
+            if len(self._unknown) >= MOST_UNKNOWN:
+                self._unknown = _open(self._unknown)
+            if len(self._unknown) >= MOST_UNKNOWN:
+                most = Counter(host for host, _ in self._unknown).most_common(1)[0][0]
+                oldest = next(peer for peer in self._unknown if peer[0] == most)
+                _close(self._unknown.pop(oldest))
+            self._unknown[peer] = line
 
-    def known(self, peer: Peer, member: int | None = None) -> None:
-        """Record that the caller at an address is this member's node, or a program of this machine (None)."""
-        line = self._unknown.pop(peer, None)
-        if line is None or member is None:
-            return
-        lines = self._known.setdefault(member, {})
-        if len(lines) >= MOST_OF_MEMBER:
-            lines = self._known[member] = _open(lines)
-        if len(lines) >= MOST_OF_MEMBER:
-            _close(lines.pop(next(iter(lines))))
-        lines[peer] = line
+    def known(self, peer: Peer, member: Hashable = None) -> None:
+        """Record that the caller at an address is this member, or a program of this machine (None)."""
+        with self._lock:
+            line = self._unknown.pop(peer, None)
+            if line is None or member is None:
+                return
+            lines = self._known.setdefault(member, {})
+            if len(lines) >= self._of_member:
+                lines = self._known[member] = _open(lines)
+            if len(lines) >= self._of_member:
+                _close(lines.pop(next(iter(lines))))
+            lines[peer] = line
 
 
 def _open(lines: Mapping[Peer, socket.socket]) -> dict[Peer, socket.socket]:

@@ -47,10 +47,9 @@ def folder_with(run: Path, root: Path) -> Folder:
 
 
 def browser(folder: Folder, role: str = "", authority: str = "", **options: Any) -> TestClient:
-    """A client with cookies, logged in with the role's token."""
-    client = TestClient(
-        make_app(folder.root, authority=authority), base_url="http://localhost", raise_server_exceptions=False, **options
-    )
+    """A client with cookies, logged in with the role's token. `app`: the desk, if it exists already."""
+    app = options.pop("app", None) or make_app(folder.root, authority=authority)
+    client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False, **options)
     if role:
         said = log_in(client, folder.secrets[role])
         assert said.status_code == 200 and said.url.path == "/", said.text

@@ -1,15 +1,18 @@
 """An attacker at the desk: other sites' forms, markup, paths, stolen and guessed tokens, other hosts, floods."""
 
+import contextlib
 import json
 import re
 import shutil
+import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from fedloom.server.ledger import Ledger
 from tests.sims.commands import ONE, TWO
-from tests.sims.desks import API, Folder, browser, csrf_of, folder_with
+from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served, until
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 MARKUP = re.compile(r"<script>|<img|onerror=alert\(2\)>")
@@ -188,3 +191,63 @@ def test_large_and_endless_bodies_are_refused(folder: Folder):
     assert client.post("/login", content=(b"x" for _ in range(3))).status_code == 413  # chunked
     many = "&".join(f"site=s{number}" for number in range(5000))
     assert client.post("/runs/digits/ask", content=many).status_code == 403
+
+
+def test_an_endless_head_ends_its_connection(folder: Folder):
+    port = free_port()
+    with served(folder, port), socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+        with pytest.raises(OSError):
+            line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x: a\r\n" * 5_000_000)
+        assert httpx.get(f"http://localhost:{port}/health").status_code == 200
+
+
+def test_callers_that_never_end_their_heads_shut_no_one_out(folder: Folder):
+    port = free_port()
+    with served(folder, port), contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=f"http://localhost:{port}", headers=folder.bearer("viewer")))
+        assert client.get(f"{API}/me").status_code == 200  # its connection is its token's from here on
+        with client.stream("GET", f"{API}/me"):
+            for _ in range(800):
+                line = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                line.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        url, operator = f"http://localhost:{port}{API}/me", folder.bearer("operator")
+        until(lambda: httpx.get(url, headers=operator).status_code == 200, "another caller gets an answer", 15)
+        assert client.get(f"{API}/me").status_code == 200
+
+
+def test_a_token_has_few_sessions_and_ends_no_session_of_another(folder: Folder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fedloom.sims.desk.sessions.MOST_SESSIONS", 40)
+    app = browser(folder).app
+    operator, first = (browser(folder, app=app) for _ in range(2))
+    log_in(operator, folder.secrets["operator"])
+    others = [first, *(browser(folder, app=app) for _ in range(45))]
+    for client in others:
+        log_in(client, folder.secrets["viewer"])
+
+    def is_in(client: httpx.Client) -> bool:
+        return client.get("/", follow_redirects=False).status_code == 200
+
+    assert is_in(operator) and [is_in(client) for client in others] == [False] * 26 + [True] * 20
+
+
+def test_log_ins_and_downloads_count_as_acts_of_their_token(folder: Folder):
+    client = browser(folder)
+    with Ledger.open(folder.run, server=False) as ledger:
+        ledger.receive("r1", "unlearn", [ONE], "", {})
+    (folder.run / "certificates").mkdir(exist_ok=True)
+    (folder.run / "certificates" / "r1.json").write_text("{}")
+    codes = [
+        client.get(f"{API}/runs/digits/certificates/r1", headers=folder.bearer("viewer")).status_code for _ in range(70)
+    ]
+    assert codes[:60] == [200] * 60 and codes[-1] == 429
+    assert log_in(client, folder.secrets["viewer"]).status_code == 429
+    assert log_in(client, folder.secrets["operator"]).status_code == 200
+
+
+def test_a_token_follows_few_runs_at_once(folder: Folder, monkeypatch: pytest.MonkeyPatch):
+    client = browser(folder, "viewer")
+    monkeypatch.setattr("fedloom.sims.desk.pages.streams", dict.fromkeys(range(20), "viewer"))
+    assert client.get("/runs/digits/live").status_code == 503
+    monkeypatch.setattr("fedloom.sims.desk.pages.streams", dict.fromkeys(range(20), "operator"))
+    client.app.state.stopping = lambda: True  # type: ignore[attr-defined]
+    assert client.get("/runs/digits/live").status_code == 200
