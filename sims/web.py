@@ -1,6 +1,7 @@
 """Send one HTTP request to a server that may be slow, silent or hostile."""
 
 import asyncio
+import logging
 import os
 import ssl
 from collections.abc import Mapping
@@ -8,7 +9,12 @@ from http import HTTPStatus
 
 import httpx
 
+from fedloom.conf.errors import plain
+
 MOST_BYTES = 1 << 17  # of an answer
+MOST_REASON = 200  # characters
+for _name in ("httpx", "httpcore"):
+    logging.getLogger(_name).setLevel(logging.WARNING)  # other lines have the URL, which may contain a secret
 
 
 class NoAnswerError(Exception):
@@ -35,7 +41,7 @@ async def _post(url: str, content: bytes, headers: Mapping[str, str]) -> bytes:
     client = httpx.AsyncClient(timeout=None, verify=ssl.create_default_context())
     async with client, client.stream("POST", url, content=content, headers=headers) as answer:
         if not answer.is_success:
-            raise NoAnswerError(answer.reason_phrase or HTTPStatus(answer.status_code).phrase)
+            raise NoAnswerError(_shown(answer.reason_phrase) or HTTPStatus(answer.status_code).phrase)
         received = b""
         async for piece in answer.aiter_raw():
             received += piece
@@ -51,4 +57,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
             return os.strerror(cause.errno)
         cause = cause.__cause__ or cause.__context__
-    return str(error) or type(error).__name__
+    return _shown(str(error)) or type(error).__name__
+
+
+def _shown(text: str) -> str:
+    return plain(text).strip()[:MOST_REASON]

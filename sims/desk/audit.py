@@ -6,6 +6,7 @@ Acts that change a run are in its ledger, with the token's name.
 import io
 import json
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,10 +72,18 @@ def _last(file: IO[bytes]) -> Event:
 def _event(line: bytes) -> Event | None:
     """Return the event in a line; None if the line is damaged."""
     try:
-        id, time, kind, body, previous, digest = json.loads(line)
-        return Event(id, time, kind, json.loads(body), previous, digest)
-    except (ValueError, TypeError):
+        id, time, kind, text, previous, digest = json.loads(line)
+        body = json.loads(text)
+        datetime.fromisoformat(time)
+    except (ValueError, TypeError, RecursionError):
         return None
+    whole = type(id) is int and isinstance(kind, str) and isinstance(body, dict)
+    whole = whole and all(isinstance(one, str) and one.isascii() for one in (time, previous, digest))
+    return Event(id, time, kind, body, previous, digest) if whole and all(map(_is_fact, body.values())) else None
+
+
+def _is_fact(fact: Any) -> bool:
+    return isinstance(fact, str | int | None) or (isinstance(fact, float) and isfinite(fact))
 
 
 def _short(fact: Any) -> Any:

@@ -4,7 +4,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,17 @@ class AuthorityError(UserError):
 class Desk:
     """The runs of a folder, and who may do what with them.
 
-    `authority`: the URL of a time-stamping authority that stamps proofs; empty without one.
+    Attributes:
+        runs: The runs.
+        gate: Decides who a caller is.
+        authority: The URL of a time-stamping authority that stamps proofs; empty without one.
+        undelivered: Messages that the webhook has not delivered yet, by run and request (`RUN/REQUEST`).
     """
 
     runs: Runs
     gate: Gate
     authority: str = ""
+    undelivered: dict[str, int] = field(default_factory=dict)
 
     def requests(self, run: str) -> list[RequestStatus]:
         """Return the requests of a run, oldest first."""

@@ -21,6 +21,7 @@ MEASURES = {  # by name: its type, what it is
     "fedloom_run_bytes": ("gauge", "size of the run's folder"),
     "fedloom_requests_open": ("gauge", "requests that are not certified yet"),
     "fedloom_oldest_request_seconds": ("gauge", "age of the oldest open request"),
+    "fedloom_webhook_undelivered": ("gauge", "messages that the webhook's receiver has not accepted yet"),
 }
 Row = tuple[str, dict[str, str], float]
 
@@ -51,6 +52,7 @@ def _rows(desk: Desk, id: str) -> Iterable[Row]:
     yield "fedloom_traffic_bytes_total", {**label, "direction": "to_sites"}, training.sent
     yield "fedloom_traffic_bytes_total", {**label, "direction": "from_sites"}, training.received
     yield "fedloom_run_bytes", label, run.bytes
+    yield "fedloom_webhook_undelivered", label, sum(many for key, many in [*desk.undelivered.items()] if _is_of(key, id))
     waiting = [one.times.get("received", "") for one in desk.requests(id) if one.is_open]
     yield "fedloom_requests_open", label, len(waiting)
     yield "fedloom_oldest_request_seconds", label, max((_age(time) for time in waiting if time), default=0.0)
@@ -62,6 +64,10 @@ def _reasons(texts: Iterable[str]) -> dict[str, int]:
     common = dict(counts.most_common(MOST_REASONS))
     rest = sum(counts.values()) - sum(common.values())
     return {**common, **({"other": rest} if rest else {})}
+
+
+def _is_of(key: str, run: str) -> bool:
+    return key.partition("/")[0] == run
 
 
 def _age(time: str) -> float:

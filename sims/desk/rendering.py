@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -79,8 +80,10 @@ TEMPLATES = _environment()
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """Return a page. It knows who is logged in, and the token for its forms."""
     gate = desk_of(request).gate
-    cookie = request.cookies.get(gate.cookie) or secrets.token_urlsafe(32)
-    known = {"me": gate.by_session(request), "csrf": gate.csrf(cookie), "csrf_field": CSRF, "url": request.url.path}
+    me, cookie = None, request.cookies.get(gate.cookie) or secrets.token_urlsafe(32)
+    with suppress(UserError):  # the file of tokens is damaged; the page says so
+        me = gate.by_session(request)
+    known = {"me": me, "csrf": gate.csrf(cookie), "csrf_field": CSRF, "url": request.url.path}
     answer = HTMLResponse(TEMPLATES.get_template(template).render({**known, **values}), status)
     if gate.cookie not in request.cookies:
         gate.set_cookie(answer, cookie)  # a form needs one, also before the log-in

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from fedloom.clients.storage.states import write_bytes
-from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.server.run_folder.folder import is_file_name
 
 FOLDER, FILE = ".desk", "tokens.json"  # in the folder of runs
@@ -70,9 +71,10 @@ class Tokens:
             raise UserError(f"{self.path}: others can read it; run `chmod 600 {self.path}`")
         if self._read[0] != (found.st_mtime_ns, found.st_ino):
             try:
-                rows = [Token(**{**row, "sites": tuple(row["sites"])}) for row in json.loads(self.path.read_bytes())]
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{self.path}: is damaged ({error}); delete it and make new tokens") from None
+                rows = [_token(row) for row in json.loads(self.path.read_bytes())]
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                fault = plain(str(error))
+                raise UserError(f"{self.path}: is damaged ({fault}); delete it and make new tokens") from None
             self._read = (found.st_mtime_ns, found.st_ino), {row.sha256: row for row in rows}
         return self._read[1]
 
@@ -113,6 +115,19 @@ class Tokens:
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         os.chmod(self.path.parent, 0o700)
         write_bytes(self.path, json.dumps([asdict(token) for token in tokens], indent=1).encode(), private=True)
+
+
+def _token(row: dict[str, Any]) -> Token:
+    """Return the token in a row of the file. Raises ValueError, TypeError or KeyError if it cannot be one."""
+    token = Token(**{**row, "sites": tuple(row["sites"])})
+    texts = {name: text for name, text in asdict(token).items() if name != "sites"} | dict(enumerate(token.sites))
+    if not isinstance(row["sites"], list) or not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError("a field of a token is not text")
+    if token.role not in ROLES or not is_file_name(token.name):
+        raise ValueError(f"a token has the name {token.name!a} and the role {token.role!a}")
+    if datetime.fromisoformat(token.expires).tzinfo is None:
+        raise ValueError(f"the time {token.expires!a} has no time zone")
+    return token
 
 
 def digest(secret: str) -> str:

@@ -1,21 +1,12 @@
 """The desk: tokens, sessions, the audit record, webhooks, TLS, and many callers at once."""
 
-import contextlib
-import hashlib
-import hmac
 import json
 import os
-import socket
 import ssl
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import httpx
 import pytest
@@ -27,9 +18,8 @@ from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.tokens import Tokens
-from fedloom.sims.desk.webhook import HEADER, Webhook
-from tests.sims.commands import ONE, TWO
-from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served, until
+from tests.sims.commands import ONE
+from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -98,89 +88,44 @@ def test_the_audit_record_shows_changes_and_outlives_a_torn_line(folder: Folder)
     assert audit.newest(1)[0].body["by"] == "user 4" and "line 4" in audit.problem()
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """Receives what a webhook sends; fails as often as it is asked to."""
-
-    heard: ClassVar[list[tuple[str, bytes]]] = []
-    failures: ClassVar[list[int]] = []
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        status = self.failures.pop() if self.failures else 200
-        if status == 200:  # before the answer: then the sender goes on
-            self.heard.append((self.headers[HEADER], body))
-        self.send_response(status)
-        if status == 302:
-            self.send_header("Location", "/elsewhere")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+DAMAGED = ["[" * 200_000, "null", *({**{"name": "n", "role": "viewer", "sites": [], "sha256": "00", "created": "",
+           "expires": "2099-01-01T00:00:00+00:00"}, **odd} for odd in (
+    {"expires": 5}, {"expires": "never"}, {"expires": "2099-01-01T00:00:00"}, {"sha256": [1]}, {"role": "root"},
+    {"role": []}, {"name": 7}, {"sites": "abc"}, {"sites": [1]}, {"x\n": 1}))]  # fmt: skip
 
 
-@pytest.fixture
-def receiver() -> Iterator[str]:
-    Receiver.heard.clear()
-    server = HTTPServer(("127.0.0.1", 0), Receiver)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/hook"
-    server.shutdown()
-    server.server_close()
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_of_tokens_is_one_line(folder: Folder, content: object):
+    client = browser(folder, "operator")
+    path = folder.root / ".desk" / "tokens.json"
+    path.write_text(content if isinstance(content, str) else json.dumps([content]))
+    with pytest.raises(UserError, match="is damaged") as error:
+        Tokens(folder.root).all()
+    assert str(error.value).isprintable()
+    for page in ("/", f"{API}/me"):
+        assert "is damaged" in client.get(page, headers=folder.bearer("operator")).text
 
 
-def test_each_change_of_a_request_is_sent_signed_also_after_the_desk_was_down(folder: Folder, receiver: str):
-    def hook() -> Webhook:
-        return Webhook(receiver, b"a secret of 16 characters", browser(folder).app.state.desk)  # type: ignore[attr-defined]
-
-    with Ledger.open(folder.run, server=False) as ledger:
-        ledger.receive("before", "unlearn", [TWO], "", {})
-        with hook():  # what was there before is not sent
-            pass
-        ledger.receive("r1", "unlearn", [ONE], "why", {}, "dpo")
-        ledger.cancel("r1", "ops")
-    Receiver.failures[:] = [302, 500]
-    later = hook()
-    assert not later.look() and not later.look() and later.look() and later.look()
-    heard = [json.loads(body) for _, body in Receiver.heard]
-    assert [(one["run"], one["state"], one["request"]["id"]) for one in heard] == [
-        ("digits", "received", "r1"), ("digits", "cancelled", "r1")]  # fmt: skip
-    for header, body in Receiver.heard:
-        sent, signature = (part.partition("=")[2] for part in header.split(","))
-        assert abs(time.time() - int(sent)) < 60
-        expected = hmac.new(b"a secret of 16 characters", f"{sent}.".encode() + body, hashlib.sha256).hexdigest()
-        assert signature == expected
+ODD_LINES = ["[" * 200_000, "5", "[]"] + [
+    json.dumps([*line, "0" * 64, "0" * 64])
+    for line in (
+        ["4", "2026-01-01T00:00:00", "x", "{}"], [4, 5, "x", "{}"], [4, "2026", "x", "{}"], [4, "2026-01-01", ["x"], "{}"],
+        [4, "2026-01-01", "x", "[1]"], [4, "2026-01-01", "x", '{"by": [[1]]}'], [4, "2026-01-01", "x", '{"by": NaN}'],
+        [4, "2026-01-01", "x", "[" * 100_000], [4, "2026-01-01\ud80000:00:00", "\ud800", '{"by": "\\ud800"}'],
+    )
+]  # fmt: skip
 
 
-def test_the_webhook_outlives_answers_that_are_not_http_and_its_own_failures(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=_babble, args=(server,), daemon=True).start()
-        desk = browser(folder).app.state.desk  # type: ignore[attr-defined]
-        hook = Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/", b"a secret of 16 characters", desk)
-        with Ledger.open(folder.run, server=False) as ledger:
-            ledger.receive("r3", "unlearn", [ONE], "why", {}, "dpo")
-        assert [hook._send({}) for _ in range(3)] == [False] * 3
-        looks: list[int] = []
-
-        def look(self: Webhook) -> bool:
-            looks.append(1)
-            if len(looks) == 1:
-                raise OSError("no space left on device")
-            return True
-
-        monkeypatch.setattr("fedloom.sims.desk.webhook.EVERY_SECONDS", 0.05)
-        monkeypatch.setattr(Webhook, "look", look)
-        with hook:
-            until(lambda: len(looks) > 2, "the webhook looks again")
-
-
-def _babble(server: socket.socket) -> None:
-    """Answer what is not HTTP, then a line without end, then nothing."""
-    for answer in (b"oops, the proxy restarts\r\n", b"HTTP/1.1 200 " + b"x" * 200_000, b""):
-        with server.accept()[0] as line, contextlib.suppress(OSError):
-            line.recv(65536)
-            line.sendall(answer)
+@pytest.mark.parametrize("line", ODD_LINES, ids=range(len(ODD_LINES)))
+def test_a_tampered_line_of_the_audit_record_is_shown_as_damage(folder: Folder, line: str):
+    client, audit = browser(folder, "operator"), Audit(folder.root)
+    lines = len(audit.path.read_bytes().splitlines())
+    with audit.path.open("a") as file:
+        file.write(f"{line}\n")
+    said = client.get("/audit")
+    assert said.status_code == 200 and f"line {lines + 1} is damaged" in said.text
+    assert log_in(browser(folder), folder.secrets["operator"]).status_code == 200
+    assert audit.newest(1)[0].kind == "logged in"
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
