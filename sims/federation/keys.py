@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from cryptography.x509.oid import NameOID
 
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.sites import is_site_name
 from fedloom.sims.federation.files import write_together
 
 AUTHORITY, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
@@ -117,6 +118,20 @@ def public_key(line: str) -> str:
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise UserError(f"'{plain(line)[:60]}' is not a public key; takes a line in the format of 'ssh-keygen -t ecdsa'")
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def peers_in(path: Path) -> dict[str, str]:
+    """Return the public keys in a file of peers, by site. Raises UserError unless each line is a site's name and its key."""
+    try:
+        lines = [line.split(None, 1) for line in path.read_text(encoding="ascii").splitlines() if line.strip()]
+        known = {name: public_key(key) for name, key in lines if is_site_name(name)}
+    except (OSError, ValueError):
+        lines, known = [], {}
+    if not known or len(known) < len(lines):
+        raise UserError(
+            f"{path}: is not a list of sites and their keys; takes a line NAME KEY for each site, each name once"
+        )
+    return known
 
 
 def fingerprint(line: str) -> str:

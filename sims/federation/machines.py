@@ -4,6 +4,8 @@ import errno
 import socket
 import sys
 import time
+import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +13,8 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.machine import limit_memory
 from fedloom.sims.federation import sheets
 from fedloom.sims.federation.files import write_private, write_together
-from fedloom.sims.federation.keys import NodeKey, check_certificate, check_private
-from fedloom.sims.federation.names import check_names, data_path
+from fedloom.sims.federation.keys import NodeKey, check_certificate, check_private, peers_in
+from fedloom.sims.federation.names import check_names, check_numbers, data_path
 from fedloom.sims.federation.own_app import OWN
 from fedloom.sims.federation.plan import FLOWER, ID, JOINED, KEYS, SERVER, write_public, written
 from fedloom.sims.federation.programs import HOME, free_port, keep_running, listen, lock_away, running
@@ -21,6 +23,12 @@ from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it starts one program in a run
 NODE_CONFIG = "node.toml"
 START_SECONDS = 60.0
+LOOPBACK = "127.0.0.1"
+TAKES = {"data": "a folder", "images": "a folder", "dataset": "a folder", "table": "a file", "npz": "an npz file"}
+_IS_DATA: dict[str, Callable[[Path], bool]] = {
+    "data": Path.is_dir, "images": Path.is_dir, "dataset": Path.is_dir, "table": Path.is_file,
+    "npz": lambda path: path.is_file() and zipfile.is_zipfile(path),
+}  # fmt: skip
 
 
 def run_server(folder: Path) -> None:
@@ -52,15 +60,22 @@ def refuse_port(folder: Path, sheet: ServerSheet) -> None:
 
 def run_node(path: Path) -> None:
     """Keep the node of a site running until a signal stops it. `path`: its site.yaml."""
+    from fedloom.clients.privacy.policy import Policy  # imports torch
+
     sheet, folder = sheets.read(SiteSheet, path), path.parent.resolve()
     if not sheet.superlink:
         raise UserError(f"{path}: superlink: takes the server's address, HOST:PORT")
     try:
         sheets.check_superlink(sheet.superlink)
         check_names(sheet)
+        _check_files(path, sheet)
+        _check_places(folder, sheet)
+        check_numbers(sheet, len(peers_in(folder / sheet.peers)) if sheet.peers else 0)
+        Policy.of(tomllib.loads(sheets.node_config(sheet, folder)))
+        _check_port(folder, sheet)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    _check_files(path, sheet)
+        names_file = str(error).startswith((f"{folder}/", f"{path.parent}/"))
+        raise UserError(str(error) if names_file else f"{path}: {error}") from None
     with written(folder):
         lock_away(folder)
         write_private(folder / NODE_CONFIG, sheets.node_config(sheet, folder).encode())
@@ -79,18 +94,43 @@ def _check_files(path: Path, sheet: SiteSheet) -> None:
     """Raise UserError if a file is missing that identifies the server or the site."""
     for key, name in {"certificate": sheet.certificate, "key": sheet.key}.items():
         if not name:
-            raise UserError(f"{path}: {key}: is empty, so anyone on the network could pose as the server or this site; "
+            raise UserError(f"{key}: is empty, so anyone on the network could pose as the server or this site; "
                             "make a plan, or run 'fedloom federation join'")  # fmt: skip
     for name in filter(None, (sheet.certificate, sheet.key, sheet.peers)):
         if not (path.parent / name).is_file():
             how = "; 'fedloom federation accept' copies it from the operator's file" if name != sheet.key else ""
-            raise UserError(f"{path}: the file {path.parent.resolve() / name} is missing{how}")
-    for key, place in {"data": sheet.data, "domain": data_path(sheet.domain)}.items():
-        found = [path.parent.resolve() / Path(each).expanduser() for each in (place, place.partition("?")[0])]
-        if place and not any(each.exists() for each in found):
-            raise UserError(f"{path}: {key}: {found[-1]} does not exist; correct the path")
+            raise UserError(f"the file {path.parent.resolve() / name} is missing{how}")
     check_private(path.parent / sheet.key)
     check_certificate(path.parent / sheet.certificate)
+
+
+def _check_places(folder: Path, sheet: SiteSheet) -> None:
+    """Raise UserError for data that do not exist or cannot be data, and for a store that is not a folder of its own."""
+    for key, place in {"data": sheet.data, "domain": data_path(sheet.domain)}.items():
+        places = [folder / Path(each).expanduser() for each in (place, place.partition("?")[0])]
+        found = next((each for each in places if each.exists()), None)
+        if place and not found:
+            raise UserError(f"{key}: {places[-1]} does not exist; correct the path")
+        kind = sheet.domain.partition(":")[0] if key == "domain" else "data"
+        if place and found and not _IS_DATA[kind](found):
+            raise UserError(f"{key}: {found} is not {TAKES[kind]}; correct the path")
+    store = (folder / sheet.store).resolve()
+    machine = any((store / name).exists() for name in (sheets.SITE, sheets.SERVER))
+    if folder.is_relative_to(store) or machine or (store.exists() and not store.is_dir()):
+        raise UserError(f"store: {store} is not a folder of its own for the site's data of runs; correct the path")
+
+
+def _check_port(folder: Path, sheet: SiteSheet) -> None:
+    """Raise UserError if the node cannot listen at the port that the sheet names, unless it is running already."""
+    host, _, port = sheet.superlink.rpartition(":")
+    if not sheet.port or running(folder):
+        return
+    if host in ("localhost", LOOPBACK, "[::1]") and sheet.port == int(port):
+        raise UserError(f"port: {sheet.port} is the server's port; use 0 or another port")
+    try:
+        listen(LOOPBACK, sheet.port).close()
+    except OSError as error:
+        raise UserError(f"port: {sheet.port} is not available ({error.strerror}); use 0 or another port") from None
 
 
 def let_in(folder: Path) -> str:

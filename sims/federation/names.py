@@ -1,6 +1,8 @@
 """Check the names and numbers in a site's sheet before the site waits for runs."""
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError, listed, nearest
@@ -9,6 +11,7 @@ from fedloom.conf.registry import Registry
 from fedloom.sims.federation.sheets import SiteSheet
 
 LEAST_MEMORY = 1.0  # GB: a ClientApp's imports need half of it
+NOTHING = "none"  # of `publish`
 LISTS = ("networks", "objectives", "optimizers", "strategies")  # keys of a sheet that hold names
 
 
@@ -23,8 +26,20 @@ def check_names(sheet: SiteSheet, where: str = "") -> None:
                 raise _unknown(f"{where}{key}[{index}]", name, known)
     if sheet.domain:
         _check_domain(sheet.domain, f"{where}domain")
+    if NOTHING in sheet.publish and len(sheet.publish) > 1:
+        raise UserError(f"{where}publish: got [{', '.join(sheet.publish)}]; take [{NOTHING}], or only the parts")
+    if set(Path(os.path.normpath(sheet.store)).parts) <= {"/", "//", ".", ".."}:
+        raise UserError(f"{where}store: got '{sheet.store}', takes a folder of its own, such as store")
     if 0 < sheet.max_memory < LEAST_MEMORY:
         raise UserError(f"{where}max_memory: got {sheet.max_memory:g}, takes at least {LEAST_MEMORY:g} (GB); 0: the default")
+
+
+def check_numbers(sheet: SiteSheet, known: int, where: str = "") -> None:
+    """Raise UserError for a masked sum that the site requires and never has, with the keys of so many `known` sites."""
+    needed = {"min_members": sheet.min_members if sheet.peers else 0, "min_known": sheet.min_known}
+    if odd := next((key for key, number in needed.items() if number > known), ""):
+        has = f"`peers` has the keys of {known} sites" if sheet.peers else "`peers` is empty"
+        raise UserError(f"{where}{odd}: got {needed[odd]}, but {has}; lower it, or add keys to `peers`")
 
 
 def data_path(domain: str) -> str:

@@ -21,7 +21,7 @@ from fedloom.sims.federation.keys import (
     public_key,
     write_certificates,
 )
-from fedloom.sims.federation.names import check_names
+from fedloom.sims.federation.names import check_names, check_numbers
 from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER = "server"  # the folder of the server's machine
@@ -77,7 +77,10 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
             raise UserError(f"sites[{index}].name: got {sheet.name!r}, takes letters (a to z), digits, '-', '_' and '.'")
         if sheet.name == SERVER or any(sheet.name == other.name for other in planned):
             raise UserError(f"sites[{index}].name: '{sheet.name}' is taken; choose another name")
+        sheets.check_texts(sheet, f"sites[{index}].")
         check_names(sheet, f"sites[{index}].")
+        if plan.local and sheet.port in (plan.port, *(other.port for other in planned if other.port)):
+            raise UserError(f"sites[{index}].port: {sheet.port} is another machine's of this plan; use 0 or another port")
         own = {"certificate": AUTHORITY, "key": NODE_KEY, "peers": sheet.peers or PEERS}
         planned.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **own))
     return planned
@@ -89,6 +92,10 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     Raises UserError if the folder contains anything else, no site is new, or a file cannot be written.
     """
     planned = site_sheets(plan)
+    known = {sheet.name for sheet in planned} | {path.stem for path in (folder / SERVER / KEYS).glob("*.pub")}
+    for index, sheet in enumerate(planned):
+        if sheet.peers == PEERS and not plan.join:
+            check_numbers(sheet, len(known), f"sites[{index}].")
     with written(folder):
         if (folder / SERVER / sheets.SERVER).is_file():
             return _add_sites(plan, folder, planned)

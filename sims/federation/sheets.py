@@ -154,11 +154,16 @@ def read(schema: type[T], path: Path) -> T:
     section = _section(schema, path)
     try:
         sheet = at_home(build(schema, section))
-        for field in dataclasses.fields(sheet):  # type: ignore[arg-type]
-            _check_text(field.name, getattr(sheet, field.name))
+        check_texts(sheet)
         return sheet
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def check_texts(sheet: Any, where: str = "") -> None:
+    """Raise UserError for a text in settings that cannot be printed, or cannot be a variable of the environment."""
+    for field in dataclasses.fields(sheet):
+        _check_text(f"{where}{field.name}", getattr(sheet, field.name))
 
 
 def _check_text(key: str, content: object) -> None:
@@ -167,6 +172,8 @@ def _check_text(key: str, content: object) -> None:
         for name, text in content.items():
             if not name or not str(name).isprintable() or "=" in str(name):
                 raise UserError(f"{key}: '{plain(str(name))[:MOST_NAME]}' cannot be the name of a variable; remove '='")
+            if not isinstance(text, str):
+                raise UserError(f"{key}.{name}: got {plain(str(text))[:MOST_NAME]}, takes a text")
             _check_text(f"{key}.{name}", text)
     for entry in content if isinstance(content, list) else [content]:
         if isinstance(entry, str) and not entry.isprintable():

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fedloom.sims.federation import programs
 from fedloom.sims.federation.keys import AUTHORITY, CERTIFICATE, NODE_KEY, SERVER_KEY
 from fedloom.sims.federation.plan import MEMBERS, PEERS, Plan, write_plan
 from fedloom.sims.federation.programs import LOG, OLD_LOG, bound, free_port, lock_away
-from fedloom.sims.federation.sheets import SERVER, SITE, check_superlink
+from fedloom.sims.federation.sheets import SERVER, SITE, check_superlink, read_server
 from tests.sims.commands import Command, refused
 
 
@@ -93,6 +94,39 @@ def test_a_text_of_a_sheet_that_can_be_nothing(fedloom: Command, federation: Pat
     rest = [one for one in sheet.read_text().splitlines() if not one.startswith(key)]
     sheet.write_text("\n".join([*rest, line]), encoding="utf-8")
     refused(fedloom("federation", "node", sheet), str(sheet), message)
+
+
+USELESS = {  # line of a sheet: message
+    "publish: [none, head]": "publish: got [none, head]",
+    "environment: {A: [1]}": "environment.A: got ['1'], takes a text",
+    "store: key.pub": "store: ",
+    "store: /": "store: got '/'",
+    "store: ../a": "store: ",
+    "store: ../server": "store: ",
+    "min_known: 2": "min_known: got 2, but `peers` has the keys of 1 sites",
+    "min_members: 2": "min_members: got 2, but `peers` has the keys of 1 sites",
+    "peers: site.yaml": "site.yaml: is not a list of sites and their keys",
+    "peers: key": "key: is not a list of sites and their keys",
+    "peers: doubled": "doubled: is not a list of sites and their keys",
+    "domain: npz:/etc/passwd": "domain: /etc/passwd is not an npz file",
+    "domain: images:/etc/passwd": "domain: /etc/passwd is not a folder",
+    "domain: table:/etc?target=x": "domain: /etc is not a file",
+    "data: /etc/passwd": "data: /etc/passwd is not a folder",
+    "port: SERVER": "is the server's port",
+    "port: TAKEN": "is not available (Address already in use)",
+}
+
+
+@pytest.mark.parametrize("line", USELESS)
+def test_a_sheet_with_which_the_node_could_do_nothing(fedloom: Command, federation: Path, line: str):
+    sheet = federation / "a" / SITE
+    (federation / "a" / "doubled").write_text((federation / "a" / PEERS).read_text() * 2)
+    lines = [one for one in sheet.read_text().splitlines() if not one.startswith(line.split(":")[0])]
+    server = read_server(federation / "server").port
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line, message = line.replace("SERVER", str(server)).replace("TAKEN", str(taken.getsockname()[1])), USELESS[line]
+        sheet.write_text("\n".join([*lines, line]))
+        refused(fedloom("federation", "node", sheet), str(sheet.parent), message)
 
 
 @pytest.mark.parametrize("given", ["a\n:8000", "a:80\n", "fe80::1%\x1b[2J:8000", "[::1]x:8000", "a:99999", "a:²"])

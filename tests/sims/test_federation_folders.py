@@ -30,6 +30,12 @@ BAD = {
     "apps: all": "apps: got 'all', takes one of: \"\", any",
     "max_memory: 0.5": "max_memory: got 0.5, takes at least 1 (GB); 0: the default",
     "compile: often": "compile: got 'often', takes",
+    "publish: [none, head]": "publish: got [none, head]; take [none], or only the parts",
+    "environment: {A: [1]}": "environment.A: got ['1'], takes a text",
+    "environment: {A: {b: c}}": "environment.A: got {'b': 'c'}, takes a text",
+    "store: /": "store: got '/', takes a folder of its own",
+    "store: ../..": "store: got '../..', takes a folder of its own",
+    'store: ""': "store: got '', takes a folder of its own",
     "masks: always": "masks: got 'always', takes one of: \"\", required",
 }
 GOOD = (
@@ -45,6 +51,20 @@ def test_what_a_sheet_does_not_take_is_refused_by_plan_and_by_node(fedloom: Comm
     assert not (tmp_path / "new").exists()
     sheet.write_text(f"name: b\nsuperlink: 127.0.0.1:1\n{given}\n")
     refused(fedloom("federation", "node", sheet), f"{sheet}: {BAD[given]}")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("min_known: 3", "sites[1].min_known: got 3, but `peers` has the keys of 2 sites"),
+        ("min_members: 3", "sites[1].min_members: got 3, but `peers` has the keys of 2 sites"),
+        ("port: 8000", "sites[1].port: 8000 is another machine's of this plan"),
+        ("port: 7000", "sites[1].port: 7000 is another machine's of this plan"),
+    ],
+)
+def test_a_plan_whose_machines_could_never_work_is_refused(fedloom: Command, tmp_path: Path, given: str, message: str):
+    (tmp_path / "nodes.yaml").write_text(f"sites: [{{name: a, port: 7000}}, {{name: b, {given}}}]")
+    refused(fedloom("federation", "plan", tmp_path / "nodes.yaml", "--folder", tmp_path / "new"), message)
 
 
 def test_what_a_sheet_takes_is_planned_and_kept_out_of_git(fedloom: Command, tmp_path: Path):
