@@ -179,12 +179,12 @@ class Result:
         """
         return predicted(self.config, self._named(network), inputs, site, scores, probabilities, self.folder)
 
-    def evaluate(self, data: Any, metrics: Sequence[Any] = (), *, network: str = "", site: str = "") -> dict[str, float]:
+    def evaluate(self, data: Any, metrics: Any = (), *, network: str = "", site: str = "") -> dict[str, float]:
         """Return the value of each metric of a network on any data.
 
         Args:
             data: Examples such as `result.examples(site)`, or a pair (inputs, targets).
-            metrics: As in the key evaluation.metrics; empty: those of the run.
+            metrics: As in the key evaluation.metrics, one or a list, also classes; empty: those of the run.
             network: A name in `networks`; empty: the aggregated network.
             site: The site whose head answers, if sites have heads of their own (data.heads).
 
