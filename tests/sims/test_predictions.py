@@ -162,4 +162,4 @@ def test_a_metric_can_be_a_class(finished_run: Path):
     result = Result(finished_run)
     data = result.examples("site-0000")
     named = result.evaluate(data, ["torchmetrics.classification:MulticlassJaccardIndex"])
-    assert result.evaluate(data, MulticlassJaccardIndex) == result.evaluate(data, [MulticlassJaccardIndex]) == named != {}
+    assert result.evaluate(data, [MulticlassJaccardIndex]) == named != {}
