@@ -138,7 +138,7 @@ def read_order(content: RecordDict) -> TaskInstructions:
 def _parsed_order(text: str) -> TaskInstructions:
     try:
         order = TaskInstructions(**json.loads(text))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise UserError("order: cannot be read; server and site need the same version of fedloom") from None
     if not all(type(getattr(order, name)) is kind for name, kind in _KINDS.items()):
         raise UserError("order: a field has the wrong type; server and site need the same version of fedloom")

@@ -124,7 +124,7 @@ def _is_signed(path: Path, public: Ed25519PublicKey | None) -> bool:
         beside = json.loads(path.with_suffix(SUFFIX).read_text(encoding="ascii"))
         public = public or _public_line(beside["key"])
         public.verify(base64.b64decode(beside["signature"], validate=True), path.read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidSignature):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidSignature):
         return False
     return True
 

@@ -11,6 +11,7 @@ import json
 import zipfile
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
@@ -106,7 +107,7 @@ def _signed(path: Path) -> tuple[PublicKeyTypes, bytes]:
         found = load_ssh_public_key(str(beside["key"]).encode()), base64.b64decode(str(beside["signature"]), validate=True)
     except FileNotFoundError:
         raise UserError(f"{path}: is not signed; `fedloom key` says why the operator's key cannot be used") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path.with_suffix(SUFFIX)}: is not a signature ({type(error).__name__})") from None
     if not is_whole(path):
         raise UserError(

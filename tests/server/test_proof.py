@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from fedloom.conf import Config, UserError
 from fedloom.server.unlearning.goals import PARTS
 from fedloom.server.unlearning.signing import (
     former_keys,
+    is_whole,
     key_path,
     operator_key,
     public_line,
@@ -78,6 +80,42 @@ def test_the_sum_is_computed_again_without_our_software(tmp_path: Path, words: l
     one.write_bytes(other.read_bytes())
     said = verified(proof, "--contributions", blobs)
     assert said.returncode == 1 and "files of contributions are those of the certificate" in failed(said.stdout)[0]
+
+
+ODD_NUMBERS = [("F32", "f", float("inf")), ("F64", "d", 1.7e308), ("F32", "f", float("nan"))]
+
+
+@pytest.mark.parametrize(("dtype", "form", "number"), ODD_NUMBERS)
+def test_a_contribution_with_an_odd_number_is_one_line(proof: Path, tmp_path: Path, dtype: str, form: str, number: float):
+    content, events = json.loads((proof / "certificate.json").read_bytes()), events_of(proof)
+    name, data = content["exact"]["tensors"][0], struct.pack(f"<{form}", number)
+    header = json.dumps({name: {"dtype": dtype, "shape": [1], "data_offsets": [0, len(data)]}}).encode()
+    odd = struct.pack("<Q", len(header)) + header + data
+    blob = hashlib.sha256(odd).hexdigest()
+    (tmp_path / f"{blob}.safetensors").write_bytes(odd)
+    for old in content["exact"]["remaining"].values():
+        content, events = (json.loads(json.dumps(each).replace(old, blob)) for each in (content, events))
+    resealed(proof, content, events)
+    said = verified(proof, "--contributions", tmp_path)
+    assert said.returncode == 2 and said.stderr.startswith("the proof cannot be read") and said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "key", [b"\xef\xbb\xbfssh-ed25519 AAAA", b"ssh-foo AAAAB3NzaC1yc2E= x", b"\xef\xbb\xbf-----BEGIN X-----"]
+)
+def test_a_key_of_another_kind_is_one_line(proof: Path, key: bytes):
+    (proof / "operator.pem").write_bytes(key)
+    said = verified(proof)
+    assert said.returncode == 2 and said.stderr.startswith("the proof cannot be read") and said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"key": "ssh-foo AAAAB3NzaC1yc2E=", "signature": ""}'])
+def test_no_proof_with_a_signature_that_cannot_be_read(forgotten: Config, tmp_path: Path, content: str):
+    run = Path(shutil.copytree(folder(forgotten), tmp_path / "copy"))
+    (run / "certificates/r1.sig").write_text(content)
+    assert not is_whole(run / "certificates/r1.json")
+    with pytest.raises(UserError, match="is not a signature"):
+        write_proof(run, "r1", tmp_path / "p.zip")
 
 
 def test_a_file_of_endless_brackets_is_one_line(proof: Path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_a_zip_that_unpacks_to_too_much_is_refused(page: Any, proof: Path, tmp_p
         for number in range(9):
             archive.writestr(f"{number}.bin", bytes(2**26))
     assert "unpacks to more than 512 MB" in seen(page, proof, false)[0]
+
+
+def test_stored_entries_that_share_their_bytes_are_refused_when_they_are_too_much(page: Any, proof: Path, tmp_path: Path):
+    content, local = bytes(50_000_000), b"PK\3\4" + struct.pack("<HHHHHIIIHH", 20, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    sizes = struct.pack("<III", 0, len(content), len(content))
+    entries = [b"PK\1\2" + struct.pack("<HHHHHH", 20, 20, 0, 0, 0, 0) + sizes
+               + struct.pack("<HHHHHII", 1, 0, 0, 0, 0, 0, 0) + bytes([97 + number]) for number in range(12)]  # fmt: skip
+    index, begin = b"".join(entries), len(local) + len(content)
+    end = b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, len(entries), len(entries), len(index), begin, 0)
+    (tmp_path / "shared.zip").write_bytes(local + content + index + end)
+    assert "unpacks to more than 512 MB" in seen(page, proof, tmp_path / "shared.zip")[0]
+
+
+def test_a_file_that_looks_like_a_list_is_mentioned(page: Any, proof: Path):
+    (proof / "SHA256SUMS.evil").write_text("x")
+    assert seen(page, proof, *proof.iterdir()) == ("All checks passed.", [])
+    assert "SHA256SUMS.evil is not part of the proof" in page.inner_text("#checks")
 
 
 @pytest.mark.parametrize("name", [*[change.__name__ for change in FALSE], *BROKEN])
