@@ -46,7 +46,8 @@ class RoundRow:
     def of(cls, row: tuple) -> "RoundRow":
         """Return the round in a row of the table."""
         round, time, record, states, digest = row
-        return cls(round, time, None if record is None else decoded(record), decoded(states), decoded(digest))
+        tables = decoded(states, dict), decoded(digest, dict)
+        return cls(round, time, None if record is None else decoded(record, dict), *tables)
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,22 @@ class Request:
     def of(cls, row: tuple) -> "Request":
         """Return the request in a row of the table."""
         id, kind, sites, reason, options, state, result, by = row
-        answer = None if result is None else decoded(result)
-        return cls(id, kind, tuple(decoded(sites)), reason, decoded(options), state, answer, by or "")
+        named, answer = decoded(sites, list), None if result is None else decoded(result, dict)
+        if odd := [text for text in (id, kind, reason, state, by or "", *named) if not isinstance(text, str)]:
+            raise _damaged(odd[0])
+        return cls(id, kind, tuple(named), reason, decoded(options, dict), state, answer, by or "")
 
 
-def decoded(text: str) -> Any:
-    """Return the value of a JSON text in a row. Raises LedgerError if the row is damaged."""
+def decoded(text: str, kind: type = object) -> Any:
+    """Return the value of a JSON text in a row, of this `kind`. Raises LedgerError if the row is damaged."""
     try:
-        return json.loads(text)
-    except (TypeError, ValueError):
-        raise LedgerError(f"{LEDGER}: is damaged: a row has {str(text)[:40]!a}; restore it from a copy of the run") from None
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise _damaged(text) from None
+    if not isinstance(value, kind):
+        raise _damaged(text)
+    return value
+
+
+def _damaged(content: object) -> LedgerError:
+    return LedgerError(f"{LEDGER}: is damaged: a row has {str(content)[:40]!a}; restore it from a copy of the run")

@@ -224,7 +224,7 @@ def waiting(path: Path) -> list[str]:
 
 def _lost(path: Path, ledger: sqlite3.Connection) -> list[str]:
     """Return the ids of applied requests that a run lacks, because it was restored from an older copy."""
-    (run,) = ledger.execute("SELECT run FROM runs").fetchone()
+    (run,) = ledger.execute("SELECT run FROM runs").fetchone() or ("",)
     known = {id for (id,) in ledger.execute("SELECT id FROM requests")}
     members, found = {name for (name,) in ledger.execute("SELECT name FROM sites WHERE NOT forgotten")}, dict[str, None]()
     for _, entry in applied_to(path, run):

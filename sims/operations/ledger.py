@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
@@ -32,7 +32,7 @@ def audit(path: Path, listener: Watcher | None = None) -> dict[str, Any]:
     with listener or Watcher():
         lines: dict[str, list[str]] = {"problem": [], "note": []}
         for finding in check(path):
-            lines[finding.severity].append(f"{finding.file}: {finding.what}")
+            lines[finding.severity].append(plain(f"{finding.file}: {finding.what}"))
         digest: dict[str, str] = {}
         with contextlib.suppress(UserError), Ledger.open(path, server=False) as ledger:
             last = ledger.last_round()

@@ -65,6 +65,42 @@ def test_a_request_that_is_not_readable_is_named(fedloom: Command, forgot: Path)
     refused(fedloom("requests", forgot), "ledger.sqlite: is damaged: a row has '{'; restore it")
 
 
+def tampered(run: Path, *statements: str) -> None:
+    """Change rows as no program of this project does."""
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as db, db:
+        db.execute("PRAGMA ignore_check_constraints=ON")
+        for statement in ("DROP TRIGGER events_stay", *statements):
+            db.execute(statement)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["sites = '5'", "sites = '[1]'", f"options = '{'[' * 100_000}'", "options = '[]'", "result = '5'", "reason = x'00'"],
+)
+def test_a_request_of_other_types_is_one_line(fedloom: Command, forgot: Path, row: str):
+    tampered(forgot, f"UPDATE requests SET {row}")
+    refused(fedloom("requests", forgot), "ledger.sqlite: is damaged: a row has")
+    said = fedloom("verify", forgot / "certificates/r1.json", forgot)
+    assert said.code and "Traceback" not in said.err and fedloom("runs", forgot.parent).code == 0
+    assert fedloom("ledger", forgot, "--check").code == 1
+
+
+def test_a_ledger_without_its_run_is_a_finding_and_stops_no_list(fedloom: Command, forgot: Path):
+    tampered(forgot, "PRAGMA foreign_keys=OFF", "DELETE FROM runs")
+    assert fedloom("runs", forgot.parent).code == 0
+    said = fedloom("ledger", forgot, "--check")
+    assert said.code == 1 and "table 'runs': row" in said.out and "Traceback" not in said.err
+
+
+def test_a_finding_is_one_line_whatever_the_names_in_it(fedloom: Command, forgot: Path):
+    tampered(forgot, "UPDATE events SET kind = 'x' || char(10) || char(27) || '[31my' WHERE id = 3")
+    (forgot / "blobs" / "a\nb").write_text("")
+    said = fedloom("ledger", forgot, "--check")
+    assert said.code == 1 and "event 3 ('x" in said.out and "\x1b" not in said.out
+    lines = [line for line in said.out.splitlines() if "event 3" in line or "blobs/a" in line]
+    assert len(lines) == 2 and all("is not a blob" in line or "does not match" in line for line in lines)
+
+
 @pytest.mark.parametrize(("place", "value"), TYPES)
 def test_a_certificate_of_other_types_stops_no_other_request(
     fedloom: Command, forgot: Path, place: tuple[str, ...], value: Any
