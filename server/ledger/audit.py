@@ -114,6 +114,9 @@ def _file(blob: str) -> str:
 def _seal(folder: Path) -> Iterator[Problem]:
     if not (folder / SEAL).exists():
         return
+    if not (folder / SEAL).is_file():  # such as a pipe, which would block
+        yield Problem(SEAL, "is not a regular file")
+        return
     match = _SEAL_TEXT.fullmatch((folder / SEAL).read_bytes())
     if match is None:
         yield Problem(SEAL, "is damaged: it must hold a sha256 and a file name")
@@ -219,6 +222,8 @@ def _configuration(db: sqlite3.Connection, folder: Path) -> Iterator[Problem]:
     (text,) = db.execute("SELECT config FROM runs").fetchone()
     if not (folder / CONFIG).exists():
         yield Problem(CONFIG, "is missing")
+    elif not (folder / CONFIG).is_file():
+        yield Problem(CONFIG, "is not a regular file")
     elif (folder / CONFIG).read_bytes() != text.encode():
         yield Problem(CONFIG, "is not the configuration that the ledger stores")
 

@@ -234,8 +234,8 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file's bytes, as hex."""
-    with path.open("rb") as file:
+    """Return the sha256 of a file's bytes, as hex. A pipe, which would block, counts as empty."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -95,7 +95,12 @@ def reading(path: Path) -> Connection:
 
     If there is a write-ahead log (a server runs, or one crashed), the log is read as well. Without a log, the file is final
     and opened as immutable. Otherwise SQLite would create a log, and fail where it cannot.
+
+    Raises LedgerError for what is not a file, such as a pipe, which would block.
     """
+    for file in (path, _log(path)):
+        if file.exists() and not file.is_file():
+            raise LedgerError(f"{file}: is not a regular file; {_HINTS['SQLITE_CORRUPT']}")
     return Connection(path, "mode=ro" if _log(path).exists() else "immutable=1")
 
 

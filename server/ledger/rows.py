@@ -1,9 +1,9 @@
 """The rows of a ledger, as dataclasses."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from fedloom.conf.yaml_text import read_json
 from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.run_folder.layout import LEDGER
 
@@ -98,7 +98,7 @@ class Request:
 def decoded(text: str, kind: type = object) -> Any:
     """Return the value of a JSON text in a row, of this `kind`. Raises LedgerError if the row is damaged."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except (TypeError, ValueError, RecursionError):
         raise _damaged(text) from None
     if not isinstance(value, kind):

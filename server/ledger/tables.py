@@ -146,7 +146,13 @@ def to_event(row: tuple) -> Event:
     id, time, kind, body, previous, digest = row
     if link(previous, id, time, kind, body) != digest:
         raise LedgerError(f"{LEDGER}: the chain is broken at event {id} ('{kind}'); restore the file from a copy of the run")
-    return Event(id, time, kind, decoded(body, dict), previous, digest)
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise LedgerError(f"{LEDGER}: event {id} ('{kind}') is damaged; restore the file from a copy of the run")
+    return Event(id, time, kind, content, previous, digest)
 
 
 def apply(db: sqlite3.Connection, event: Event) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.conf.load import from_mapping
 from fedloom.conf.schema import Config, RunConfig
 from fedloom.conf.text_keys import keep_texts
-from fedloom.conf.yaml_text import read_yaml
+from fedloom.conf.yaml_text import read_json, read_yaml
 from fedloom.server.run_folder.layout import (
     APPLIED,
     CONFIG,
@@ -52,6 +53,8 @@ def _tree(path: Path) -> dict[str, Any]:
     try:
         found = (path / CONFIG).stat()
     except OSError:
+        return {}
+    if not stat.S_ISREG(found.st_mode):  # such as a pipe, which would block
         return {}
     return _parsed(path.absolute(), found.st_mtime_ns, found.st_size, found.st_ino)
 
@@ -128,6 +131,8 @@ def config_fault(path: Path) -> str:
 def text_of(file: Path) -> tuple[str, str]:
     """Return a text file's content, and its fault; empty for a sound file."""
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            return "", "is not a regular file"
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         return "", "is missing"
@@ -177,7 +182,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -186,7 +191,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def busy(path: Path) -> bool:
     """Return whether a server now works on the run in a folder. Changes nothing, and needs no write permission."""
     try:
-        handle = os.open(path / LOCK, os.O_RDONLY)
+        handle = os.open(path / LOCK, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
     except OSError:
         return False
     try:
@@ -211,6 +216,8 @@ def status(path: Path) -> str:
 def waiting(path: Path) -> list[str]:
     """Return the ids of a run's requests that are not certified yet, oldest first; empty if the ledger cannot be read."""
     try:
+        if not (path / LEDGER).is_file():
+            return []
         uri = f"{(path / LEDGER).absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as ledger:
             rows = ledger.execute("SELECT id FROM requests WHERE state IN ('received', 'applied') ORDER BY rowid")
@@ -218,7 +225,7 @@ def waiting(path: Path) -> list[str]:
             with contextlib.suppress(OSError):  # another user's file
                 known += _lost(path, ledger)
             return known
-    except (sqlite3.Error, UnicodeDecodeError):
+    except (OSError, sqlite3.Error, UnicodeDecodeError):
         return []
 
 

@@ -1,10 +1,10 @@
 """Read metrics.jsonl, to which a run appends a line per round. What was read of a large file is not parsed again."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fedloom.conf.yaml_text import read_json
 from fedloom.server.run_folder.layout import METRICS
 
 MOST_REMEMBERED = 4  # files
@@ -38,6 +38,8 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
     """Return the records in a run's metrics.jsonl by round, without a line that a crash tore; empty if it cannot be read."""
     file = (path / METRICS).absolute()
     try:
+        if not file.is_file():  # such as a pipe, which would block
+            return {}
         with file.open("rb") as content:
             stat, known = os.fstat(content.fileno()), _READ.pop(file, _NOTHING)
             if not known.begins(content, stat):
@@ -60,7 +62,7 @@ def _records(lines: bytes) -> dict[int, dict[str, Any]]:
     records: dict[int, dict[str, Any]] = {}
     for line in lines.decode("utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = read_json(line)
             records[int(record["round"])] = record
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             continue

@@ -48,6 +48,13 @@ def _site(value: Any) -> bool:
     return isinstance(value, Mapping) and _text(value.get("name")) and _text(value.get("domain"))
 
 
+def _has_values(value: Any) -> bool:
+    """Return whether each site of a table for one kind of network has the values of the first metric, if any."""
+    numbers = _table_of(lambda entry: isinstance(entry, Mapping) and all(
+        _or_none(_number)(entry.get(name)) for name in ("accuracy", "score")))  # fmt: skip
+    return isinstance(value, Mapping) and _or_none(numbers)(value.get("sites"))
+
+
 def _has_name(value: Any) -> bool:
     return isinstance(value, Mapping) and _text(value.get("name", ""))
 
@@ -71,6 +78,7 @@ OF_SUMMARY: KEYS = {
     "seconds": ("number", _number),
     "resources": ("table of numbers", _or_none(_table_of(_number))),
     "sites": ("list of sites with name and domain", _or_none(_list_of(_site))),
+    "per_site": ("table by network, with a table of values by site", _or_none(_table_of(_has_values))),
     "unlearned": ("list of names", _or_none(_list_of(_text))),
 }
 OF_RECORD: KEYS = {
@@ -130,8 +138,9 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def sound_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in metrics.jsonl by round, without torn lines and values of a wrong type."""
-    return [_sound(record, OF_RECORD) for record in read_metrics(path).values()]
+    """Return the records in metrics.jsonl by round, without torn lines, values of a wrong type, and those of no round."""
+    records = (_sound(record, OF_RECORD) for record in read_metrics(path).values())
+    return [record for record in records if "round" in record]
 
 
 def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:

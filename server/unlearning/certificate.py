@@ -5,7 +5,6 @@
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fedloom.clients.data.sites import value_of
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
+from fedloom.conf.yaml_text import read_json
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import digest
 from fedloom.server.evaluation.evaluator import has_data
@@ -205,7 +205,9 @@ def as_written(path: Path, request: str, ledger: Ledger) -> bool:
 def read(path: Path) -> dict[str, Any]:
     """Return the content of a certificate's file. Raises UserError if it is not valid."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError("not a regular file")
+        content = read_json(path.read_text(encoding="utf-8"))
         _check_parts(content, _PARTS)
         _check_parts(content["exact"], _EXACT_PARTS)
         _check_inside(content)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.metrics import Facts
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import chain
@@ -206,7 +207,7 @@ def certificate_file(path: Path, request: str) -> Path:
     Raises MissingError for an id that is not a file's name, and for a file outside the run's folder: runs may be copies.
     """
     file = path / CERTIFICATES / f"{request}.json"
-    if not is_file_name(request) or not file.resolve().is_relative_to(path.resolve()):
+    if not is_file_name(request) or not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(path)):
         raise MissingError("This certificate does not exist.")
     return file
 
@@ -217,7 +218,7 @@ def events_of(path: Path, before: int, most: int) -> list[Event]:
         newest = ledger.newest()
         end = min(before, newest.id + 1) if newest and before > 0 else newest.id + 1 if newest else 1
         listed = itertools.islice(ledger.events(after=max(0, end - most - 1)), min(most, end - 1))
-        return [Event(one.id, one.time, one.kind, short(one.body), one.digest) for one in listed][::-1]
+        return [Event(one.id, one.time, plain(one.kind), plain(short(one.body)), one.digest) for one in listed][::-1]
 
 
 def chain_of(path: Path) -> Chain:

@@ -84,7 +84,8 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     with suppress(UserError):  # the file of tokens is damaged; the page says so
         me = gate.by_session(request)
     known = {"me": me, "csrf": gate.csrf(cookie), "csrf_field": CSRF, "url": request.url.path}
-    answer = HTMLResponse(TEMPLATES.get_template(template).render({**known, **values}), status)
+    text = TEMPLATES.get_template(template).render({**known, **values})
+    answer = HTMLResponse(text.encode(errors="replace"), status)  # files may hold what UTF-8 cannot
     if gate.cookie not in request.cookies:
         gate.set_cookie(answer, cookie)  # a form needs one, also before the log-in
     return answer

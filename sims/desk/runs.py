@@ -99,6 +99,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 def _head(file: Path) -> bytes:
     try:
+        if not file.is_file():  # such as a pipe, which would block
+            return b""
         with file.open("rb") as content:
             return content.read(_HEAD)
     except OSError:
@@ -179,6 +181,8 @@ class Runs:
 
 def _run(path: Path, id: str) -> Run:
     now, row = version(path), row_of(path)
+    if not all(type(row[key]) is int for key in ("seed", "round", "rounds")):
+        raise UserError(f"{id}: {CONFIG}: `seed` and `rounds` must be whole numbers")
     metric = metric_of_row(row)
     texts = {key: metric.text(row[key]) for key in ("test", "validation")}
     same = ("status", "method", "seed", "round", "rounds", "forgotten", "waiting", "bytes")

@@ -2,18 +2,23 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from starlette.testclient import TestClient
 
 from fedloom import compare
-from fedloom.server.run_folder.layout import CONFIG, METRICS, SUMMARY
+from fedloom.server.ledger import Ledger
+from fedloom.server.run_folder.layout import CONFIG, LEDGER, LOCK, METRICS, SEAL, SUMMARY
 from fedloom.server.run_folder.listing import damaged_in, runs_in
 from fedloom.sims.comparison import entries
-from tests.sims.commands import Command, last_line, refused
+from fedloom.sims.desk.tokens import Tokens
+from tests.sims.commands import ONE, Command, last_line, refused
+from tests.sims.desks import API, Folder, browser
 
 GARBAGE = bytes(range(256)) * 4
 
@@ -147,3 +152,67 @@ def test_costs_are_those_of_the_recorded_rounds(run: Path):
         row["seconds"] is row["bytes_to_sites"] is None
         and "| sum_aggregation/exact | 0 | - | - | - |" in compare(run).text()
     )
+
+
+def last_round(file: Path, round: float) -> None:
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"round": round})]))
+
+
+def summed_up(**entries: object) -> Callable[[Path], object]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+HOSTILE: list[tuple[str, Callable[[Path], object]]] = [
+    (SUMMARY, summed_up(unlearned=["\ud800"])),
+    (SUMMARY, summed_up(method="\udfff")),
+    (SUMMARY, summed_up(per_site={"aggregate": {"sites": {ONE: 5}}})),
+    (SUMMARY, summed_up(per_site={"aggregate": {"sites": {ONE: {"accuracy": "x"}}}})),
+    (CONFIG, lambda file: file.write_text(file.read_text().replace("\nseed: 0\n", '\nseed: "\\ud800"\n'))),
+    (CONFIG, lambda file: file.write_text(file.read_text().replace("\nseed: 0\n", "\nseed: [1]\n"))),
+    (METRICS, lambda file: last_round(file, -1)),
+    (METRICS, lambda file: last_round(file, 1e308)),
+    *((name, pipe) for name in (CONFIG, METRICS, SUMMARY, LEDGER, f"{LEDGER}-wal", SEAL, LOCK)),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_file_of_a_run_hides_no_other_run(
+    fedloom: Command, run: Path, bad: Path, name: str, damage: Callable[[Path], object]
+):
+    damage(bad / name)
+    client, headers = desk_of(run.parent)
+    listed = client.get(f"{API}/runs", headers=headers)
+    assert listed.status_code == 200 and run.name in {one["id"] for one in listed.json()}
+    for page in ("/", "/requests", "/metrics", "/compare"):
+        assert client.get(page, headers=headers).status_code == 200, page
+    for page in ("rounds", "sites", "requests", "events", "chain", "certificates"):
+        said = client.get(f"{API}/runs/bad/{page}", headers=headers)
+        assert said.status_code in (200, 404, 409, 422), (page, said.text)
+    for page in ("", "/events", "/certificates", "/requests", f"/sites/{ONE}"):
+        assert client.get(f"/runs/bad{page}").status_code in (200, 404, 409, 422), page
+    assert fedloom("runs", run.parent).code in (0, 1)
+    assert fedloom("ledger", bad, "--check").code in (0, 1, 2)
+
+
+def test_a_certificate_that_leads_to_itself_does_not_exist(run: Path):
+    with Ledger.open(run, server=False) as ledger:
+        ledger.receive("r1", "unlearn", [ONE], "", {})
+    (run / "certificates").mkdir(exist_ok=True)
+    (run / "certificates" / "r1.json").symlink_to("r1.json")
+    client, headers = desk_of(run.parent)
+    assert client.get(f"{API}/runs/{run.name}/certificates/r1", headers=headers).status_code == 404
+    for page in ("requests/r1", "certificates"):
+        assert client.get(f"/runs/{run.name}/{page}").status_code == 200
+
+
+def desk_of(root: Path) -> tuple[TestClient, dict[str, str]]:
+    """A desk of the runs, and the header of an operator's programs."""
+    secret = Tokens(root).make("ada", "operator")
+    folder = Folder(root, {"operator": secret})
+    return browser(folder, "operator"), folder.bearer("operator")
