@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from fedloom.clients.data import differing, numbers_named
 from fedloom.clients.data.schema import categories_of
 from fedloom.clients.protocol.messages import METRICS
-from fedloom.clients.protocol.reply_checks import ReplyError, read_names
+from fedloom.clients.protocol.reply_checks import MOST_CLASSES, ReplyError, read_names
 from fedloom.conf.errors import plain
 from fedloom.server.rounds.channel import RawReply
 
 MOST_IMAGES = 2**31 - 1
 MOST_NAMED = 5  # columns in a message
+FEW_COLUMNS = 100
 MOST_TIMES = 10  # times the median of the other sites: a site's number is a weight, and cannot be checked
 
 
@@ -32,10 +33,19 @@ class ClientMetadata:
         """Return whether a site has enrolled."""
         return site in self._sizes
 
-    def take(self, reply: RawReply) -> None:
-        """Enrol the site that sent this reply, or store why it cannot enrol."""
+    def take(self, reply: RawReply, outputs: int = MOST_CLASSES, columns_stated: int = 0) -> None:
+        """Enrol the site that sent this reply, or store why it cannot enrol.
+
+        Args:
+            reply: The site's reply.
+            outputs: The number of the site's outputs; names of further classes are left out.
+            columns_stated: The number of columns in data.form.shape; 0: not stated. A few more are compared later.
+        """
         try:
             images, names, meanings, columns = _read(reply)
+            if columns_stated and len(columns) > MOST_TIMES * max(FEW_COLUMNS, columns_stated):
+                raise ReplyError(_odd_number(columns, columns_stated))
+            names, meanings = names[:outputs], meanings[:outputs]
         except ReplyError as error:
             self._faults[reply.site.name] = str(error)
             return

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from fedloom.clients.data import class_meanings, site_sizes
 from fedloom.clients.data.forms import schema_of
+from fedloom.clients.data.variants import outputs
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError
+from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.client_metadata import ClientMetadata
+
+MOST_OWN = 1000  # class names of a site whose number of outputs the server does not know
 
 
 @dataclass
@@ -102,10 +106,22 @@ class Participants:
     def _unlike(self) -> dict[str, str]:
         classes = self._enrolled.unlike() if self.config.data.heads == "shared" else {}
         reasons = {site: f"{reason}, and data.heads=shared" for site, reason in classes.items()}
+        return {**reasons, **self._enrolled.unlike_columns(self._columns())}
+
+    def _columns(self) -> int:
+        """Return the number of columns that the configuration states for tables; 0 if it states none."""
         stated = schema_of(self.config, self.config.roster[0].spec).shape if self.config.data.form else ()
-        return {**reasons, **self._enrolled.unlike_columns(stated[0] if len(stated) == 1 else 0)}
+        return stated[0] if len(stated) == 1 else 0
+
+    def _outputs(self, site: Site) -> int:
+        """Return the number of a site's outputs; if the server does not know it, the most that it takes."""
+        try:
+            used = outputs(self.config, site.spec)
+        except UserError:  # heads of the sites' own, for data that only they know
+            return MOST_OWN
+        return used.stop - used.start
 
     def _hear(self, sites: Sequence[Site]) -> None:
         new = [site for site in sites if not (self.server_has_data or self._enrolled.has(site.name))]
         for reply in self.enrolling(new) if new else ():
-            self._enrolled.take(reply)
+            self._enrolled.take(reply, self._outputs(reply.site), self._columns())

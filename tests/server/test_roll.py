@@ -1,6 +1,7 @@
 """What sites say when they enrol: nonsense counts as nothing, and one that lies shuts nobody else out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedloom.fusion.state import digest
 from fedloom.server.rounds.channel import RawReply
 from fedloom.server.rounds.client_metadata import ClientMetadata
 from fedloom.server.rounds.listener import LogListener
+from fedloom.server.rounds.participants import Participants
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines.adapter import store_folder
 from tests.server.parts import Recorder
@@ -158,3 +160,24 @@ def test_its_replies_are_dropped_until_it_has(tmp_path: Path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["class_names"] == {"0": "cat", "1": "dog", "2": "owl"}
     message = "it did not enrol: its number of images is missing, or not from 1 to 2147483647"
     assert [json.loads(line)["dropped"] for line in lines] == [{"site-0001": message}, {}]
+
+
+def test_a_site_has_no_more_names_than_outputs_and_few_columns():
+    roll = ClientMetadata()
+    many = answered(0, 20, tuple(f"c{number}" for number in range(50_000)))
+    many.content[CLASSES]["things"] = [f"c{number}" for number in range(50_000)]  # type: ignore[index]
+    roll.take(many, 10)
+    assert len(roll.class_names()["site-0000"]) == len(roll.class_meanings()["site-0000"]) == 10
+    table = answered(1, 20)
+    table.content[CLASSES]["columns"] = [f"c{number}" for number in range(50_000)]  # type: ignore[index]
+    roll.take(table, 10, 4)
+    with pytest.raises(ReplyError, match=r"its table has 50000 columns, but data.form.shape is \[4\]"):
+        roll.images("site-0001")
+
+
+def test_the_server_keeps_as_many_names_as_the_site_has_outputs(tmp_path: Path):
+    config, many = federated(tmp_path, "data.classes=7", "data.heads=shared"), answered(0, 20, ("x",) * 500)
+    (site, *_) = config.roster
+    members = Participants(config, False, lambda sites: iter([replace(many, site=site)]), print)
+    members.enrol([site])
+    assert [len(names) for names in members.enrolled_names([site])] == [7]
