@@ -35,6 +35,11 @@ def plain(text: str, lines: bool = False) -> str:
     return "".join(letter if letter.isprintable() or (lines and letter == "\n") else " " for letter in text)
 
 
+def public(url: str) -> str:
+    """Return a URL without a user's name and password, which no message and no file of a run may show."""
+    return re.sub(r"(?<=://)[^/?#\s]*@", "", url)
+
+
 def of_files(error: OSError) -> str:
     """Return a line about an error that the user can fix (wrong path, full disk, permissions); empty for other errors."""
     path = plain(str(error.filename))[:MOST_PATH] if error.filename else ""

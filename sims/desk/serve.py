@@ -14,7 +14,7 @@ import uvicorn
 from cryptography import x509
 from uvicorn.config import LOGGING_CONFIG
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, public
 from fedloom.sims.desk.app import LOOPBACK, make_app
 from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.runs import checked
@@ -92,7 +92,7 @@ def _hook(url: str, secret: Path | None, desk: Desk) -> Webhook | None:
     if not url or secret is None:
         return None
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise UserError(f"--webhook: got '{url}', takes a URL that begins with https://")
+        raise UserError(f"--webhook: got '{public(url)}', takes a URL that begins with https://")
     return Webhook(url, secret_in(secret), desk)
 
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fedloom.conf.errors import UserError, plain
+from fedloom.conf.errors import UserError, plain, public
 
 PATIENCE = 15.0  # seconds for the authority's answer
 WITHOUT = "No proof is written; leave --timestamp out for one without a time stamp"
@@ -28,7 +28,7 @@ def check_authority(url: str) -> None:
     except ValueError:
         sound = False
     if not sound or " " in url:
-        raise UserError(f"--timestamp: got '{plain(url)}', takes the URL of a time-stamping authority")
+        raise UserError(f"--timestamp: got '{plain(public(url))}', takes the URL of a time-stamping authority")
     if shutil.which("openssl") is None:
         raise TimeStampError("--timestamp: needs the command openssl, which is not installed")
 
@@ -55,9 +55,9 @@ def time_stamp(content: bytes, url: str) -> bytes:
             _openssl("-reply", "-in", reply, "-token_out", "-out", token)
             said = _openssl("-reply", "-in", token, "-token_in", "-text")
         except (NoAnswerError, OSError, subprocess.SubprocessError) as error:
-            raise TimeStampError(f"--timestamp {url}: no answer ({plain(str(error))}). {WITHOUT}") from None
+            raise TimeStampError(f"--timestamp {public(url)}: no answer ({plain(str(error))}). {WITHOUT}") from None
     if hashlib.sha256(content).digest() != _imprint(said):
-        raise TimeStampError(f"--timestamp {url}: the answer is not a time stamp of this proof. {WITHOUT}")
+        raise TimeStampError(f"--timestamp {public(url)}: the answer is not a time stamp of this proof. {WITHOUT}")
     return answer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, public
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger
@@ -33,10 +33,22 @@ def trackers_of(config: Config) -> dict[str, Tracker]:
             )
         section = {"name": entry} if isinstance(entry, str) else entry
         tracker = TRACKERS.build(section, where)
+        _refuse_passwords(tracker, where)
         if section["name"] in trackers:
             raise UserError(f"{where}: '{section['name']}' appears twice; leave one out")
         trackers[section["name"]] = tracker
     return trackers
+
+
+def _refuse_passwords(tracker: Tracker, where: str) -> None:
+    """Raise UserError for a URL with a password, or over HTTP with a user: config.yaml, report and ledger would show it."""
+    for field in dataclasses.fields(tracker):
+        value = getattr(tracker, field.name)
+        user = value.removesuffix(public(value).partition("://")[2]) if isinstance(value, str) else ""
+        if user.endswith("@") and (value.startswith("http") or ":" in user.partition("://")[2]):
+            raise UserError(f"{where}.{field.name}: has a password or a user's name, which the run's files would show; "
+                            "remove it from the URL, and set the tracker's environment variables, such as "
+                            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")  # fmt: skip
 
 
 def refuse_trackers(config: Config) -> None:

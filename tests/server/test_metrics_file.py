@@ -28,8 +28,8 @@ def appended(file: Path, text: str) -> None:
 
 def test_only_what_was_appended_is_parsed(file: Path, monkeypatch: pytest.MonkeyPatch):
     parsed: list[str] = []
-    loads = json.loads
-    monkeypatch.setattr(metrics_file.json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    reads = metrics_file.read_json
+    monkeypatch.setattr(metrics_file, "read_json", lambda line: (parsed.append(line), reads(line))[1])
     file.write_text(lines({"round": 1, "loss": 3.0}, {"round": 2, "loss": 2.0}))
     assert list(read_metrics(file.parent)) == [1, 2] and len(parsed) == 2
     assert list(read_metrics(file.parent)) == [1, 2] and len(parsed) == 2

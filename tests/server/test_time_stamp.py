@@ -82,6 +82,8 @@ def test_without_a_valid_answer_no_proof_is_written(
         with answering(lambda query, answer=answer: answer) as url:
             refused(url, "the answer is not a time stamp of this proof.*No proof is written; leave --timestamp out")
     refused(url, r"no answer \(.*refused\).*No proof is written")
+    with pytest.raises(UserError, match="--timestamp: got 'ftp://host', takes the URL"):
+        time_stamps.check_authority("ftp://bob:secret@host")
     with pytest.raises(UserError, match="--timestamp: got 'file:///etc/passwd', takes the URL"):
         write_proof(folder(forgotten), "r1", tmp_path / "p.zip", "file:///etc/passwd")
     monkeypatch.setenv("PATH", "")

@@ -203,9 +203,13 @@ def test_what_no_tracker_can_be_made_of_is_refused_before_anything_starts(
         ("['tests.sims.trackers:Nowhere']", ["needs the package 'there_is_none.of_it'", "pip install there_is_none.of_it"]),
         ("[3]", ["tracking[0]: got 3, takes a name"]),
         ("[{name: mlflow, url: x}]", ["unknown key 'tracking[0].url'; did you mean 'tracking[0].uri'?"]),
+        ("[{name: mlflow, uri: 'http://bob:S3CR3T@localhost:1'}]", ["tracking[0].uri: has a password or a user's name"]),
+        ("[{name: mlflow, uri: 'https://S3CR3T@localhost:1'}]", ["tracking[0].uri", "MLFLOW_TRACKING_PASSWORD"]),
         ("csv", ["tracking: got 'csv', takes a list"]),
     ]:
-        refused(fedloom("run", "digits", "engine.name=inline", root, f"tracking={given}"), *words)
+        said = fedloom("run", "digits", "engine.name=inline", root, f"tracking={given}")
+        refused(said, *words)
+        assert "S3CR3T" not in said.err
     assert not (tmp_path / "user").exists()
     with pytest.raises(UserError, match="takes a list"):
         run({**TREE, "tracking": "csv"}, root)
