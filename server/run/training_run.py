@@ -31,7 +31,7 @@ from fedloom.server.rounds.view import Setup
 from fedloom.server.run.final_evaluation import check_models
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
-from fedloom.server.run_folder.results_schema import LOSS, VALIDATION
+from fedloom.server.run_folder.results_schema import LOSS, without_values
 from fedloom.server.strategies import slots_of
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.fulfilment import Unlearning
@@ -256,9 +256,8 @@ class TrainingRun:
 
     @held()
     def complete_metrics(self, measured: Callable[[dict[str, Any]], dict[str, Any]] = lambda record: record) -> None:
-        """Write a line in metrics.jsonl for each committed round.
+        """Write a line in metrics.jsonl for each committed round, without values of forgotten sites.
 
-        Rounds with a forgotten site have no values of single sites: its own would follow from the others' and the mean.
         `measured` adds accuracies to a missing last line.
         """
         known, rows = self.folder.metrics(), [row for row in self.ledger.rounds() if row.round > 0]
@@ -269,11 +268,7 @@ class TrainingRun:
             records[last] = {**measured(records[last]), **losses}
             self._keep_best(records[last])
         gone = {name for name, forgotten in self.ledger.sites().items() if forgotten}
-        for record in records.values():
-            for key in (LOSS, VALIDATION):
-                if gone & record.get(key, {}).keys():
-                    del record[key]
-        self.folder.write_metrics(records.values())
+        self.folder.write_metrics(without_values(records.values(), gone))
 
 
 def one_round(loop: RoundLoop, number: int, restoration: Restoration | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -25,7 +25,7 @@ from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.layout import CONFIG, DATA, LOSSES, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
 from fedloom.server.run_folder.listing import holds, read_config, read_object, read_summary, refuse_existing
 from fedloom.server.run_folder.metrics_file import read_metrics
-from fedloom.server.run_folder.results_schema import LOSS
+from fedloom.server.run_folder.results_schema import LOSS, without_values
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "RunFolder", "holds", "is_file_name", "read_config", "refuse_existing"]
 
@@ -106,6 +106,11 @@ class RunFolder:
     def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
         """Replace metrics.jsonl by these records."""
         write_bytes(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+    def forget_values(self, gone: Set[str]) -> None:
+        """Remove from metrics.jsonl the values of single sites in rounds with a site in `gone` (`without_values`)."""
+        if records := self.metrics():
+            self.write_metrics(without_values(records.values(), gone))
 
     def sweep(self) -> None:
         """Remove the temporary files that a crash left."""

@@ -1,7 +1,7 @@
 """Check the results in a run's folder as they are read: files may be edited, damaged, or another program's."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,18 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
     for round, record in records.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
     return records
+
+
+def without_values(records: Iterable[dict[str, Any]], gone: Set[str]) -> list[dict[str, Any]]:
+    """Return rounds' records; those with a site in `gone` lose the values of single sites.
+
+    Its own would follow from the others' and the mean.
+    """
+
+    def stays(key: str, value: Any) -> bool:
+        return key not in (LOSS, VALIDATION) or not (isinstance(value, Mapping) and gone & value.keys())
+
+    return [{key: value for key, value in record.items() if stays(key, value)} for record in records]
 
 
 def sound_metrics(path: Path) -> list[dict[str, Any]]:

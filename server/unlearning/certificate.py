@@ -48,8 +48,7 @@ MASKED = ("the sites' contributions were masked: the server never read a single 
           "sites looked random. This request reveals more: the server has the sums before and after it. Their difference "
           "is the contribution of the forgotten sites plus the sum of the other sites' updates in the round in which they "
           "left. If the other sites do not change in that round, it is the contribution alone.")  # fmt: skip
-COPIES = ("backups, trackers (tracking), other machines and anyone who received earlier sums or reports: this server cannot "
-          "delete their copies")  # fmt: skip
+COPIES = "backups, trackers, other machines and anyone who received earlier sums or reports: their copies are not deleted"
 
 
 def certificate(ledger: Ledger, aggregation: ServerState, request: Request) -> dict[str, Any]:

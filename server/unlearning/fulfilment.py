@@ -259,15 +259,18 @@ class Unlearning:
             raise RefusedError(f"Request '{request.id}' is refused: {error}") from None
 
     def _erase(self, request: Request) -> None:
-        """Note and delete what this machine stores of the sites outside the ledger."""
-        paths = left_of(self.folder, request, [site for site, forgotten in self.ledger.sites().items() if forgotten])
+        """Note and delete what this machine stores of the sites outside the ledger, and their values in metrics.jsonl."""
+        gone = {site for site, forgotten in self.ledger.sites().items() if forgotten}
+        paths = left_of(self.folder, request, gone)
         check_links(paths)
         names = [str(path.relative_to(self.folder)) for path in paths]
         if names:
             self.ledger.note("erased", {"request": request.id, "paths": names})
         for name in names:
             delete(self.folder, name)
-        RunFolder(self.folder).note_tables(self.state.domains())
+        run = RunFolder(self.folder)
+        run.forget_values(gone)
+        run.note_tables(self.state.domains())
 
     def under_way(self) -> list[Request]:
         """Return the requests that are not certified yet, oldest first."""

@@ -1,6 +1,6 @@
 """Requests to forget sites: which are valid, how they are queued, and what of a site is stored outside the ledger."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def check_links(paths: Sequence[Path]) -> None:
                         "ask again")  # fmt: skip
 
 
-def left_of(folder: Path, request: Request, forgotten: Sequence[str]) -> list[Path]:
+def left_of(folder: Path, request: Request, forgotten: Container[str]) -> list[Path]:
     """Return the paths that this machine stores for a request's sites outside the ledger.
 
     These are the sites' own stores, what workers wrote for them, and all networks, plots and tables (which are written

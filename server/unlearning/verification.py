@@ -12,7 +12,8 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import results
-from fedloom.server.run_folder.layout import BASELINES, BLOBS, RETRAINED, SITES, STAGING, STATES
+from fedloom.server.run_folder.layout import BASELINES, BLOBS, LEDGER, METRICS, RETRAINED, SITES, STAGING, STATES
+from fedloom.server.run_folder.results_schema import LOSS, VALIDATION, sound_metrics
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import (
     OUTSTANDING,
@@ -180,6 +181,8 @@ def _findings(content: dict[str, Any], ledger: Ledger) -> Iterator[Finding]:
 def held(ledger: Ledger, site: str) -> list[str]:
     """Return what the run's folder has of a site, as texts; this includes files restored from a copy."""
     items = ["contributions in the ledger"] if ledger.history(site) else []
+    if any(site in (record.get(key) or {}) for record in sound_metrics(ledger.folder) for key in (LOSS, VALIDATION)):
+        items.append(f"values in {METRICS}")
     paths = [*(ledger.folder / SITES).glob(f"*/{site}"), *staged_files(ledger.folder / STAGING, site),
               ledger.folder / STATES / f"{site}.safetensors"]  # fmt: skip
     runs = [path for kind in (BASELINES, RETRAINED) for path in sorted((ledger.folder / kind).glob("*")) if path.is_dir()]
@@ -192,6 +195,8 @@ def held(ledger: Ledger, site: str) -> list[str]:
 
 def _is_without(folder: Path, site: str) -> bool:
     """Return whether a run inside the run (a baseline, or a retrained network) does not include the site."""
+    if not any((folder / name).exists() for name in (LEDGER, BLOBS, STATES)):
+        return True  # it ended before its first round
     try:
         with Ledger.open(folder, server=False) as ledger:
             return ledger.sites().get(site, True)

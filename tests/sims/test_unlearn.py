@@ -256,3 +256,22 @@ def test_a_site_that_has_the_rows_of_a_value_is_named_with_it(tmp_path: Path):
     for site, fits in {"B": True, "hospital=B": True, "hospital=A": False}.items():
         assert verify_certificate(folder / "certificates/r1.json", folder, sites=[site]).good == fits
     assert "site-0001 can participate again" in readmit(folder, ["B"])
+
+
+def test_a_running_server_removes_the_values_of_a_forgotten_site_from_metrics(tmp_path: Path):
+    def ask(record: dict[str, Any]) -> None:
+        if record["round"] == 2:
+            with Ledger.open(tmp_path / "asked", server=False) as ledger:
+                ledger.receive("r1", "unlearn", [ONE], "", {})
+
+    result = api_run("digits", *SMALL, "rounds=3", "engine.name=inline", "evaluation.where=sites",
+                     "run.name=asked", f"run.root={tmp_path}", on_round=ask)  # fmt: skip
+    folder = Path(result.folder)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert ["loss" in record for record in records] == [False, False, True]
+    assert all(ONE not in record.get(key, {}) for record in records for key in ("loss", "validation"))
+    assert verify_certificate(folder / "certificates" / "r1.json", folder).good
+    changed = [{**records[0], "loss": {ONE: 0.5}}, *records[1:]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in changed))
+    table = verify_certificate(folder / "certificates" / "r1.json", folder).table
+    assert ["mismatch", "it has values in metrics.jsonl"] in [row[1:] for row in table.rows]
