@@ -62,6 +62,9 @@ def _channels_last(inputs: Any, kind: str) -> Any:
     channels, height, width = inputs.shape[1:]
     if channels in CHANNELS and width not in CHANNELS:
         return inputs.movedim(1, -1)
+    if channels in CHANNELS:
+        raise ValueError(f"has images in a tensor of shape {list(inputs.shape)}, in which channels may come first or last; "
+                         "return a NumPy array [n, h, w, c]")  # fmt: skip
     if channels < height == width and width not in CHANNELS and channels <= MOST_CHANNELS:
         raise ValueError(f"has images in a tensor of shape {list(inputs.shape)}; channels of images come last, as after "
                          f"x.permute(0, 2, 3, 1). {CHOOSE.format('array')}")  # fmt: skip

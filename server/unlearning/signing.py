@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_pem_public_key,
     load_ssh_private_key,
     load_ssh_public_key,
 )
@@ -139,13 +140,13 @@ def _public(key: str) -> Ed25519PublicKey:
     try:
         return _public_line(line.strip())
     except ValueError:
-        raise UserError("--key: needs a line that begins with 'ssh-ed25519', as `fedloom key` prints it") from None
+        raise UserError("--key: needs a line that begins with 'ssh-ed25519', or PEM, as `fedloom key` prints it") from None
 
 
 def _public_line(line: str) -> Ed25519PublicKey:
-    """Return the Ed25519 key in an OpenSSH line. Raises ValueError for another text."""
+    """Return the Ed25519 key in an OpenSSH line, or in PEM. Raises ValueError for another text."""
     try:
-        public = load_ssh_public_key(line.encode())
+        public = (load_pem_public_key if line.startswith("-----BEGIN") else load_ssh_public_key)(line.encode())
     except UnsupportedAlgorithm:
         public = None
     if not isinstance(public, Ed25519PublicKey):

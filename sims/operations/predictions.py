@@ -137,6 +137,10 @@ def _checked(config: Config, inputs: Any, site: str, folder: Path) -> Tensor:
         columns = ", ".join(first_schema(config).columns)
         takes = ", ".join(map(str, ("n", *form.shape))) + (f"]: {columns}" if columns else "]")
         raise UserError(f"inputs: got the shape {list(values.shape)}, takes [{takes}")
+    if form.kind == IMAGE and (values.ndim != 4 or values.shape[1] != form.channels):
+        last = values.ndim == 4 and values.shape[-1] == form.channels
+        way = "; channels come first, as after x.permute(0, 3, 1, 2)" if last else ""
+        raise UserError(f"inputs: got the shape {list(values.shape)}, takes images [n, {form.channels}, height, width]{way}")
     return values.float() if values.is_floating_point() or form.kind in (FEATURES, SEQUENCE, ARRAY) else values
 
 

@@ -128,7 +128,10 @@ def test_channels_come_first_only_where_that_is_certain(kind: str):
     first = torch.randint(256, (5, 3, 8, 9), dtype=torch.uint8)
     for inputs in (first, list(first), tuple(first), first.permute(0, 2, 3, 1), first.permute(0, 2, 3, 1).numpy()):
         assert np.array_equal(convert(inputs, 5, kind)[0], first.permute(0, 2, 3, 1).numpy())
-    assert convert(torch.zeros(5, 3, 8, 3), 5, kind)[0].shape == (5, 3, 8, 3)  # either: as in an array
+    for shape in ((5, 3, 8, 3), (5, 1, 8, 3), (5, 3, 3, 1)):
+        with pytest.raises(ValueError, match="channels may come first or last; return a NumPy array"):
+            convert(torch.zeros(shape), 5, kind)
+    assert convert(np.zeros((5, 3, 8, 3)), 5, kind)[0].shape == (5, 3, 8, 3)
     assert convert(torch.zeros(5, 8, 8, 12), 5, kind)[0].shape == (5, 8, 8, 12)
     assert convert(torch.zeros(5, 8, 8), 5, kind)[0].shape == (5, 8, 8)
     with pytest.raises(ValueError, match=r"tensor of shape \[5, 12, 32, 32\].*x.permute\(0, 2, 3, 1\)"):

@@ -16,7 +16,7 @@ from fedloom.conf import Config, UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.server.unlearning.scope import scope
-from fedloom.server.unlearning.signing import key_path, operator_key, public_line
+from fedloom.server.unlearning.signing import key_path, operator_key, public_line, public_pem
 from fedloom.server.unlearning.verification import deleted
 from fedloom.sims.federation.keys import write_node_key
 from fedloom.sims.operations.verify import verify_certificate
@@ -218,6 +218,8 @@ def test_a_certificate_is_signed_and_checked_without_the_run(
     assert verify_certificate(there, None, ours)[1]
     (tmp_path / "key.pub").write_text(ours)
     assert verify_certificate(there, None, str(tmp_path / "key.pub"))[1]
+    (tmp_path / "key.pem").write_text(public_pem(operator_key()))
+    assert verify_certificate(there, None, str(tmp_path / "key.pem"))[1]
     # another one's key, a changed file, no signature
     monkeypatch.setenv("FEDLOOM_KEY", str(tmp_path / "other"))
     assert not verify_certificate(there, None, public_line(operator_key()))[1]

@@ -152,6 +152,18 @@ def test_float_images_of_another_range_give_a_warning(finished_run: Path):
             assert caught[0].filename == __file__
 
 
+def test_images_in_another_layout_are_refused_in_one_line(finished_run: Path):
+    result = Result(finished_run)
+    images = result.examples("site-0000").x
+    with pytest.raises(
+        UserError, match=r"takes images \[n, 1, height, width\]; channels come first, as after x.permute\(0, 3, 1, 2\)$"
+    ):
+        result.predict(images.permute(0, 2, 3, 1))
+    for odd in (images[0], images[:, 0], images.repeat(1, 3, 1, 1)):
+        with pytest.raises(UserError, match=r"inputs: got the shape .* takes images \[n, 1, height, width\]$"):
+            result.predict(odd)
+
+
 def test_features_from_zero_to_one_are_no_images(prices: Result):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
