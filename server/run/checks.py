@@ -9,7 +9,7 @@ from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
 from fedloom.clients.networks.architecture import check_own_networks
 from fedloom.clients.networks.base import SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
-from fedloom.clients.objectives import Experiment, objective_of, resolve
+from fedloom.clients.objectives import Experiment, resolve
 from fedloom.clients.training.checks import check_sizes, check_training, check_weights
 from fedloom.conf.errors import UserError
 from fedloom.conf.machine import uncollected
@@ -36,8 +36,11 @@ def check(config: Config) -> None:
         site_sizes(config)
     experiment = resolve(config)
     _check_task(experiment)
-    for mode in config.baselines:
-        objective_of(with_mode(config, mode))
+    for index, mode in enumerate(config.baselines):
+        try:
+            slots_of(resolve(with_mode(config, mode)))
+        except UserError as error:
+            raise UserError(f"baselines[{index}]: '{mode}' cannot run ({error})") from error
     architectures = experiment.architectures
     for architecture in architectures:
         _check_start(architecture, config.federation.scale_bits)

@@ -77,9 +77,7 @@ def confusion_figure(summary: Mapping[str, Any]) -> Figure | None:
     figure, axes = _grid(len(panels), size)
     for panel, (title, matrix) in zip(axes, panels, strict=True):
         _confusion_panel(panel, title, matrix, names_of(summary))
-    figure.suptitle(
-        "Confusion matrix: rows are true classes, columns predicted ones", x=0.01, ha="left", fontsize=12, color=INK
-    )
+    figure.suptitle("Confusion matrix (rows: true classes)", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
 
 

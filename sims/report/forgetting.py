@@ -43,7 +43,7 @@ def forgetting_table(summary: Mapping[str, Any]) -> Table:
         rows.append(
             [titles.get(site, site), domain or None, _change(metric, before.get(domain), after.get(domain)), *rest, held]
         )
-    kept, note = cut(rows, "forgotten sites")
+    kept, note = cut(rows, "sites")
     shared = (
         "If another site has the same domain, forgetting this site does not lose the domain."
         if any(row[-1] for row in kept)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ for (const head of document.querySelectorAll("thead th")) {
 }
 """  # a page without it shows the same; the desk's policy, and that of certificates, does not run it
 CSS_DPI = 96  # pixels of an inch on a page
+_QUOTED, _AS_CODE = re.compile(r"`([^`]+)`"), r"<code>\1</code>"  # in paragraphs
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing from elsewhere
 
 
@@ -122,7 +124,7 @@ def _part(part: Part) -> str:
     if isinstance(part, Details):
         text = html.escape(_printable(part.text))
         return f"<details><summary>{_escape(part.title)}</summary><pre>{text}</pre></details>\n"
-    return f"<p>{_escape(part)}</p>\n"
+    return f"<p>{_QUOTED.sub(_AS_CODE, _escape(part))}</p>\n"
 
 
 def _picture(picture: Picture) -> str:

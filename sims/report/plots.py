@@ -45,6 +45,7 @@ MAX_PANELS = 6
 MAX_DOTS = 14
 MAX_NUMBERS = 24
 MAX_FRAMES = 65
+LEAST_CHANGE = 0.05  # of the darkest colour
 
 
 def draw_all(
@@ -206,6 +207,8 @@ def _heat_map(
     figure, axes = new_figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
     changes = [abs(value) for row in grid for value in row if not math.isnan(value)]
     reach = (max(changes, default=0.0) or 1.0) if change or not metric.share else 1.0
+    if change and metric.share:
+        reach = max(reach, LEAST_CHANGE)  # small changes look small
     low, colours = (-reach, "RdBu") if change else (0.0, "Blues")
     picture = axes.imshow(grid, cmap=colours, vmin=low, vmax=reach, aspect="auto", interpolation="nearest")
     name_ticks(axes, rows, names)

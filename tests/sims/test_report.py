@@ -241,7 +241,7 @@ def test_long_tables_are_cut_and_say_so() -> None:
     assert len(table.columns) == 14
     assert "first 20 of 62 networks" in table.note
     assert "first 12 of 30 domains" in table.note
-    assert "first 20 of 60 forgotten sites" in forgetting_table(summary).note
+    assert "first 20 of 60 sites" in forgetting_table(summary).note
 
 
 def test_forgetting_table_knows_who_shares_a_domain() -> None:
