@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 from fedloom.server.ledger import Ledger
-from fedloom.sims.desk.webhook import HEADER, Webhook
+from fedloom.sims.desk.webhook import HEADER, LOG, Webhook
 from fedloom.sims.web import NoAnswerError, post
 from tests.sims.commands import ONE, TWO
 from tests.sims.desks import Folder, browser, folder_with, until
@@ -116,6 +116,8 @@ def test_a_refused_message_holds_up_no_other_request_and_is_counted_and_logged_o
         return b""
 
     monkeypatch.setattr("fedloom.sims.desk.webhook.post", post)
+    for name, value in {"disabled": False, "propagate": False, "handlers": [caplog.handler]}.items():
+        monkeypatch.setattr(LOG, name, value)  # whatever other tests in this process have set
     client = browser(folder)
     hook = Webhook("https://x/SECRET", b"a secret of 16 characters", client.app.state.desk)  # type: ignore[attr-defined]
     hook._path.write_text(json.dumps({"digits/good": None}))
