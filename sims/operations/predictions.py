@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +69,8 @@ def predicted(
 
 def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site: str, folder: Path) -> dict[str, float]:
     """Return metrics on data; arguments and result as in sims.result.Result.evaluate."""
+    if isinstance(metrics, Tensor | np.ndarray):
+        raise UserError("metrics: got a tensor or an array; pass inputs and targets as a pair: evaluate((inputs, targets))")
     if metrics:
         entries = plain_value(list(metrics) if isinstance(metrics, list | tuple) else [metrics], "metrics")
         config = replace(config, evaluation=replace(config.evaluation, metrics=entries, where="server"))

@@ -10,6 +10,7 @@ from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import chain_problems
+from fedloom.server.ledger.request_queue import ID
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.layout import CERTIFICATES
@@ -42,6 +43,8 @@ def verify_certificate(
         UserError: There is neither a run nor a key.
     """
     if path is not None and is_run(certificate):
+        if not ID.fullmatch(str(path)):
+            raise UserError(f"verify: '{path}' is not the id of a request; `fedloom requests {certificate}` lists them")
         certificate, path = certificate / CERTIFICATES / f"{path}.json", certificate
     elif path is None and not key and certificate.parent.name == CERTIFICATES and is_run(certificate.parent.parent):
         path = certificate.parent.parent

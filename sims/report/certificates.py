@@ -187,7 +187,7 @@ def _relearning(evidence: dict[str, Any]) -> Table:
             continue
         rows += [[site, start, result["steps"] if result["steps"] is not None else "not reached", percent(result["target"])]
                  for start, result in starts.items()]  # fmt: skip
-    note = "SGD steps on the site's images until the network has 90% of the old accuracy on its domain; fresh: untrained."
+    note = "SGD steps on the site's examples until the network has 90% of the old accuracy on its domain; fresh: untrained."
     return Table("Time to relearn", ["site", "start", "steps", "target accuracy"], rows, note)
 
 

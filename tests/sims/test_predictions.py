@@ -164,6 +164,12 @@ def test_images_in_another_layout_are_refused_in_one_line(finished_run: Path):
             result.predict(odd)
 
 
+def test_inputs_and_targets_that_are_not_a_pair_are_refused(finished_run: Path):
+    data = Result(finished_run).examples("site-0000")
+    with pytest.raises(UserError, match=r"pass inputs and targets as a pair: evaluate\(\(inputs, targets\)\)"):
+        Result(finished_run).evaluate(data.x, data.y)
+
+
 def test_features_from_zero_to_one_are_no_images(prices: Result):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
