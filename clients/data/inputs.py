@@ -50,7 +50,7 @@ def convert(inputs: Any, count: int, kind: str = "") -> tuple[Any, Schema]:
 def _channels_last(inputs: Any, kind: str) -> Any:
     """Return torch images [n, c, h, w] of 1 or 3 channels, also a list of [c, h, w], as [n, h, w, c]; others unchanged.
 
-    Raises ValueError for torch images of other numbers of channels whose layout is not certain.
+    Raises ValueError for torch images whose layout is not certain.
     """
     if isinstance(inputs, list | tuple) and inputs and isinstance(first := inputs[0], Tensor) and first.ndim == 3:
         same = all(isinstance(image, Tensor) and image.shape == first.shape for image in inputs)
@@ -64,7 +64,7 @@ def _channels_last(inputs: Any, kind: str) -> Any:
         return inputs.movedim(1, -1)
     if channels in CHANNELS:
         raise ValueError(f"has images in a tensor of shape {list(inputs.shape)}, in which channels may come first or last; "
-                         "return a NumPy array [n, h, w, c]")  # fmt: skip
+                         f"return a NumPy array [n, h, w, c]. {CHOOSE.format('array')}")  # fmt: skip
     if channels < height == width and width not in CHANNELS and channels <= MOST_CHANNELS:
         raise ValueError(f"has images in a tensor of shape {list(inputs.shape)}; channels of images come last, as after "
                          f"x.permute(0, 2, 3, 1). {CHOOSE.format('array')}")  # fmt: skip

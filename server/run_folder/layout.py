@@ -73,7 +73,7 @@ def _strange_inside(path: Path) -> Iterator[str]:
 
 
 def delete(folder: Path, name: str) -> None:
-    """Delete a file or folder of the run in `folder`. Files of others in PLOTS and the other keys of SUFFIXES stay."""
+    """Delete a file or folder of the run in `folder`. In the folders of SUFFIXES, files with other endings stay."""
     path = folder / name
     if not path.is_dir():
         path.unlink()

@@ -18,6 +18,8 @@ from fedloom.sims.federation.keys import write_certificates
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
 
+NO_LOG = {"version": 1, "disable_existing_loggers": False}  # as Flower's: loggers of other tests stay
+
 
 class Say:
     """What a server answers to bytes on a new connection, until it closes that."""
@@ -54,7 +56,7 @@ def opened(door: Door, folder: Path) -> Iterator[Say]:
     """A server behind the door."""
     write_certificates(folder, ["127.0.0.1"])
     listening = Listening(socket.create_server(("127.0.0.1", 0)), door.crowd)
-    words = settings(door, str(folder / "server.crt"), str(folder / "server.key"), {"version": 1})
+    words = settings(door, str(folder / "server.crt"), str(folder / "server.key"), NO_LOG)
     server = uvicorn.Server(uvicorn.Config(**words, lifespan="off"))
     port = listening.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server._serve([listening])))
