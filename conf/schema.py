@@ -140,7 +140,11 @@ class FederationConfig:
         "latest", "a site's contributions that the server stores: the latest, or all rounds'", choices=("latest", "all")
     )
     history_rounds: int = option(0, "history=all: last rounds to which --rollback can go back; 0: all", low=0)
-    partial_sums: bool = option(False, "workers add up their sites' contributions; needs the server's disk or node_store")
+    partial_sums: bool | None = option(
+        None,
+        "workers of Ray add up contributions; null: if the method allows it and all workers run on this machine; "
+        "true on a cluster needs the server's disk or node_store",
+    )
     node_store: str = option(
         "",
         "partial_sums: folder on each node for its sites' contributions in a run: an absolute path ($NAME: the node's)",

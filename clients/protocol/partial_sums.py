@@ -33,6 +33,7 @@ from fedloom.clients.protocol.messages import (
     TRAIN,
     UNKNOWN,
     TaskInstructions,
+    array_bytes,
     read_order,
     sent_states,
     text_of,
@@ -47,6 +48,7 @@ from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, exact, qua
 from fedloom.fusion.state import State
 
 ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
+FEWEST = 3  # replies of a call that are added up, unless the configuration says so: a sum is as large as four replies
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class PartialSum:
         node: The node that stores `records`; "" if they are included.
         ticket: The name of the stored records at this node.
         blobs: By site, the digest of the stored contribution.
+        sizes: By site, the bytes of the arrays that were added up.
         new: The sum of the contributions themselves, int64; None where a node stores them.
     """
 
@@ -75,6 +78,7 @@ class PartialSum:
     node: str = ""
     ticket: str = ""
     blobs: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     new: ArrayRecord | None = None
 
 
@@ -106,26 +110,31 @@ def combine(
     """Sum the records of the replies whose orders allow it. Returns the replies, and one sum for each run and round.
 
     `asked`: the message of each reply. A summed reply retains only METRICS. One that cannot be added becomes an error of its
-    site. `part`: the node's store of contributions and sums; None: the server's ledger folder.
+    site. Fewer than FEWEST replies are added up only with federation.partial_sums=true. `part`: the node's store of
+    contributions and sums; None: the server's ledger folder.
     """
-    sums: dict[tuple[str, int, str], _Sums] = {}
-    answers = []
-    for message, reply in zip(asked, replies, strict=True):
-        order = None if reply.has_error() or message.metadata.message_type != TRAIN else read_order(message.content)
-        if order is None or not order.sums or order.secure or {LOST, UNKNOWN} & reply.content.config_records.keys():
-            answers.append(reply)
+    groups: dict[tuple[str, int, str], dict[int, TaskInstructions]] = {}
+    for place, (message, reply) in enumerate(zip(asked, replies, strict=True)):
+        if (order := _summed(message, reply)) is not None:
+            groups.setdefault((order.run, order.round, order.ledger), {})[place] = order
+    answers, totals = list(replies), []
+    for group in groups.values():
+        first, order = next(iter(group.items()))
+        sums = _Sums(order, asked[first].content, part)
+        if len(group) < FEWEST and sums.config.federation.partial_sums is None:
             continue
-        key = order.run, order.round, order.ledger
-        into = sums.get(key) or sums.setdefault(key, _Sums(order, message.content, part))
-        try:
-            into.add(order, message, reply.content)
-        except (ExactSumError, ReplyError) as error:
-            answers.append(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message))
-            continue
-        reply.content = RecordDict({METRICS: reply.content[METRICS]})
-        answers.append(reply)
-    totals = [total.sum() for total in sums.values() if total.samples]
+        for place, each in group.items():
+            answers[place] = sums.reply(each, asked[place], replies[place])
+        totals += [sums.sum()] if sums.samples else []
     return answers, totals if part is None else [part.leave(total) for total in totals]
+
+
+def _summed(message: Message, reply: Message) -> TaskInstructions | None:
+    """Return the order that the reply answers if its records are to be added up, else None."""
+    if reply.has_error() or message.metadata.message_type != TRAIN or {LOST, UNKNOWN} & reply.content.config_records.keys():
+        return None
+    order = read_order(message.content)
+    return order if order.sums and not order.secure else None
 
 
 class _Sums:
@@ -141,8 +150,18 @@ class _Sums:
         self.sums = {record: ExactSum(self.bits) for record in order.sums}
         self.new = ExactSum(self.bits, modular=True)  # of contributions, without what they replace
         self.samples: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
         self.messages: set[str] = set()
         self.blobs: dict[str, str] = {}
+
+    def reply(self, order: TaskInstructions, message: Message, reply: Message) -> Message:
+        """Add one site's reply. Return it without the records, or an error of its site."""
+        try:
+            self.add(order, message, reply.content)
+        except (ExactSumError, ReplyError) as error:
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+        reply.content = RecordDict({METRICS: reply.content[METRICS]})
+        return reply
 
     def add(self, order: TaskInstructions, message: Message, content: RecordDict) -> None:
         """Add one site's records and store its contribution. Raises ExactSumError or ReplyError, and then adds nothing."""
@@ -167,7 +186,7 @@ class _Sums:
                     undo.callback(self.new.subtract, new, times)
             blob = self._keep(order, site.name, records[order.slot]) if order.slot else ""
             undo.pop_all()
-        self.samples[site.name] = samples
+        self.samples[site.name], self.sizes[site.name] = samples, array_bytes(content)
         self.messages.add(message.metadata.message_id)
         if blob:
             self.blobs[site.name] = blob
@@ -195,7 +214,15 @@ class _Sums:
         messages = frozenset(self.messages)
         new = to_arrays(self.new.totals) if self.new.addends else None
         return PartialSum(
-            self.order.run, self.order.round, messages, self.samples, addends, records, blobs=self.blobs, new=new
+            self.order.run,
+            self.order.round,
+            messages,
+            self.samples,
+            addends,
+            records,
+            blobs=self.blobs,
+            sizes=self.sizes,
+            new=new,
         )
 
 
@@ -209,4 +236,4 @@ def _read(content: RecordDict) -> dict[str, State]:
     try:
         return to_states(content)
     except Exception as error:  # untrusted bytes: NumPy raises EOFError, BadZipFile and more
-        raise ReplyError(f"the reply's arrays cannot be read ({error})") from None
+        raise ReplyError(f"its arrays cannot be read ({error})") from None

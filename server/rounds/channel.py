@@ -71,6 +71,11 @@ class ClientChannel:
         return self.enrolment.nodes
 
     @property
+    def adds_up(self) -> bool:
+        """Whether workers on this machine can add up replies, unless the configuration says otherwise."""
+        return bool(getattr(self.grid, "adds_up", False))
+
+    @property
     def received(self) -> int | None:
         """Bytes of arrays that have arrived so far, including partial sums; None if the engine does not count them."""
         return getattr(self.grid, "received", None)
@@ -157,11 +162,11 @@ class ClientChannel:
     def _reply(self, site: Site, message: Message) -> RawReply:
         if message.has_error():
             return RawReply(site, None, reason_of(message))
-        self._count(site, 0, array_bytes(message.content))
         partial_sum: Any = getattr(self.grid, "partial_sum", None)  # only the engines of fedloom have it
-        return RawReply(
-            site, message.content, "", partial_sum(message.metadata.reply_to_message_id) if partial_sum else None
-        )
+        partial = partial_sum(message.metadata.reply_to_message_id) if partial_sum else None
+        summed = partial.sizes.get(site.name, 0) if partial is not None else 0
+        self._count(site, 0, array_bytes(message.content) + summed)
+        return RawReply(site, message.content, "", partial)
 
     def _count(self, site: Site, sent: int, received: int) -> None:
         before = self.traffic.get(site.name, (0, 0))

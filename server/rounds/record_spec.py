@@ -10,6 +10,10 @@ from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import Slots
 
 
+def _nothing(record: State) -> None:
+    """Check nothing."""
+
+
 @dataclass(frozen=True)
 class RecordSpec:
     """What one record of a reply must be, and where `RoundContext.gather` puts it.
@@ -32,12 +36,17 @@ class RecordSpec:
     bounded: bool = True
     whole: bool = True
     integers: bool = False
-    check: Callable[[State], None] = lambda record: None
+    check: Callable[[State], None] = _nothing
     first: Callable[[str], State] | None = None
 
     def __repr__(self) -> str:
         like = "None" if self.like is None else f"{len(self.like)} tensors"
         return f"RecordSpec(like={like}, slot={self.slot!r}, mean={self.mean!r})"
+
+    @property
+    def summable(self) -> bool:
+        """Whether a worker can check the record and add it up: whole, as floats, by its size alone."""
+        return self.whole and not self.integers and self.check is _nothing
 
     def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
         """Return the tensors to compare the site's record with: `like`, its last contribution (floats), or `first`."""

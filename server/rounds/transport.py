@@ -1,7 +1,7 @@
 """Between a round and its sites: send orders, receive replies, and ask again with what a site lacks.
 
-Plain replies arrive one by one. With federation.partial_sums, workers add them up. With federation.secure_aggregation, the
-server reads only their sum.
+Plain replies arrive one by one. Ray's workers may add them up (federation.partial_sums). With
+federation.secure_aggregation, the server reads only their sum.
 """
 
 from collections import deque
@@ -19,6 +19,7 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger.blobs import UNREADABLE
+from fedloom.server.ledger.declared import Sum
 from fedloom.server.rounds.channel import ClientChannel, RawReply
 from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext
 from fedloom.server.rounds.listener import Listener
@@ -170,6 +171,15 @@ class RoundTransport:
                 yield map(accepted, self.channel.ask(asking.kind, orders, asking.site_round, timeout))
 
         return filter(None, chain.from_iterable(turns()))
+
+    def adds_up(self, expected: Mapping[str, RecordSpec]) -> bool:
+        """Return whether workers add up these records: as configured, or else where they and the method allow it."""
+        federation, slots = self.config.federation, self.state.slots.declared
+        if federation.partial_sums is not None:
+            return federation.partial_sums
+        one_sum = len(slots) <= 1 and all(isinstance(slot, Sum) for slot in slots.values())
+        simple = one_sum and not federation.clip_change and not federation.secure_aggregation
+        return simple and self.channel.adds_up and all(spec.summable for spec in expected.values())
 
     def needs_configuration(self, site: Site) -> bool:
         """Return whether the site's order must include the configuration: in simulations always."""

@@ -53,9 +53,11 @@ WORKER_BYTES = 2**30  # of a worker with torch that trains a small network
 class RayGrid(LocalGrid):
     """A Grid that packs messages for the pool of Ray workers, and unpacks their replies."""
 
-    def __init__(self, sites: int, store: Path, pool: Pool, description: str, own: bool, node_store: str = "") -> None:
+    def __init__(
+        self, sites: int, store: Path, pool: Pool, description: str, own: bool, near: bool, node_store: str = ""
+    ) -> None:
         super().__init__(sites, store)
-        self._pool, self._description, self._own = pool, description, own
+        self._pool, self._description, self._own, self._near = pool, description, own, near
         self._shared = SharedRecords(ray.put)
         self._messages: dict[str, Message] = {}
         self._stores = Stores(node_store) if node_store else None
@@ -83,6 +85,11 @@ class RayGrid(LocalGrid):
                     self._received += 0 if id(packed) in sums else sum_size(packed)
                     sums[id(packed)] = self._sums[key] = sums.get(id(packed)) or unpack_sum(packed)
         return replies
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether all workers are on this machine, so that they can write to the run's folder."""
+        return self._near
 
     def partial_sum(self, message_id: str) -> PartialSum | None:
         return self._sums.pop(message_id, None)
@@ -138,13 +145,13 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
             ray.shutdown()
         raise
     options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
-    joined = combine if config.federation.partial_sums else ""
+    joined = "" if config.federation.partial_sums is False else combine
     recipe = WorkerSpec(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
     with under_way("starting workers"):
         pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     description = f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each{_where(engine)}"
-    return RayGrid(sites, store, pool, description, own, config.federation.node_store)
+    return RayGrid(sites, store, pool, description, own, own and not engine.address, config.federation.node_store)
 
 
 def _where(engine: EngineConfig) -> str:
