@@ -29,6 +29,7 @@ from fedloom.clients.protocol.messages import (
     LOST,
     MEAN,
     METRICS,
+    ORDER,
     STAR,
     TRAIN,
     UNKNOWN,
@@ -131,7 +132,9 @@ def combine(
 
 def _summed(message: Message, reply: Message) -> TaskInstructions | None:
     """Return the order that the reply answers if its records are to be added up, else None."""
-    if reply.has_error() or message.metadata.message_type != TRAIN or {LOST, UNKNOWN} & reply.content.config_records.keys():
+    if reply.has_error() or message.metadata.message_type != TRAIN or ORDER not in message.content:
+        return None
+    if {LOST, UNKNOWN} & reply.content.config_records.keys():
         return None
     order = read_order(message.content)
     return order if order.sums and not order.secure else None
