@@ -12,14 +12,13 @@ combination gets their weighted mean, with the sizes of the coefficients as weig
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
 from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise
-from fedloom.fusion.state import State, digest
+from fedloom.fusion.state import State
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
 MAX_ENTRY = 2.0**62  # limit of an int64 entry
@@ -49,15 +48,6 @@ def alpha_for(alpha: Alpha, name: str) -> float:
     return float(alpha)
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """A change of weights by training: int64 tensors in units of 2**-bits, and the digest of the network at its start."""
-
-    change: State
-    start: str
-    bits: int
-
-
 def check_shapes(one: Mapping[str, Tensor], other: Mapping[str, Tensor], who: str) -> None:
     """Raise UserError, with the tensor's name, unless both states have equal names and shapes. `who` starts the message."""
     if odd := one.keys() ^ other.keys():
@@ -65,46 +55,6 @@ def check_shapes(one: Mapping[str, Tensor], other: Mapping[str, Tensor], who: st
     for name, tensor in one.items():
         if tensor.shape != other[name].shape:
             raise UserError(f"{who}: tensor '{name}' is {list(other[name].shape)}, takes {list(tensor.shape)}")
-
-
-def cumulative_gradient(start: State, end: State, bits: int) -> Gradient:
-    """Return the Gradient from `start` to `end`, two quantised states (fusion.exact). Raise UserError if shapes differ."""
-    check_shapes(start, end, "cumulative gradient")
-    return Gradient({name: tensor - start[name] for name, tensor in end.items()}, digest(start), bits)
-
-
-def combine(
-    start: State, gradients: Sequence[Gradient], alphas: Sequence[Alpha], how: str = GRADIENTS, *, force: bool = False
-) -> State:
-    """Return a weighted sum, as int64: theta_0 + sum alpha_i g_i (GRADIENTS) or sum alpha_i theta_i (WEIGHTS).
-
-    Args:
-        start: theta_0, quantised. With `force` and GRADIENTS, any other network of the same shape: the gradients are added
-            to its weights (arithmetic, Eq. 6), and its statistics stay unchanged.
-        gradients: The cumulative gradients.
-        alphas: One coefficient for each gradient.
-        how: GRADIENTS or WEIGHTS.
-        force: Whether gradients may count from another start. With WEIGHTS this is always an error, because theta_i is
-            then unknown.
-
-    Raises:
-        UserError: The start, the shapes or the number of coefficients do not fit.
-    """
-    if len(gradients) != len(alphas):
-        raise UserError(f"{len(alphas)} coefficients for {len(gradients)} gradients; use one for each")
-    here = digest(start)
-    for index, gradient in enumerate(gradients):
-        check_shapes(start, gradient.change, f"gradient {index + 1}")
-        if gradient.start != here and not force:
-            digests = f"digest {gradient.start[:12]}, this network's is {here[:12]}"
-            raise UserError(f"gradient {index + 1} counts from another start ({digests}); use force if that is intended")
-        if gradient.start != here and how == WEIGHTS:
-            raise UserError(f"gradient {index + 1} counts from another start, from which weights do not follow; add states")
-    bits = gradients[0].bits if gradients else 0
-    combination = composed(start, alphas, (gradient.change for gradient in gradients), how, bits)
-    if any(gradient.start != here for gradient in gradients):  # another network's statistics stay its own
-        combination |= {name: tensor for name, tensor in start.items() if is_statistic(name)}
-    return combination
 
 
 def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], how: str, bits: int) -> State:
@@ -120,7 +70,7 @@ def composed(start: State, alphas: Sequence[Alpha], changes: Iterable[State], ho
         bits: One unit is 2**-bits.
 
     Returns:
-        The combination, int64; the same as that of `combine`.
+        The combination, int64.
 
     Raises:
         UserError: The result is beyond the range of exact sums.
@@ -214,7 +164,7 @@ class Composer:
     """A network that is overwritten in place with weighted sums of other networks, with new coefficients at each call.
 
     The network's weights become views of one vector, a sum over the terms' vectors. Its running statistics become
-    views of another, their weighted mean. Unlike `combine` it computes in float32, and leaves counters unchanged.
+    views of another, their weighted mean. Unlike `composed` it computes in float32, and leaves counters unchanged.
     """
 
     def __init__(

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer, combine, to_state
-from tests.fusion.test_arithmetic import BITS, HOW, fresh, lacking, prepared, reshaped, same, trained_states
+from fedloom.fusion.arithmetic import GRADIENTS, Alpha, Composer, to_state
+from fedloom.fusion.state import State
+from tests.fusion.test_arithmetic import BITS, HOW, combine, fresh, prepared, same, trained_states
+
+
+def reshaped(state: State) -> State:
+    return {**state, "head.bias": state["head.bias"][:-1]}
+
+
+def lacking(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if name != "head.bias"}
 
 
 def by_layer(layers: Sequence[str], seed: int) -> dict[str, float]:
