@@ -13,8 +13,9 @@ from flwr.serverapp import Grid
 from fedloom.clients.protocol.messages import ASK, TRAIN, array_bytes
 from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.conf.sites import Site
+from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
-from fedloom.server.rounds.nodes import NONCE, Bindings, InMemoryBindings, nonce
+from fedloom.server.rounds.nodes import NONCE, InMemoryBindings, nonce
 
 WINDOW_BYTES = 256 * 2**20
 LEAST_UNDER_WAY, MOST_UNDER_WAY = 4, 1000
@@ -52,7 +53,7 @@ class ClientChannel:
     grid: Grid
     sites: list[Site]
     window: int
-    bindings: Bindings = field(default_factory=InMemoryBindings)
+    bindings: Ledger | InMemoryBindings = field(default_factory=InMemoryBindings)
     enrolment: Enrolment = field(init=False)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
     _range: range | None = None

@@ -55,11 +55,19 @@ class Adding(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """How questions reach the sites of a run (server.rounds.transport)."""
+class Transport:
+    """How questions reach the sites of a run. This one is that outside of rounds, where no site can be asked.
+
+    Attributes:
+        run: The run's id in the sites' stores.
+        length: The number of rounds for the sites.
+    """
 
     run: str
     length: int
+
+    def __init__(self) -> None:
+        self.run, self.length = "", 0
 
     def ask(
         self, kind: str, context: "RoundContext", sites: Sequence[Site], content: Content,
@@ -77,44 +85,36 @@ class Transport(Protocol):
         Yields:
             Every site's reply, or the reason for its absence.
         """
-        ...
+        raise UserError(f"'{kind}': sites can only be asked in a round")
 
     def masked(self, context: "RoundContext", expected: Mapping[str, RecordSpec]) -> Gathering:
         """Return a question for secure aggregation, whose replies are added up without being read."""
-        ...
+        raise UserError("sites can only be asked in a round")
 
     def partials(self, context: "RoundContext", means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
         """Return the object that adds workers' partial sums to `means` and to the slots."""
-        ...
+        raise UserError("sites can only be asked in a round")
 
     def bounds(self, site: Site) -> Bounds:
         """Return the limits that are enforced on what the site sends."""
-        ...
+        return Bounds()
 
     def images(self, site: Site) -> int:
         """Return how many of the site's training examples count; 0 if unknown."""
-        ...
+        return 0
 
     def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
         """Return, by enrolled site, what its classes 0, 1, ... stand for; empty if unknown."""
-        ...
+        return {}
 
     def replied(self, site: Site, reason: str) -> None:
-        """Report a site's reply.
-
-        Args:
-            site: The site.
-            reason: Why the reply is dropped; "" if it counts.
-        """
-        ...
+        """Report a site's reply. `reason`: why it is dropped; "" if it counts."""
 
     def message(self, text: str) -> None:
         """Show the user a message."""
-        ...
 
     def enough(self, kind: str, context: "RoundContext", replies: int) -> None:
         """Raise TooFewRepliesError if `replies` good replies are too few for a question of this kind."""
-        ...
 
 
 class RoundContext(View):

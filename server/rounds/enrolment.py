@@ -16,7 +16,8 @@ from flwr.serverapp import Grid
 from fedloom.clients.protocol.messages import PROTOCOL, QUERY, WHO
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.sites import Site
-from fedloom.server.rounds.nodes import NONCE, Bindings, Node, nodes_of, nonce
+from fedloom.server.ledger.ledger import Ledger
+from fedloom.server.rounds.nodes import NONCE, InMemoryBindings, Node, nodes_of, nonce
 
 POLL_SECONDS = 0.2
 REFRESH_SECONDS = 15.0
@@ -57,7 +58,7 @@ class Enrolment:
 
     grid: Grid
     sites: Sequence[Site]
-    bindings: Bindings
+    bindings: Ledger | InMemoryBindings
     nodes: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     present: dict[int, Node] = field(default_factory=dict)

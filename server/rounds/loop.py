@@ -178,7 +178,7 @@ class RoundLoop:
 
         Raises UserError if federation.lost_store is 'stop'.
         """
-        while names := self.state.lost():
+        while names := self.state.membership.lost():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             fault = f"a node lost the last contributions of {', '.join(names[:3])}{more} (federation.node_store)"
             if self.config.federation.lost_store == "stop":

@@ -4,7 +4,6 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flwr.app import ConfigRecord
 from flwr.proto.node_pb2 import NodeInfo
@@ -41,25 +40,9 @@ def _digest(node: NodeInfo) -> str:
     return hashlib.sha256(node.public_key).hexdigest() if node.name and node.public_key else ""
 
 
-class Bindings(Protocol):
-    """Which node and key each site's contributions belong to, stored durably by the ledger."""
-
-    def bound(self) -> dict[str, int]:
-        """Return, by site, the id of the node that its contributions belong to."""
-        ...
-
-    def keys(self) -> dict[str, str]:
-        """Return, by site, the digest of the public key that it joined with, if any."""
-        ...
-
-    def bind(self, nodes: Mapping[str, int], by: str = "joined", keys: Mapping[str, str] | None = None) -> None:
-        """From now on, bind each site to its node, and to its key or none. `by`: the cause, to be stored."""
-        ...
-
-
 @dataclass
 class InMemoryBindings:
-    """Bindings in memory, which last as long as this object. Implements `Bindings`."""
+    """Which node and key each site's contributions belong to, as the ledger stores it, but as long as this object lasts."""
 
     nodes: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)

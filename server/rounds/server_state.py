@@ -1,12 +1,11 @@
 """A strategy with the slots of one run: it starts or resumes, returns its models, and forgets sites."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fedloom.clients.data.standardise import NONE, SITES
 from fedloom.clients.networks import Model
-from fedloom.clients.protocol.reply_checks import Bounds
 from fedloom.conf import to_yaml
 from fedloom.conf.errors import UserError
 from fedloom.conf.progress import steps
@@ -18,49 +17,13 @@ from fedloom.server.ledger.blobs import RemoteBlobStore
 from fedloom.server.ledger.declared import Slot, declared_sums
 from fedloom.server.ledger.membership import Membership
 from fedloom.server.ledger.slots import Slots
-from fedloom.server.rounds.channel import RawReply
-from fedloom.server.rounds.context import Adding, Gathering, RoundContext, Transport
+from fedloom.server.rounds.context import RoundContext, Transport
 from fedloom.server.rounds.feature_statistics import FeatureStatistics
 from fedloom.server.rounds.privacy import hidden
 from fedloom.server.rounds.recalibrated import end, recalibrated
 from fedloom.server.rounds.schedules import Participation
 from fedloom.server.rounds.view import Models, Setup, View
 from fedloom.server.strategies import ResidualInfluence, slots_of, strategy_of
-
-
-class NullTransport:
-    """The transport outside of rounds, where no site can be asked: before the first round, and when sites are forgotten.
-
-    Implements server.rounds.context.Transport.
-    """
-
-    run, length = "", 0
-
-    def ask(
-        self, kind: str, context: RoundContext, sites: Sequence[Site], content: Any, expected: Any
-    ) -> Iterator[RawReply]:
-        raise UserError(f"'{kind}': sites can only be asked in a round")
-
-    def masked(self, context: RoundContext, expected: Any) -> Gathering:
-        raise UserError("sites can only be asked in a round")
-
-    def partials(self, context: RoundContext, means: Any, expected: Any) -> Adding:
-        raise UserError("sites can only be asked in a round")
-
-    def images(self, site: Site) -> int:
-        return 0
-
-    def class_names(self, sites: Sequence[Site]) -> dict[str, tuple[str, ...]]:
-        return {}
-
-    def bounds(self, site: Site) -> Bounds:
-        return Bounds()
-
-    def replied(self, site: Site, reason: str) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def enough(self, kind: str, context: RoundContext, replies: int) -> None: ...
 
 
 class ServerState:
@@ -111,7 +74,7 @@ class ServerState:
     ) -> RoundContext:
         """Return the context of a round. By default, of one in which no site can be asked."""
         participation = participation or Participation([], number)
-        return RoundContext(self.setup, self.slots, participation, number, transport or NullTransport())
+        return RoundContext(self.setup, self.slots, participation, number, transport or Transport())
 
     # Rounds
 
@@ -199,10 +162,6 @@ class ServerState:
         if reason := self.strategy.no_restoration(self.experiment):
             raise UserError(f"--restore: {reason}; use --repair N for further rounds, or --rollback")
 
-    def forget(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        """Subtract sites and commit. `body`: facts for the ledger's event, which answers `request`. Raises UserError."""
-        self.membership.forget(names, body, request)
-
     def attach(self, parts: RemoteBlobStore | None) -> None:
         """Set where to read contributions that a cluster's nodes store; None: the server stores all."""
         self.ledger.blobs = replace(self.ledger.blobs, elsewhere=parts)
@@ -211,18 +170,10 @@ class ServerState:
         """Move all contributions from a cluster's nodes to the server, and return their number. Raises NodeLostError."""
         return self.ledger.blobs.bring_home(self.ledger.referred())
 
-    def lost(self) -> list[str]:
-        """Return the sites whose contributions were on nodes that are gone."""
-        return self.membership.lost()
-
     def lose(self, names: Sequence[str]) -> None:
         """Restart sites whose contributions are lost from their first contributions, as if they had just joined."""
         self.membership.lose(names, {"lost": "their nodes are gone (federation.node_store)"})
         self.readmit(names)
-
-    def roll_back(self, names: Sequence[str], body: dict[str, Any], request: str | None = None) -> None:
-        """Go back to the round before the first of these sites participated; arguments as in `forget`."""
-        self.membership.roll_back(names, body, request)
 
     def readmit(self, names: Sequence[str]) -> None:
         """Readmit forgotten sites, starting from their first contributions. Raises UserError if they are not forgotten."""

@@ -21,7 +21,7 @@ from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger.blobs import UNREADABLE
 from fedloom.server.ledger.declared import Sum
 from fedloom.server.rounds.channel import ClientChannel, RawReply
-from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext
+from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext, Transport
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.participants import Participants
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -40,8 +40,8 @@ class TooFewRepliesError(FailedError):
 
 
 @dataclass
-class RoundTransport:
-    """Sends a round's questions to the sites and returns their replies. Implements server.rounds.context.Transport.
+class RoundTransport(Transport):
+    """Sends a round's questions to the sites and returns their replies.
 
     Attributes:
         config: The run's configuration.

@@ -68,9 +68,9 @@ class Unlearning:
         body = self._before(request)
         self._begin(request, APPLYING, {})
         if request.options.get("rollback"):
-            self.state.roll_back(request.sites, body, request.id)
+            self.state.membership.roll_back(request.sites, body, request.id)
         begin = time.perf_counter()
-        self.state.forget(request.sites, body, request.id)
+        self.state.membership.forget(request.sites, body, request.id)
         self.ledger.note("subtracted", {"request": request.id, "seconds": time.perf_counter() - begin})
         self._erase(request)
         self.tell_sites()

@@ -27,11 +27,11 @@ from fedloom.fusion.state import State, digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.channel import ClientChannel, RawReply
-from fedloom.server.rounds.context import Adding
+from fedloom.server.rounds.context import Adding, Transport
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.partial_sums import Partials
 from fedloom.server.rounds.schedules import Participation
-from fedloom.server.rounds.server_state import NullTransport, ServerState
+from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import Setup
 from fedloom.server.run.training_run import all_rounds
 from fedloom.sims.benchmarks.soak_replies import Fault
@@ -178,7 +178,7 @@ def started(config: Config, only: Iterable[str] | None = None, at: Path | None =
 
 
 @dataclass
-class Given(NullTransport):
+class Given(Transport):
     """A transport whose sites have answered already: these replies arrive, in this order, at the first question of a round.
 
     `dropped`: why replies did not count, by site.

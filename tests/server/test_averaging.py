@@ -152,7 +152,7 @@ def test_a_forgotten_sites_last_round_is_made_again_without_it(tmp_path: Path, n
     three = played(tmp_path / "three", f"strategy.name={name}", "rounds=1")
     before = network_of(three)
     preview = three.aggregate.without(["site-0002"])
-    three.aggregate.forget(["site-0002"], {})
+    three.aggregate.membership.forget(["site-0002"], {})
     left = network_of(three)
     assert preview is not None and digest(preview.state) == digest(left)
     assert digest(left) != digest(before)
@@ -170,10 +170,10 @@ def test_a_site_that_never_took_part_or_just_began_has_left_nothing(tmp_path: Pa
     first = {site.name: min((one.round for one in view.ledger.history(site.name)), default=0) for site in view.sites}
     never, late, early = (next(name for name, round in first.items() if round == wanted) for wanted in (0, 4, 1))
     before = run.aggregate.digest()
-    run.aggregate.forget([never], {})
+    run.aggregate.membership.forget([never], {})
     assert run.aggregate.digest() == before
-    run.aggregate.forget([late], {})
-    run.aggregate.forget([early], {})
+    run.aggregate.membership.forget([late], {})
+    run.aggregate.membership.forget([early], {})
     residue = [bool(run.aggregate.residue([name])) for name in (never, late, early)]
     assert residue == [False, False, True] and run.aggregate.residue([never, early])
 
@@ -233,7 +233,7 @@ def test_only_those_who_answered_count(tmp_path: Path):
     assert len(last) == 1
     for name, tensor in network_of(run).items():
         torch.testing.assert_close(tensor, view.contribution(NETWORKS, last[0])[name], atol=1e-6, rtol=1e-6)
-    run.aggregate.forget(last, {})
+    run.aggregate.membership.forget(last, {})
     assert digest(network_of(run)) == digest(run.aggregate.view().server_state(NETWORK))  # nothing but where the round began
 
 

@@ -100,7 +100,7 @@ def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
         slots, other = method.state.slots, method.state.slots.total(DEEP).copy()
         before = method.state.models()[SHALLOW].state
-        method.state.forget(["site-0000"], {}, None)
+        method.state.membership.forget(["site-0000"], {}, None)
         left, never = slots.total(SHALLOW), ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0003", SHALLOW), slots.bits), times=90)
         assert same(left.totals, never.totals) and left.addends == 90
@@ -133,7 +133,7 @@ def test_the_networks_without_a_site_are_those_after_it_is_forgotten(done, tmp_p
     with method_of(copied(done.config, tmp_path)) as method:
         view = method.state.view().without(["site-0002", "site-0004"])
         asked = {name: model.state for name, model in method.state.models(view).items() if name in (SHALLOW, DEEP)}
-        method.state.forget(["site-0002", "site-0004"], {}, None)
+        method.state.membership.forget(["site-0002", "site-0004"], {}, None)
         found = method.state.models()
         assert all(same(found[name].state, state) for name, state in asked.items())
 
@@ -231,7 +231,7 @@ def test_recalibration_asks_every_architecture_of_its_sites_and_the_sums_stay(do
     given = done.config if shared else run(configured(tmp_path / "run", "strategy.name=exclusive")).config
     config, gone = copied(given, tmp_path / "a"), ["site-0000", "site-0001"]
     with method_of(copied(given, tmp_path / "b")) as plain:
-        plain.state.forget(gone, {})
+        plain.state.membership.forget(gone, {})
         digest, before, members = plain.state.digest(), plain.state.models(), plain.state.members()
         sent, states = {}, {name: before[name].state for name in (SHALLOW, MIDDLE, DEEP)}
         for name in (SHALLOW, DEEP):
@@ -273,7 +273,7 @@ def test_training_at_the_server_changes_what_all_continue_from(done, tmp_path, w
     assert accuracy[0] > accuracy[1]
     with method_of(copied(trained.config, tmp_path / "copy")) as method:
         asked = method.state.models(method.state.view().without(["site-0002"]))[DEEP].state
-        method.state.forget(["site-0002"], {}, None)
+        method.state.membership.forget(["site-0002"], {}, None)
         assert same(method.state.models()[DEEP].state, asked)
 
 
@@ -293,7 +293,7 @@ def test_layers_that_forgotten_sites_alone_had_are_as_at_the_start(tmp_path):
         first, before = strategy.first_reference(view), method.state.models()[DEEP].state
         alone = {name for name in first if name not in held}
         assert alone and not any(torch.equal(before[name], first[name]) for name in alone if "weight" in name)
-        method.state.forget(["site-0002", "site-0004"], {})
+        method.state.membership.forget(["site-0002", "site-0004"], {})
         after = method.state.models()[DEEP].state
         assert all(torch.equal(after[name], first[name]) for name in alone)
         assert not any(torch.equal(after[name], first[name]) for name in held if "weight" in name)
@@ -306,9 +306,9 @@ def test_when_all_that_trained_are_forgotten_networks_are_as_at_the_start(tmp_pa
     with method_of(config) as method:
         aggregation, strategy = method.state, ClaOt()
         first = strategy.first_reference(aggregation.view())
-        aggregation.forget([f"site-000{place}" for place in (0, 1, 2, 3)], {})
+        aggregation.membership.forget([f"site-000{place}" for place in (0, 1, 2, 3)], {})
         aggregation.readmit(["site-0000"])
-        aggregation.forget(["site-0004"], {})
+        aggregation.membership.forget(["site-0004"], {})
         models, parts = aggregation.models(), strategy.parts(resolve(config))
         for group in groups_of(resolve(config)):
             start = parts[group.name].taken(first)

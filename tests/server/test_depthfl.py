@@ -73,7 +73,7 @@ def test_with_one_depth_and_one_classifier_it_is_fedavg_bit_for_bit(tmp_path):
 def test_forgetting_leaves_the_sum_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
         slots = method.state.slots
-        method.state.forget(["site-0002"], {}, None)
+        method.state.membership.forget(["site-0002"], {}, None)
         never = ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0003", "exits-3"), slots.bits), times=90)
         assert same(slots.total("exits-3").totals, never.totals) and slots.total("exits-3").addends == 90

@@ -128,7 +128,7 @@ def test_before_there_are_prototypes_and_without_weight_it_is_training_alone(don
 def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
         slots = method.state.slots
-        method.state.forget(["site-0000"], {}, None)
+        method.state.membership.forget(["site-0000"], {}, None)
         never = ExactSum(slots.bits)
         never.add(quantise(slots.contributions.floats("site-0001", PROTOTYPES), slots.bits), times=90)
         assert same(slots.total(PROTOTYPES).totals, never.totals) and slots.total(PROTOTYPES).addends == 90

@@ -107,7 +107,7 @@ def test_what_a_strategy_remembers_survives_a_resumption_with_the_same_bits(tmp_
 def test_a_forgotten_sites_last_round_is_aggregated_again_without_it(tmp_path: Path, name: str):
     run = begun(tmp_path, name)
     one_round(run.loop, 1)
-    run.aggregate.forget(["site-0003"], {})
+    run.aggregate.membership.forget(["site-0003"], {})
     inner = run.aggregate.strategy.fresh()  # type: ignore[attr-defined]
     start = arrays_of(run.aggregate.view().initial())
     inner.configure_train(1, start, ConfigRecord(), Nodes(run.aggregate.members()))

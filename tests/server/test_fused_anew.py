@@ -126,7 +126,7 @@ def test_forgetting_in_a_fusing_round_is_the_fusion_of_what_is_left(done, tmp_pa
         before = {
             group.name: aggregation.view().server_state(network_key(group.name)) for group in groups_of(resolve(config))
         }
-        aggregation.forget(["site-0001"], {})
+        aggregation.membership.forget(["site-0001"], {})
         models = aggregation.models()
         for group in groups_of(resolve(config)):
             wanted = fused_apart(group.architecture, found.values(), before[group.name], probe, SETTINGS[CLA_OT])

@@ -144,7 +144,7 @@ def test_heads_restart_when_those_that_trained_them_are_forgotten(tmp_path):
     done = run(configured(tmp_path, "strategy.scheme=incremental", "rounds=1"))
     fresh = run(configured(tmp_path / "fresh", "training.rate=0", "rounds=1"))
     with method_of(done.config) as method, method_of(fresh.config) as other:
-        method.state.forget(["site-0000"], {}, None)
+        method.state.membership.forget(["site-0000"], {}, None)
         found, start = method.state.view().server_state("heads"), other.state.view().server_state("heads")
         assert all(torch.equal(found[name], start[name]) for name in found if name.endswith((".weight", ".bias")))
 
@@ -272,7 +272,7 @@ def test_fedgh_trains_the_servers_head_on_the_mean_features_of_the_sites(tmp_pat
         counts = torch.bincount(images.y, minlength=10) / len(images)
         torch.testing.assert_close(given["counts"], counts.float())
         before = view.server_state("head")
-        method.state.forget(["site-0001"], {}, None)
+        method.state.membership.forget(["site-0001"], {}, None)
         after = method.state.view().server_state("head")
         assert before.keys() == after.keys() and not same(before, after)
 

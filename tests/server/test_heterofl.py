@@ -95,7 +95,7 @@ def test_of_the_last_layer_a_row_is_the_mean_over_the_sites_with_its_label(done)
 def test_forgetting_leaves_the_sums_that_never_held_the_site(done, tmp_path):
     with method_of(copied(done.config, tmp_path)) as method:
         slots = method.state.slots
-        method.state.forget(["site-0000"], {}, None)
+        method.state.membership.forget(["site-0000"], {}, None)
         for slot in (WIDE, rows_of(WIDE)):
             never = ExactSum(slots.bits)
             never.add(quantise(slots.contributions.floats("site-0002", slot), slots.bits), times=40)

@@ -95,7 +95,7 @@ def test_a_site_that_claims_labels_of_others_has_its_share_of_their_rows_and_no_
     [rows] = [slot for slot in run.aggregate.slots.declared if slot.startswith("rows.")]
     shares = run.aggregate.view().mean(rows)[HELD]
     assert shares.tolist() == pytest.approx([1.0] * 4 + [1 / 3] * 6)
-    run.aggregate.forget([LIAR], {})
+    run.aggregate.membership.forget([LIAR], {})
     assert run.aggregate.view().mean(rows)[HELD].tolist() == [1.0] * 4 + [0.0] * 6
 
 

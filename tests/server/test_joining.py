@@ -80,15 +80,15 @@ def test_forgetting_and_coming_back_are_exact(tmp_path: Path, initialisation: st
         there = [site.name for site in aggregate.members() if aggregate.slots.has("sum", site.name)]
         never = next(site.name for site in aggregate.members() if site.name not in there)
         before = aggregate.digest()["sum"]
-        aggregate.forget([never], {"evidence": None, "digest_before": {}})
+        aggregate.membership.forget([never], {"evidence": None, "digest_before": {}})
         assert aggregate.digest()["sum"] == before
-        aggregate.forget([there[0]], {"evidence": None, "digest_before": {}})
+        aggregate.membership.forget([there[0]], {"evidence": None, "digest_before": {}})
         assert aggregate.digest()["sum"] == sum_of_contributions(aggregate)
         after = aggregate.digest()["sum"]
         aggregate.readmit([there[0], never])
         assert aggregate.digest()["sum"] == after  # they come back with what they train next
         assert not aggregate.slots.has("sum", there[0])
-        aggregate.forget(there[1:], {"evidence": None, "digest_before": {}})
+        aggregate.membership.forget(there[1:], {"evidence": None, "digest_before": {}})
         assert aggregate.slots.total("sum").addends == 0
         assert digest(aggregate.aggregate().state)  # what all start from
     assert audit(folder(config))["ok"]

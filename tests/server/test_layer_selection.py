@@ -231,7 +231,7 @@ def test_a_layer_that_the_forgotten_site_alone_shared_restarts(tmp_path: Path) -
     with method_of(done.config) as method:
         start = done.client.of(0, 1)[0][MEAN]
         before = method.state.view().server_state(SHARED)
-        method.state.forget([A], {}, None)
+        method.state.membership.forget([A], {}, None)
         after = method.state.view().server_state(SHARED)
         own = done.client.of(1, 2)[1][SITE]
         for part in ("weight", "bias"):
@@ -245,7 +245,7 @@ def test_when_all_that_trained_are_forgotten_nothing_is_left_but_the_start(tmp_p
     [(place, _)] = done.client.orders
     with method_of(done.config) as method:
         before = method.state.view().server_state(SHARED)
-        method.state.forget([(A, B)[place]], {}, None)
+        method.state.membership.forget([(A, B)[place]], {}, None)
         view = method.state.view()
         assert same(view.server_state(SHARED), done.client.of(place, 1)[0][MEAN]) and not same(
             before, view.server_state(SHARED)

@@ -68,7 +68,7 @@ def over(root: Path, table: Path, names: Sequence[str], *words: str) -> State:
     with method_of(configured(root, table, *words, name="-".join(names))) as method:
         grid = InlineGrid(SITES, store_folder(method.config), Spoiled())
         method.train(method.joined(grid), Recorder(), 1)
-        method.state.forget([name for name in NAMES if name not in names], {})
+        method.state.membership.forget([name for name in NAMES if name not in names], {})
         return statistics(method)
 
 
@@ -168,11 +168,11 @@ def test_only_the_rest_of_a_cohort_answers_again(table: Path, tmp_path: Path):
     first, second = asked[:3], asked[3:]
     assert len(second) == 2  # a single sixth site uses the others' statistics
     with method_of(config) as method, method_of(plain) as other:
-        other.state.forget([name for site in config.roster if (name := site.name) not in asked], {})
+        other.state.membership.forget([name for site in config.roster if (name := site.name) not in asked], {})
         for name, again in ((first[0], first[1:]), (second[0], [])):
             client = Spoiled()
             forget(method, config, [name], name, client)
-            other.state.forget([name] if again else second, {})  # a sum over one site would be its own
+            other.state.membership.forget([name] if again else second, {})  # a sum over one site would be its own
             assert {f"site-{site:04d}" for kind, site, _ in client.replies if kind == STATISTICS} == set(again)
             assert same(statistics(method), statistics(other))
         receive(method.ledger, "last", [first[1]], "", {})

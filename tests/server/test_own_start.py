@@ -81,7 +81,7 @@ def test_forgetting_fuses_again_what_never_held_the_site(done, tmp_path):
     with method_of(copied(done[0], tmp_path)) as method:
         asked = method.state.models(method.state.view().without(["site-0001"]))
         wanted = {name: asked[name].state for name in (SHALLOW, DEEP)}
-        method.state.forget(["site-0001"], {})
+        method.state.membership.forget(["site-0001"], {})
         models = method.state.models()
         assert all(same(models[name].state, state) for name, state in wanted.items())
         assert not method.state.residue(["site-0001"])  # nobody had heard of it
@@ -89,7 +89,7 @@ def test_forgetting_fuses_again_what_never_held_the_site(done, tmp_path):
 
 def test_without_any_network_of_the_reference_the_others_make_one(done, tmp_path):
     with method_of(copied(done[0], tmp_path)) as method:
-        method.state.forget(["site-0001", "site-0003"], {})
+        method.state.membership.forget(["site-0001", "site-0003"], {})
         found = method.state.models()
         assert set(found) == {SHALLOW, DEEP, "site-0000", "site-0002"}
         accuracy = method.evaluator.accuracy(found[DEEP], "test")["union"]
@@ -110,7 +110,7 @@ def test_without_a_probe_heads_follow_from_what_the_sites_of_each_architecture_t
             assert torch.allclose(state["head.weight"].double(), weight, rtol=1e-2, atol=1e-3)
             assert torch.allclose(state["head.bias"].double(), bias, rtol=1e-2, atol=1e-3)
         accuracy = method.evaluator.accuracy(models[DEEP], "test")["union"]
-        method.state.forget(["site-0002"], {})
+        method.state.membership.forget(["site-0002"], {})
         assert method.evaluator.accuracy(method.state.models()[DEEP], "test")["union"] < 0.5 * accuracy
 
 

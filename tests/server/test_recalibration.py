@@ -65,7 +65,7 @@ def last_record(config: Config) -> dict[str, Any]:
 def test_the_head_is_the_discriminant_of_the_others_images_and_the_sums_stay(finished: Config, tmp_path: Path):
     config = copied(finished, tmp_path / "a")
     with method_of(copied(finished, tmp_path / "b")) as plain:
-        plain.state.forget([ONE], {})
+        plain.state.membership.forget([ONE], {})
         digest, model = plain.state.digest(), plain.state.aggregate()
         network = plain.evaluator.loaded(model)
         images = [site_examples(config, site) for site in plain.state.members()]

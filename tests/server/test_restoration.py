@@ -74,7 +74,7 @@ def test_a_round_of_restoration_is_fedavg_at_twice_the_rate_from_half_way_back(t
     no_pooling = "network={name: mlp, widths: [32]}"  # where rounding decides between two nearly equal values
     finished = run(configured(tmp_path / "run", EXACT, "objective.subset_probability=0.5", PLAIN, no_pooling))
     with method_of(copied(finished, tmp_path / "a")) as method:
-        method.state.forget([ONE], {})
+        method.state.membership.forget([ONE], {})
         last, members = method.unlearning().last_round(), method.state.members()
         begin = moved_back(method.state.aggregate().state, initial_state(finished), SHARE_BACK)
     expected = [one_step_of_fedavg(finished, begin, site, last + 1) for site in members]

@@ -119,7 +119,7 @@ def test_a_site_that_boasts_does_not_become_the_mean_and_can_be_forgotten(tmp_pa
         weights = [method.state.slots.weight("networks", site.name) for site in config.roster]
         assert weights[1] == 10 * weights[0] == 10 * weights[2]
         assert all(method.state.checks()[0].values())
-        method.state.forget(["site-0001"], {})
+        method.state.membership.forget(["site-0001"], {})
         assert all(method.state.checks()[0].values()) and method.state.slots.total("networks").addends > 0
 
 
@@ -129,7 +129,7 @@ def test_the_operator_may_let_a_site_count_as_it_says_and_it_can_still_be_forgot
         assert method.state.slots.weight("networks", "site-0001") == 2**31 - 1
         assert all(method.state.checks()[0].values())
         rest = method.state.slots.sum_of("networks", ["site-0000", "site-0002"])
-        method.state.forget(["site-0001"], {})
+        method.state.membership.forget(["site-0001"], {})
         assert digest(method.state.slots.total("networks").totals) == digest(rest.totals)
 
 

@@ -112,9 +112,9 @@ def a_lost_reply(aggregate: ServerState, model: Plain, name: str) -> ServerState
 def forgotten(aggregate: ServerState, model: Plain, name: str) -> ServerState:
     if name not in model.held or len(model.held) == 1:
         with pytest.raises(UserError):
-            aggregate.forget([name], {})
+            aggregate.membership.forget([name], {})
     else:
-        aggregate.forget([name], {})
+        aggregate.membership.forget([name], {})
         del model.held[name]
     return aggregate
 

@@ -105,7 +105,7 @@ def test_forgetting_is_refused_and_nothing_changes(done: Done):
         with pytest.raises(UserError, match="no site can be subtracted; train again without it"):
             receive(method.ledger, "r1", [B], "", {})
         with pytest.raises(UserError, match=r"stores no contributions, .*train again without it"):
-            method.state.forget([A], {})
+            method.state.membership.forget([A], {})
         assert method.ledger.waiting() == []
         assert method.state.digest() == before
         assert method.state.without([A]) is None

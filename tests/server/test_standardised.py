@@ -197,7 +197,7 @@ def test_forgetting_a_site_leaves_the_statistics_of_a_run_without_it(tables: Pat
     names = [site.name for site in config.roster]
     with method_of(config) as method:
         trained(method)
-        method.state.forget([names[1]], {})
+        method.state.membership.forget([names[1]], {})
         assert any("standardised" in trace.reason for trace in method.state.residue([names[1]]))
         left = statistics(method)
         assert all(method.state.checks()[0].values())

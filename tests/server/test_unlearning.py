@@ -60,7 +60,7 @@ def test_the_sum_is_that_of_the_remaining_contributions_whatever_the_order(finis
 def test_before_any_round_the_sum_is_that_of_a_run_without_the_site(tmp_path: Path, initialisation: str):
     config = configured(tmp_path, f"objective.initialisation={initialisation}")
     aggregate = started(config, at=tmp_path / "all")
-    aggregate.forget([ONE, THREE], {})
+    aggregate.membership.forget([ONE, THREE], {})
     others = started(config, only=["site-0000", TWO], at=tmp_path / "others")
     assert aggregate.digest() == others.digest()
     aggregate.readmit([THREE])
@@ -155,7 +155,7 @@ def test_fedavg_cannot_subtract_and_says_so(tmp_path: Path):
             asked(method.unlearning(), "r1", [ONE])
         assert method.ledger.waiting() == []
         with pytest.raises(UserError, match="stores no contributions"):
-            method.state.forget([ONE], {})
+            method.state.membership.forget([ONE], {})
 
 
 def test_the_same_request_again_changes_nothing(finished: Config, tmp_path: Path):
@@ -187,7 +187,7 @@ def test_a_forgotten_site_leaves_no_trace_in_the_rounds_that_follow(tmp_path: Pa
                 state = {key: tensor + 1 for key, tensor in aggregate.slots.contribution("sum", ONE).items()}
                 aggregate.slots.put([SlotUpdate("sum", ONE, state, 1)], 1)
                 aggregate.commit(1, {})
-            aggregate.forget([ONE], {})
+            aggregate.membership.forget([ONE], {})
             federation = ClientChannel(InlineGrid(SITES, store_folder(config)), config.roster, 0)
             federation.join(5.0)
             loop = RoundLoop(config, "run", federation, aggregate, method.evaluator, Recorder())

@@ -49,7 +49,7 @@ def test_a_certificate_is_verified_beside_a_server_that_commits_meanwhile(
 
         def late(ledger: Ledger) -> dict[str, ExactSum]:
             monkeypatch.undo()
-            method.state.forget([TWO], {})
+            method.state.membership.forget([TWO], {})
             return sums_of(ledger)
 
         monkeypatch.setattr("fedloom.server.unlearning.verification.sums_of", late)

@@ -76,7 +76,7 @@ def shadow(method: str, seed: int) -> dict[str, Any]:
             if method == "averaging":
                 models["replay"] = _without(configured(method, seed, folder / "replay", changes=_replay(folder / "run")))
                 models["sifu"] = _sifu(run, seed, folder)
-            run.method.state.forget([LEAVER], {})
+            run.method.state.membership.forget([LEAVER], {})
             for way in FURTHER_WAYS[method]:
                 models |= way(run, seed, folder)
         for name, prefix in (("retrained", "kept"), ("again", "twin")):
@@ -207,7 +207,7 @@ def left(method: str, seed: int) -> list[dict[str, dict[str, float]]]:
             with run.copied("restored") as copy:
                 for names in gone[1:]:
                     for one in (run, copy):
-                        one.method.state.forget([names[-1]], {})
+                        one.method.state.membership.forget([names[-1]], {})
                     restored = sides(looker, copy.restored(RESTORE), names)
                     results.append({"subtract": sides(looker, run.model(), names), "restored": restored})
         for names, shares in zip(gone[1:], results[1:], strict=True):
