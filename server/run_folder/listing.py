@@ -88,16 +88,11 @@ def refuse_deleting(path: Path, *, to: str, alone: bool = False) -> None:
 
 def runs_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[Path]:
     """Yield the folder itself if it is a run, else all runs in it, by name. Baselines belong to their run."""
-    return (folder for folder, fault in _searched(path, depth) if not fault)
+    return (folder for folder, fault in searched(path, depth) if not fault)
 
 
-def damaged_in(path: Path, depth: int = MOST_DEPTH) -> Iterator[tuple[Path, str]]:
-    """Yield each folder that `runs_in` would yield if its config.yaml were readable, with a line on the fault."""
-    return ((folder, fault) for folder, fault in _searched(path, depth) if fault)
-
-
-def _searched(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
-    """Yield the runs in a folder, each with a line on its damaged config.yaml; empty for a sound one."""
+def searched(path: Path, depth: int = MOST_DEPTH) -> Iterator[tuple[Path, str]]:
+    """Yield the runs of `runs_in` and those that are damaged, each with a line on its config.yaml; empty for a sound one."""
     if is_run(path):
         yield path, ""
     elif fault := config_fault(path):
@@ -106,7 +101,7 @@ def _searched(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
         with contextlib.suppress(OSError):  # unreadable, or just removed
             for inner in sorted(path.iterdir()):
                 if inner.is_dir() and not inner.name.startswith("."):
-                    yield from _searched(inner, depth - 1)
+                    yield from searched(inner, depth - 1)
 
 
 def config_fault(path: Path) -> str:

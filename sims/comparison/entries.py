@@ -11,7 +11,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import Facts
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.layout import BASELINES, CONFIG, FINISHED, METRICS
-from fedloom.server.run_folder.listing import RUNNING, config_fault, damaged_in, is_run, read_config, runs_in, status
+from fedloom.server.run_folder.listing import RUNNING, config_fault, is_run, read_config, searched, status
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, seconds_of, summary_fault, traffic_of
 from fedloom.server.run_folder.scores import headline, metric_of, rounds_of
 from fedloom.sims.comparison.options import DEFAULT, unset_options, values_of
@@ -115,12 +115,13 @@ def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
     folders: dict[Path, Path] = {}
     faults: dict[Path, str] = {}
     for path in paths:
-        runs, damaged = list(runs_in(path)), dict(damaged_in(path))
-        if not (runs or damaged):
+        if not (found := dict(searched(path))):
             raise UserError(f"{path}: contains no run; name folders of runs, or a folder that contains runs")
-        faults |= {folder.resolve(): fault for folder, fault in damaged.items()}
-        for folder in runs:
-            folders.setdefault(folder.resolve(), folder)
+        for folder, fault in found.items():
+            if fault:
+                faults[folder.resolve()] = fault
+            else:
+                folders.setdefault(folder.resolve(), folder)
     states = {path: status(path) for path in folders.values() if not summary_fault(path)}
     unfinished = {path: state for path, state in states.items() if state != FINISHED}
     notes = [_unfinished_note(path, state) for path, state in unfinished.items()]

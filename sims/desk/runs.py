@@ -13,7 +13,7 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.ledger.database import LEDGER
 from fedloom.server.run_folder.layout import CONFIG, METRICS, SEAL, SUMMARY
-from fedloom.server.run_folder.listing import RUNNING, busy, damaged_in, is_run, runs_in
+from fedloom.server.run_folder.listing import RUNNING, busy, is_run, searched
 from fedloom.sims.operations.run_list import row_of
 
 T = TypeVar("T")
@@ -164,9 +164,10 @@ class Runs:
     def _list(self) -> tuple[dict[str, Path], list[str]]:
         with self._lock:
             if time.monotonic() - self._listed[0] > LISTED_SECONDS or not self._listed[1]:
-                found = {id_of(self.root, path): path for path in runs_in(self.root)}
+                every = list(searched(self.root))
+                found = {id_of(self.root, path): path for path, fault in every if not fault}
                 odd = [id for id in found if not _is_text(id)]
-                faults = [self.without_root(fault) for _, fault in damaged_in(self.root)]
+                faults = [self.without_root(fault) for _, fault in every if fault]
                 faults += [f"{id}: its name is not valid UTF-8; rename the folder" for id in odd]
                 named = {id: path for id, path in found.items() if id not in odd}
                 self._listed = time.monotonic(), named, [_shown(fault) for fault in faults]

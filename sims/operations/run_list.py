@@ -10,7 +10,7 @@ from fedloom.conf.machine import size_of
 from fedloom.conf.metrics import ACCURACY, facts_of
 from fedloom.conf.yaml_text import read_yaml
 from fedloom.server.run_folder.layout import CONFIG, FINISHED
-from fedloom.server.run_folder.listing import RUNNING, damaged_in, runs_in, status, waiting
+from fedloom.server.run_folder.listing import RUNNING, searched, status, waiting
 from fedloom.server.run_folder.results_schema import checked_metrics, checked_summary, summary_fault
 from fedloom.server.run_folder.scores import headline, metric_of
 from fedloom.sims.report.results import shown, which
@@ -24,7 +24,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return a row for each run, also for damaged ones, sorted by path. Raises UserError if the folder does not exist."""
     if not folder.is_dir():
         raise UserError(f"{folder}: the folder does not exist; name a run, or a folder that contains runs")
-    rows = [*map(row_of, runs_in(folder)), *(damaged_row(path, fault) for path, fault in damaged_in(folder))]
+    rows = [damaged_row(path, fault) if fault else row_of(path) for path, fault in searched(folder)]
     return sorted(rows, key=lambda row: Path(row["run"]))
 
 

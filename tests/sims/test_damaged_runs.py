@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from fedloom import compare
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.layout import CONFIG, LEDGER, LOCK, METRICS, SEAL, SUMMARY
-from fedloom.server.run_folder.listing import damaged_in, runs_in
+from fedloom.server.run_folder.listing import searched
 from fedloom.sims.comparison import entries
 from fedloom.sims.desk.tokens import Tokens
 from tests.sims.commands import ONE, Command, last_line, refused
@@ -106,7 +106,7 @@ def test_folders_of_other_programs_are_not_damaged_runs(run: Path, tmp_path: Pat
         (other / name).write_text(text)
     (tmp_path / "config-alone").mkdir()
     (tmp_path / "config-alone" / CONFIG).write_bytes(GARBAGE)
-    assert not [*damaged_in(tmp_path)] and [*runs_in(tmp_path)] == [run]
+    assert [*searched(tmp_path)] == [(run, "")]
 
 
 def test_a_run_that_has_just_begun_is_not_damaged(fedloom: Command, run: Path):
