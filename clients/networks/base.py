@@ -2,6 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,13 @@ NETWORKS: Registry[NetworkSpec] = Registry("network", NetworkSpec, "fedloom.clie
     "residual": "resnet10 resnet14 resnet18 resnet20 resnet22 resnet26 resnet34 resnet56 wide_resnet",
     "sequences": "cnn1d lstm", "split": "rest split", "transformer": "transformer",
 }, adapter="own")  # fmt: skip
+
+
+def register_variants(base: type[NetworkSpec], field: str, variants: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Register a subclass of `base` for each name: its description, and its value of the class attribute `field`."""
+    for name, (about, value) in variants.items():
+        facts = {"__doc__": about, "__module__": base.__module__, field: value}
+        NETWORKS.register(name)(type("".join(map(str.title, name.split("_"))), (base,), facts))
 
 
 def check_inputs(form: Form, name: str, *kinds: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.clients.data.form import Form
-from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, register_variants
 from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, check_image, norm_layers, scaled
 from fedloom.conf.typed import option
 
@@ -68,36 +68,13 @@ class Conv6(PlainSpec):
     groups: int = option(4, "groups of each GroupNorm", low=1)
 
 
-@NETWORKS.register("vgg11")
-@dataclass(frozen=True)
-class Vgg11(PlainSpec):
-    """VGG configuration A with GroupNorm (or another norm) and a linear head."""
-
-    layout = (64, POOL, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)
-
-
-@NETWORKS.register("vgg13")
-@dataclass(frozen=True)
-class Vgg13(PlainSpec):
-    """VGG configuration B with GroupNorm (or another norm) and a linear head."""
-
-    layout = (64, 64, POOL, 128, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)
-
-
-@NETWORKS.register("vgg16")
-@dataclass(frozen=True)
-class Vgg16(PlainSpec):
-    """VGG configuration D with GroupNorm (32 groups) and a linear head, as in sum aggregation, Sec. 4."""
-
-    layout = (64, 64, POOL, 128, 128, POOL, 256, 256, 256, POOL, 512, 512, 512, POOL, 512, 512, 512, POOL)
-
-
-@NETWORKS.register("vgg19")
-@dataclass(frozen=True)
-class Vgg19(PlainSpec):
-    """VGG configuration E with GroupNorm (or another norm) and a linear head."""
-
-    layout = (
-        *(64, 64, POOL, 128, 128, POOL),
-        *(256, 256, 256, 256, POOL, 512, 512, 512, 512, POOL, 512, 512, 512, 512, POOL),
-    )
+register_variants(PlainSpec, "layout", {
+    "vgg11": ("VGG configuration A with GroupNorm (or another norm) and a linear head.",
+              (64, POOL, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)),
+    "vgg13": ("VGG configuration B with GroupNorm (or another norm) and a linear head.",
+              (64, 64, POOL, 128, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL)),
+    "vgg16": ("VGG configuration D with GroupNorm (32 groups) and a linear head, as in sum aggregation, Sec. 4.",
+              (64, 64, POOL, 128, 128, POOL, 256, 256, 256, POOL, 512, 512, 512, POOL, 512, 512, 512, POOL)),
+    "vgg19": ("VGG configuration E with GroupNorm (or another norm) and a linear head.",
+              (64, 64, POOL, 128, 128, POOL, *(256, 256, 256, 256, POOL), *2 * (512, 512, 512, 512, POOL))),
+})  # fmt: skip

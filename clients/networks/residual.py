@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fedloom.clients.data.form import Form
-from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, Starting
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, Starting, register_variants
 from fedloom.clients.networks.layers import HEAD_HELP, NORM_HELP, NORMS, WIDTH_HELP, check_image, norm_layers, scaled
 from fedloom.conf.errors import UserError
 from fedloom.conf.typed import option
@@ -141,70 +141,25 @@ class ResnetSpec(ResidualSpec):
         return Network(nn.Sequential(extractor), nn.Linear(widths[-1], form.outputs, bias=self.head_bias))
 
 
-@NETWORKS.register("resnet10")
 @dataclass(frozen=True)
-class Resnet10(ResnetSpec):
-    """ResNet-10: one block per stage, 4.9 million parameters."""
-
-    blocks = (1, 1, 1, 1)
-
-
-@NETWORKS.register("resnet14")
-@dataclass(frozen=True)
-class Resnet14(ResnetSpec):
-    """ResNet-14: stages of 1, 2, 2 and 1 blocks, between ResNet-10 and ResNet-18."""
-
-    blocks = (1, 2, 2, 1)
-
-
-@NETWORKS.register("resnet18")
-@dataclass(frozen=True)
-class Resnet18(ResnetSpec):
-    """ResNet-18 with a 3x3 stem for small images: 11.2 million parameters."""
-
-    blocks = (2, 2, 2, 2)
-
-
-@NETWORKS.register("resnet22")
-@dataclass(frozen=True)
-class Resnet22(ResnetSpec):
-    """ResNet-22: stages of 2, 3, 3 and 2 blocks, between ResNet-18 and ResNet-26."""
-
-    blocks = (2, 3, 3, 2)
-
-
-@NETWORKS.register("resnet26")
-@dataclass(frozen=True)
-class Resnet26(ResnetSpec):
-    """ResNet-26: three blocks per stage, 17.4 million parameters."""
-
-    blocks = (3, 3, 3, 3)
-
-
-@NETWORKS.register("resnet34")
-@dataclass(frozen=True)
-class Resnet34(ResnetSpec):
-    """ResNet-34 with a 3x3 stem for small images: 21.3 million parameters."""
-
-    blocks = (3, 4, 6, 3)
-
-
-@NETWORKS.register("resnet20")
-@dataclass(frozen=True)
-class Resnet20(ResnetSpec):
-    """ResNet-20 of the CIFAR type, widths 16-32-64: 270,000 parameters."""
+class NarrowResnetSpec(ResnetSpec):
+    """Networks of the CIFAR type, with three stages."""
 
     widths = (16, 32, 64)
-    blocks = (3, 3, 3)
 
 
-@NETWORKS.register("resnet56")
-@dataclass(frozen=True)
-class Resnet56(ResnetSpec):
-    """ResNet-56 of the CIFAR type, widths 16-32-64: 860,000 parameters."""
-
-    widths = (16, 32, 64)
-    blocks = (9, 9, 9)
+register_variants(ResnetSpec, "blocks", {
+    "resnet10": ("ResNet-10: one block per stage, 4.9 million parameters.", (1, 1, 1, 1)),
+    "resnet14": ("ResNet-14: stages of 1, 2, 2 and 1 blocks, between ResNet-10 and ResNet-18.", (1, 2, 2, 1)),
+    "resnet18": ("ResNet-18 with a 3x3 stem for small images: 11.2 million parameters.", (2, 2, 2, 2)),
+    "resnet22": ("ResNet-22: stages of 2, 3, 3 and 2 blocks, between ResNet-18 and ResNet-26.", (2, 3, 3, 2)),
+    "resnet26": ("ResNet-26: three blocks per stage, 17.4 million parameters.", (3, 3, 3, 3)),
+    "resnet34": ("ResNet-34 with a 3x3 stem for small images: 21.3 million parameters.", (3, 4, 6, 3)),
+})  # fmt: skip
+register_variants(NarrowResnetSpec, "blocks", {
+    "resnet20": ("ResNet-20 of the CIFAR type, widths 16-32-64: 270,000 parameters.", (3, 3, 3)),
+    "resnet56": ("ResNet-56 of the CIFAR type, widths 16-32-64: 860,000 parameters.", (9, 9, 9)),
+})  # fmt: skip
 
 
 @NETWORKS.register("wide_resnet")

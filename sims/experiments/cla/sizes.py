@@ -6,26 +6,17 @@ from dataclasses import dataclass, replace
 from fedloom.clients.data.domains import find
 from fedloom.clients.data.form import Form
 from fedloom.clients.networks import NetworkName, parse_name
-from fedloom.clients.networks.base import NETWORKS
+from fedloom.clients.networks.base import register_variants
 from fedloom.clients.networks.plain import POOL, PlainSpec
 from fedloom.sims.experiments.pairs import Recipe
 from fedloom.sims.operations.domain_task import Task
 
-
-@NETWORKS.register("vgg13_double")
-@dataclass(frozen=True)
-class Vgg13Double(PlainSpec):
-    """A VGG13 of 33 million parameters. The paper prints 1028 for 1024."""
-
-    layout = (64, 128, POOL, 256, 256, POOL, 512, 512, POOL, 1024, 1024, POOL, 1024, 512, POOL)
-
-
-@NETWORKS.register("vgg11_half")
-@dataclass(frozen=True)
-class Vgg11Half(PlainSpec):
-    """A VGG11 of 3 million parameters."""
-
-    layout = (64, POOL, 64, POOL, 128, 128, POOL, 256, 256, POOL, 256, 512, POOL)
+register_variants(PlainSpec, "layout", {
+    "vgg13_double": ("A VGG13 of 33 million parameters. The paper prints 1028 for 1024.",
+                     (64, 128, POOL, 256, 256, POOL, 512, 512, POOL, 1024, 1024, POOL, 1024, 512, POOL)),
+    "vgg11_half": ("A VGG11 of 3 million parameters.",
+                   (64, POOL, 64, POOL, 128, 128, POOL, 256, 256, POOL, 256, 512, POOL)),
+})  # fmt: skip
 
 
 BARE = "bias=false,head_bias=false"
