@@ -120,27 +120,10 @@ class Arrays:
 
 
 @dataclass(frozen=True)
-class Sheets:
-    """An npz file of JPEG sheets train_00, ... with 40 x 25 tiles of 32 x 32 pixels, of which `size` x `size` are used.
+class Sheets(Arrays):
+    """An npz file of JPEG sheets train_00, ... with 40 x 25 tiles of 32 x 32 pixels, of which `size` x `size` are used."""
 
-    Implements `Source`.
-    """
-
-    file: str
     size: int = 32
-    parts: ClassVar[tuple[str, ...]] = OFFICIAL
-
-    def origin(self, folder: Path) -> str:
-        return str(folder / self.file)
-
-    def found(self, folder: Path) -> bool:
-        return (folder / self.file).is_file()
-
-    def state(self, folder: Path) -> str:
-        return listing.state(folder / self.file)
-
-    def labels(self, folder: Path, part: str) -> Labels:
-        return _member(folder / self.file, f"y_{part}", self.state(folder)).astype(np.int64)
 
     def images(self, folder: Path, part: str, index: Positions) -> Pixels:
         images = np.empty((len(index), self.size, self.size, 3), np.uint8)

@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -162,17 +162,20 @@ def read_state(path: Path) -> State:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return a safetensors file's metadata, without its tensors. Raises UserError for an unreadable file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is not a readable safetensors file ({error})") from None
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
 
 
 def read_names(path: Path) -> list[str]:
     """Return the names of a safetensors file's tensors. Raises UserError for an unreadable file."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            yield file
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({error})") from None

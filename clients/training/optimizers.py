@@ -23,22 +23,14 @@ Step = Callable[[float, Sequence[Tensor]], None]
 
 
 class Rates(Protocol):
-    """The options of the section `training` that optimisers use."""
+    """The options of the section `training` that optimisers use: the initial learning rate, and options of sgd."""
 
     @property
-    def rate(self) -> float:
-        """The initial learning rate."""
-        ...
-
+    def rate(self) -> float: ...
     @property
-    def momentum(self) -> float:
-        """The momentum of sgd."""
-        ...
-
+    def momentum(self) -> float: ...
     @property
-    def weight_decay(self) -> float:
-        """The weight decay of sgd."""
-        ...
+    def weight_decay(self) -> float: ...
 
 
 @dataclass(frozen=True)

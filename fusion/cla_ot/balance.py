@@ -155,7 +155,7 @@ class _Builder:
             self._copy(unit.layers, partner.layers, unit, partner)
             done = self.matches[index] + 1
         self._merge(self.wiring.units[done:])
-        self._copy(_outside(self.structure), _outside(self.wiring), None, None)
+        self._copy(outside_units(self.structure), outside_units(self.wiring), None, None)
         network = with_state(self.target, {name: tensor.clone() for name, tensor in self.state.items()}, self.dropped)
         complete = with_state(self.target, self.state | self.spare) if self.dropped else network
         notes = tuple(f"{name}: added without its norm, which has no identity" for name in sorted(self.dropped))
@@ -164,7 +164,7 @@ class _Builder:
     def _entries(self, index: int) -> int:
         """Return the input width of the network's next own layer after an index in the structure."""
         later = [theirs for ours, theirs in self.matches.items() if ours > index]
-        names = self.wiring.units[min(later)].layers if later else _outside(self.wiring)
+        names = self.wiring.units[min(later)].layers if later else outside_units(self.wiring)
         first = next(module for module in map(self.have.__getitem__, names) if not isinstance(module, NORMS))
         return first.get_parameter("weight").shape[1]
 
@@ -303,7 +303,7 @@ SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _outside(wiring: Wiring) -> tuple[str, ...]:
+def outside_units(wiring: Wiring) -> tuple[str, ...]:
     """Return the layers outside of units: those of the output."""
     inside = {name for unit in wiring.units for name in unit.layers}
     return tuple(layer.name for layer in wiring.layers if layer.name not in inside)

@@ -74,35 +74,25 @@ def _dense(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, dim: int, k
     return value_of([*remaining, along(outputs, dim, len(shape))], shape)
 
 
+def _parts(walk: Walk, node: Node, **places: int) -> list[Any]:
+    """Return parts of a layer: by name of its module, or by place and name of a function's arguments; None if missing."""
+    if node.op == "call_module":
+        return [getattr(walk.module(node), name, None) for name in places]
+    return [argument(node, place, name) for name, place in places.items()]
+
+
 def _linear(walk: Walk, node: Node) -> Value:
-    module = walk.module(node)
-    value = walk.known(node.args[0])
-    return _dense(walk, node, value, module.weight, module.bias, len(value.shape) - 1, "linear")
-
-
-def _linear_function(walk: Walk, node: Node) -> Value:
-    value, weight, bias = walk.known(node.args[0]), argument(node, 1, "weight"), argument(node, 2, "bias")
+    value, (weight, bias) = walk.known(node.args[0]), _parts(walk, node, weight=1, bias=2)
     return _dense(walk, node, value, weight, bias, len(value.shape) - 1, "linear")
 
 
-def _convolution(walk: Walk, node: Node) -> Value:
-    module = walk.module(node)
-    return _convolved(walk, node, walk.known(node.args[0]), module.weight, module.bias, module.groups, "conv")
+def _convolution(walk: Walk, node: Node, kind: str = "conv") -> Value:
+    weight, bias, groups = _parts(walk, node, weight=1, bias=2, groups=6)
+    return _convolved(walk, node, walk.known(node.args[0]), weight, bias, groups or 1, kind)
 
 
 def _transposed(walk: Walk, node: Node) -> Value:
-    module = walk.module(node)
-    return _convolved(walk, node, walk.known(node.args[0]), module.weight, module.bias, module.groups, "transposed")
-
-
-def _convolution_function(walk: Walk, node: Node) -> Value:
-    weight, bias, groups = argument(node, 1, "weight"), argument(node, 2, "bias"), argument(node, 6, "groups", 1)
-    return _convolved(walk, node, walk.known(node.args[0]), weight, bias, groups, "conv")
-
-
-def _transposed_function(walk: Walk, node: Node) -> Value:
-    weight, bias, groups = argument(node, 1, "weight"), argument(node, 2, "bias"), argument(node, 6, "groups", 1)
-    return _convolved(walk, node, walk.known(node.args[0]), weight, bias, groups, "transposed")
+    return _convolution(walk, node, "transposed")
 
 
 def _convolved(walk: Walk, node: Node, x: Value, weight: Any, bias: Any, groups: int, kind: str) -> Value:
@@ -142,8 +132,7 @@ def _grouped(walk: Walk, node: Node, x: Value, weight: Tensor, bias: Any, groups
 
 def _embedding(walk: Walk, node: Node) -> Value:
     """Label rows of a table that the input or constants select."""
-    functional = node.op != "call_module"
-    weight = walk.tensor(argument(node, 1, "weight") if functional else walk.module(node).weight)
+    weight = walk.tensor(*_parts(walk, node, weight=1))
     index, shape = walk.of(node.args[0]), tuple(walk.shape(node))
     rows, outputs = walk.entries(weight, 0), walk.entries(weight, 1)
     walk.atoms.pin(rows)
@@ -188,25 +177,12 @@ def _channels(walk: Walk, value: Value, dim: int) -> Tensor:
 
 
 def _batch_norm(walk: Walk, node: Node) -> Value:
-    module, value = walk.module(node), walk.known(node.args[0])
-    names = ("weight", "bias", "running_mean", "running_var")
-    return _affine(walk, node, value, [getattr(module, name, None) for name in names], 1)
-
-
-def _batch_norm_function(walk: Walk, node: Node) -> Value:
     value = walk.known(node.args[0])
-    names = ("running_mean", "running_var", "weight", "bias")
-    tensors = [argument(node, index + 1, name) for index, name in enumerate(names)]
-    return _affine(walk, node, value, [tensors[2], tensors[3], tensors[0], tensors[1]], 1)
+    return _affine(walk, node, value, _parts(walk, node, weight=3, bias=4, running_mean=1, running_var=2), 1)
 
 
 def _group_norm(walk: Walk, node: Node) -> Value:
-    module = walk.module(node)
-    return _in_groups(walk, node, walk.known(node.args[0]), module.num_groups, module.weight, module.bias)
-
-
-def _group_norm_function(walk: Walk, node: Node) -> Value:
-    groups, weight, bias = argument(node, 1, "num_groups"), argument(node, 2, "weight"), argument(node, 3, "bias")
+    groups, weight, bias = _parts(walk, node, num_groups=1, weight=2, bias=3)
     return _in_groups(walk, node, walk.known(node.args[0]), groups, weight, bias)
 
 
@@ -221,18 +197,13 @@ def _in_groups(walk: Walk, node: Node, value: Value, groups: int, weight: Any, b
 
 
 def _layer_norm(walk: Walk, node: Node) -> Value:
-    module = walk.module(node)
-    tensors = [module.weight, getattr(module, "bias", None)]
-    return _over_last(walk, node, module.normalized_shape, tensors)
+    over, *tensors = _parts(walk, node, normalized_shape=1, weight=2, bias=3)
+    return _over_last(walk, node, over, tensors)
 
 
-def _layer_norm_function(walk: Walk, node: Node) -> Value:
-    tensors = [argument(node, 2, "weight"), argument(node, 3, "bias")]
-    return _over_last(walk, node, argument(node, 1, "normalized_shape"), tensors)
-
-
-def _rms_norm_function(walk: Walk, node: Node) -> Value:
-    return _over_last(walk, node, argument(node, 1, "normalized_shape"), [argument(node, 2, "weight")])
+def _rms_norm(walk: Walk, node: Node) -> Value:
+    over, weight = _parts(walk, node, normalized_shape=1, weight=2)
+    return _over_last(walk, node, over, [weight])
 
 
 def _over_last(walk: Walk, node: Node, over: Any, tensors: list[Any]) -> Value:
@@ -270,12 +241,12 @@ MODULES: dict[type, Rule] = table(
     (elementwise, ACTIVATIONS),
 )
 FUNCTIONS: dict[str, Rule] = table(
-    (_linear_function, ("linear",)),
-    (_convolution_function, ("conv1d", "conv2d", "conv3d")),
-    (_transposed_function, ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+    (_linear, ("linear",)),
+    (_convolution, ("conv1d", "conv2d", "conv3d")),
+    (_transposed, ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
     (_embedding, ("embedding",)),
-    (_batch_norm_function, ("batch_norm",)),
-    (_group_norm_function, ("group_norm",)),
-    (_layer_norm_function, ("layer_norm",)),
-    (_rms_norm_function, ("rms_norm",)),
+    (_batch_norm, ("batch_norm",)),
+    (_group_norm, ("group_norm",)),
+    (_layer_norm, ("layer_norm",)),
+    (_rms_norm, ("rms_norm",)),
 )

@@ -231,8 +231,6 @@ class Ledger(RequestQueue):
         contributions: Mapping[str, Contribution],
         states: Mapping[str, str],
         digest: Mapping[str, str],
-        body: dict[str, Any] | None = None,
-        request: str | None = None,
     ) -> None:
         """Readmit forgotten sites.
 
@@ -241,8 +239,6 @@ class Ledger(RequestQueue):
             contributions: By site, the contribution of a committed round with which it starts.
             states: By name, the digests of the sums and of the server's states with these sites.
             digest: By slot, the digest of the exact sum.
-            body: Facts for the event.
-            request: The id of the request that this fulfils.
 
         Raises:
             LedgerError: A site is not forgotten, or a blob is missing.
@@ -251,8 +247,8 @@ class Ledger(RequestQueue):
             raise LedgerError(
                 f"site '{min(unnamed)}' has a contribution but is not among the readmitted sites ({', '.join(sites)})"
             )
-        written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": body, "request": request}
-        self._change_sites("readmitted", written, sites, contributions, request)
+        written = {"sites": list(sites), "states": dict(states), "digest": dict(digest), "body": None, "request": None}
+        self._change_sites("readmitted", written, sites, contributions, None)
 
     def _change_sites(
         self,

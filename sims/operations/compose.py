@@ -1,14 +1,16 @@
 """Make a network of some sites of a run from their contributions, without training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fedloom.clients.data.splits import SplitRule
 from fedloom.clients.networks import Architecture, Model, NetworkName, save_network
 from fedloom.clients.networks.named import read_split
 from fedloom.clients.storage.states import read_state
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.schema import Config
 from fedloom.fusion.arithmetic import GRADIENTS, WEIGHTS, Alpha, check_shapes
 from fedloom.fusion.exact import ExactSumError
 from fedloom.fusion.state import State, digest
@@ -20,6 +22,8 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.strategies.arithmetic import ArithmeticStrategy, start_of
 from fedloom.sims.operations.network_files import check_out
 from fedloom.sims.report.tables import Table
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,7 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
     """Write the network to `out`, and return tables of its sites and its accuracy. Raises UserError if it cannot be made."""
     _check(order, out)
     config = read_config(run)
-
-    def read() -> tuple[Evaluator, Model, list[list[str]]]:
-        method = TrainingRun(config, RunFolder(run), ledger, Evaluator(config))
-        return method.evaluator, *_composed(method.state, order)
-
-    with Ledger.open(run, server=False) as ledger:
-        if ledger.last_round() is None:
-            raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
-        evaluator, model, parts = ledger.steady(read)
+    evaluator, (model, parts) = steadily(run, config, lambda state: _composed(state, order))
     model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture), SplitRule.of(config))
     tables = [Table("Made of", ["site", "coefficient"], parts)]
@@ -64,6 +60,22 @@ def compose(run: Path, order: CompositionOrder, out: Path) -> list[Table]:
         rows = [[domain, metric.text(value)] for domain, value in values.items()]
         tables.append(Table(f"Test {metric.title}", ["domain", metric.title], rows, _start_note(order.start, config.seed)))
     return tables
+
+
+def steadily(run: Path, config: Config, read: Callable[[ServerState], T]) -> tuple[Evaluator, T]:
+    """Return an evaluator, and what `read` returns of a run's last round, also while a server commits others.
+
+    Raises UserError before the first round.
+    """
+
+    def reading() -> tuple[Evaluator, T]:
+        method = TrainingRun(config, RunFolder(run), ledger, Evaluator(config))
+        return method.evaluator, read(method.state)
+
+    with Ledger.open(run, server=False) as ledger:
+        if ledger.last_round() is None:
+            raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
+        return ledger.steady(reading)
 
 
 def name_of(architecture: Architecture) -> NetworkName:

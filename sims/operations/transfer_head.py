@@ -12,15 +12,13 @@ from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
-from fedloom.server.evaluation.evaluator import RECOMPUTED, Evaluator, has_data
-from fedloom.server.ledger import Ledger
+from fedloom.server.evaluation.evaluator import RECOMPUTED, has_data
 from fedloom.server.rounds.server_state import ServerState
 from fedloom.server.rounds.view import View
-from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.strategies.components.classes import SiteClasses
 from fedloom.server.strategies.components.recombination import Recombining
-from fedloom.sims.operations.compose import name_of
+from fedloom.sims.operations.compose import name_of, steadily
 from fedloom.sims.operations.network_files import check_out
 from fedloom.sims.report.canvas import save
 from fedloom.sims.report.forgetting import forgotten_sites
@@ -74,15 +72,7 @@ def transfer(run: Path, giver: str, taker: str, out: Path) -> Table:
     for option, name in (("--from", giver), ("--to", taker)):
         if name not in sites:
             raise unknown(option, name, sites)
-
-    def read() -> tuple[Evaluator, Model, list[list[Cell]]]:
-        method = TrainingRun(config, RunFolder(run), ledger, Evaluator(config))
-        return method.evaluator, *_pair(method.state, sites[giver], sites[taker])
-
-    with Ledger.open(run, server=False) as ledger:
-        if ledger.last_round() is None:
-            raise UserError(f"{run}: the run has no committed round yet; wait for the first one")
-        evaluator, model, rows = ledger.steady(read)
+    evaluator, (model, rows) = steadily(run, config, lambda state: _pair(state, sites[giver], sites[taker]))
     if has_data(config):
         model = evaluator.with_statistics(model)
     save_network(out, evaluator.loaded(model), name_of(model.architecture), SplitRule.of(config))

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedloom.conf.errors import UserError
 from fedloom.sims.report import drawing
 from fedloom.sims.report.canvas import DPI
-from fedloom.sims.report.tables import Table, clean
+from fedloom.sims.report.tables import Table, clean, in_html
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -106,14 +106,14 @@ def page_text(title: str, sections: Sequence[tuple[str, Sequence[Part]]], sorts:
     policy = f"{POLICY}; script-src 'sha256-{script_hash}'" if sorts else POLICY
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{_escape(title)}</title>\n'
-        f"<style>{STYLE}{drawing.STYLE if '<svg' in body else ''}</style></head>\n<body>\n<h1>{_escape(title)}</h1>\n{body}"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{in_html(title)}</title>\n'
+        f"<style>{STYLE}{drawing.STYLE if '<svg' in body else ''}</style></head>\n<body>\n<h1>{in_html(title)}</h1>\n{body}"
         f"{f'<script>{SCRIPT}</script>' if sorts else ''}</body>\n</html>\n"
     )
 
 
 def _section(heading: str, parts: Sequence[Part]) -> str:
-    return (f"<h2>{_escape(heading)}</h2>\n" if heading else "") + "".join(map(_part, parts))
+    return (f"<h2>{in_html(heading)}</h2>\n" if heading else "") + "".join(map(_part, parts))
 
 
 def _part(part: Part) -> str:
@@ -123,8 +123,8 @@ def _part(part: Part) -> str:
         return _picture(part)
     if isinstance(part, Details):
         text = html.escape(_printable(part.text))
-        return f"<details><summary>{_escape(part.title)}</summary><pre>{text}</pre></details>\n"
-    return f"<p>{_QUOTED.sub(_AS_CODE, _escape(part))}</p>\n"
+        return f"<details><summary>{in_html(part.title)}</summary><pre>{text}</pre></details>\n"
+    return f"<p>{_QUOTED.sub(_AS_CODE, in_html(part))}</p>\n"
 
 
 def _picture(picture: Picture) -> str:
@@ -133,16 +133,12 @@ def _picture(picture: Picture) -> str:
     except OSError as error:
         raise UserError(f"{picture.path}: the picture cannot be read ({error.strerror})") from None
     data = base64.b64encode(content).decode("ascii")
-    caption, vectors = _escape(picture.caption), picture.path.with_suffix(".svg")
+    caption, vectors = in_html(picture.caption), picture.path.with_suffix(".svg")
     if vectors.is_file() and (boxes := drawing.figure_with_boxes(vectors, clean(picture.caption))):
         return f"<figure>{boxes}<figcaption>{caption}</figcaption></figure>\n"
     width = int.from_bytes(content[16:20], "big") * CSS_DPI // DPI  # the header's; so texts have one size in all pictures
     image = f'<img alt="{caption}" width="{width}" src="data:image/png;base64,{data}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
-
-
-def _escape(text: str) -> str:
-    return html.escape(clean(text))
 
 
 def _printable(text: str) -> str:

@@ -134,8 +134,8 @@ class Table:
         head = "".join(_in_html_cell("th", name, text) for name, text in zip(self.columns, left, strict=True))
         rows = ("".join(_in_html_cell("td", cell, text) for cell, text in zip(row, left, strict=True)) for row in self.rows)
         body = "".join(f"<tr>{row}</tr>\n" for row in rows)
-        title = f"<caption>{_in_html(self.title)}</caption>" if self.title else ""
-        note = f'<p class="note">{_in_html(self.note)}</p>\n' if self.note else ""
+        title = f"<caption>{in_html(self.title)}</caption>" if self.title else ""
+        note = f'<p class="note">{in_html(self.note)}</p>\n' if self.note else ""
         return f"<table>{title}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n{note}"
 
     def rich(self) -> "Fitted":
@@ -230,13 +230,14 @@ def _in_html_cell(tag: str, cell: Cell, left: bool) -> str:
     text = show(cell)
     digests = left and _DIGEST.search(text)
     kind = ' class="number"' if not left else ' class="whole"' if len(text.split()) == 1 and not digests else ""
-    shown = _DIGEST.sub(r'<span class="digest">\1</span>', _in_html(text)) if digests else _in_html(text)
+    shown = _DIGEST.sub(r'<span class="digest">\1</span>', in_html(text)) if digests else in_html(text)
     if isinstance(cell, Link):
         shown = f'<a href="{html.escape(cell.target)}">{shown}</a>'
     return f"<{tag}{kind}>{shown}</{tag}>"
 
 
-def _in_html(text: str) -> str:
+def in_html(text: str) -> str:
+    """Return a text for HTML, on one line."""
     return html.escape(clean(text))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
+from fedloom.fusion.cla_ot.balance import outside_units
 from fedloom.fusion.cla_ot.matching import layer_costs, match_units, wired
 from fedloom.fusion.graph.channels import Wiring
 from fedloom.fusion.graph.resize import with_state
@@ -56,7 +57,7 @@ def by_alignment(source: nn.Module, target: nn.Module, probe: Tensor) -> Names:
     ours, theirs = wired([target, source], probe)
     matches = match_units(ours, theirs, layer_costs(target, source, probe))
     groups = [(ours.units[i].layers, theirs.units[j].layers) for i, j in sorted(matches.items())]
-    groups.append((_outside(ours), _outside(theirs)))
+    groups.append((outside_units(ours), outside_units(theirs)))
     return [pair for group in groups for pair in zip(*group, strict=True)]
 
 
@@ -96,8 +97,3 @@ def common(ones: Sequence[object], twos: Sequence[object]) -> list[tuple[int, in
 def _kind(network: nn.Module, name: str) -> tuple[object, ...]:
     module = network.get_submodule(name)
     return type(module), *((key, tuple(tensor.shape)) for key, tensor in module.state_dict().items())
-
-
-def _outside(wiring: Wiring) -> tuple[str, ...]:
-    inside = {name for unit in wiring.units for name in unit.layers}
-    return tuple(layer.name for layer in wiring.layers if layer.name not in inside)
