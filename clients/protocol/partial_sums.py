@@ -66,7 +66,8 @@ class PartialSum:
         node: The node that stores `records`; "" if they are included.
         ticket: The name of the stored records at this node.
         blobs: By site, the digest of the stored contribution.
-        sizes: By site, the bytes of the arrays that were added up.
+        sizes: By site, the bytes of the arrays that were added up, which count as traffic of the site. Empty with
+            federation.partial_sums=true: a round's record then has the bytes that the server received.
         new: The sum of the contributions themselves, int64; None where a node stores them.
     """
 
@@ -189,7 +190,9 @@ class _Sums:
                     undo.callback(self.new.subtract, new, times)
             blob = self._keep(order, site.name, records[order.slot]) if order.slot else ""
             undo.pop_all()
-        self.samples[site.name], self.sizes[site.name] = samples, array_bytes(content)
+        self.samples[site.name] = samples
+        if self.config.federation.partial_sums is None:
+            self.sizes[site.name] = array_bytes(content)
         self.messages.add(message.metadata.message_id)
         if blob:
             self.blobs[site.name] = blob
