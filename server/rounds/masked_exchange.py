@@ -224,7 +224,7 @@ class MaskedExchange:
             ways = (
                 f"with {STANDARDISE}={NONE}"
                 if STATISTICS in self.expected
-                else "with a smaller training.batch, or with privacy.noise"
+                else "with a smaller training.batch, training.schedule=constant, or privacy.noise"
             )
             raise SummedElsewhereError(
                 f"round {self.context.number}: the contribution of {self.answers.refusing[0]} is nearly the same as in a "

@@ -19,7 +19,7 @@ from fedloom.conf.sites import BEST
 from fedloom.fusion.exact import ExactSumError, check_range
 from fedloom.server.evaluation.evaluator import RECOMPUTED, has_data
 from fedloom.server.rounds.feature_statistics import check as check_standardise
-from fedloom.server.rounds.privacy import check_hidden
+from fedloom.server.rounds.privacy import check_batches, check_hidden
 from fedloom.server.rounds.schedules import check_asked
 from fedloom.server.strategies import STRATEGIES, slots_of
 from fedloom.server.strategies.base import check_named
@@ -48,6 +48,7 @@ def check(config: Config) -> None:
     check_training(experiment, architectures)
     if has_data(config):
         check_sizes(experiment)
+        check_batches(config)
     if config.network:
         NETWORKS.build(architecture_of(config).options, "network")  # checked even if no site has it
     check_weights(experiment)

@@ -28,6 +28,7 @@ from fedloom.conf.typed import option
 from fedloom.fusion.state import State, moved_back
 from fedloom.server.ledger.declared import Slot, Sum
 from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.privacy import may_be_refused
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
@@ -93,12 +94,14 @@ class Averaging(Strategy):
             raise UserError("federation.history: 'all' stores contributions, but strategy.forgettable=false stores none")
 
     def warnings(self, experiment: Experiment) -> list[str]:
-        """Warn if the mean of BatchNorm statistics may fit no site, or if the aggregate lacks them."""
+        """Warn if the mean of BatchNorm statistics may fit no site, if the aggregate lacks them, or of refused sums."""
+        refused = may_be_refused(experiment.config, experiment.training.schedule) if self.forgettable else []
         if experiment.objective.batchnorm != OWN:  # type: ignore[attr-defined]
-            return [MEAN_OF_NORMS] if differing_classes(experiment) and norms(_network(experiment)) else []
+            return [*refused, *([MEAN_OF_NORMS] if differing_classes(experiment) and norms(_network(experiment)) else [])]
         if experiment.evaluation.where == "sites":
-            return []
-        return ["objective.batchnorm=own: the aggregate's BatchNorm keeps its initial values. Set evaluation.where=sites to "
+            return refused
+        return [*refused,
+                "objective.batchnorm=own: the aggregate's BatchNorm keeps its initial values. Set evaluation.where=sites to "
                 "measure each site's network, or evaluation.statistics=batch to measure the aggregate"]  # fmt: skip
 
     def begin(self, context: RoundContext) -> None:

@@ -8,8 +8,9 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.clients.protocol.messages import BLAMED, SECURE_KEYS, SECURE_SHARES, SUMMED_BEFORE, TRAIN, to_states
-from fedloom.conf import Config
+from fedloom.conf import Config, UserError
 from fedloom.server.rounds.transport import TooFewRepliesError
+from fedloom.server.run.checks import check
 from fedloom.server.run_folder.layout import METRICS
 from tests.server.masked import MASKS, ONE, TWO, Spoiled, gone, run
 from tests.server.parts import small
@@ -56,3 +57,27 @@ def test_a_site_that_refuses_a_sum_before_there_is_one_is_named(tmp_path: Path, 
     run(config, Spoiled(refuses, [kind]))
     record = record_of(config)
     assert record["replies"] == 4 and "before the sites of the sum are known" in record["dropped"][ONE]
+
+
+AVERAGED = ("objective={name: fedavg}", "strategy={name: fedavg, weighting: equal}")
+
+
+@pytest.mark.parametrize("why", ["federation.fraction=0.6", "federation.dropout=0.2"])
+def test_a_batch_of_all_images_is_refused_before_the_run_if_rounds_have_different_sites(tmp_path: Path, why: str):
+    with pytest.raises(UserError, match=rf"training.batch: got 20, but site-0000 has 20 .*{why} .* at most 19"):
+        check(configured(tmp_path, why, "training.batch=20"))
+    for words in ([why, "training.batch=19"], [why, "training.batch=20", "privacy={clip: 1, noise: 1}"],
+                  ["training.batch=20"]):  # fmt: skip
+        check(configured(tmp_path, *words))
+    check(configured(tmp_path, why, "training.batch=20", masks=()))
+
+
+def test_a_falling_rate_that_may_end_in_a_refused_sum_is_announced(tmp_path: Path):
+    def said(*words: str) -> bool:
+        listener = run(configured(tmp_path, "rounds=5", *words, masks=masks))
+        return any("sites may refuse a late sum" in message for message in listener.messages)
+
+    masks = ("federation.secure_aggregation=true", *AVERAGED)
+    assert said("federation.fraction=0.8", "run.name=one")
+    assert not said("federation.fraction=0.8", "training.schedule=constant", "run.name=two")
+    assert not said("run.name=three")
