@@ -16,11 +16,19 @@ from fedloom.conf.values import join
 MOST_DEPTH = 200
 MOST_NUMBERS = 10_000  # of an array or a nested list of numbers
 MOST_DIMENSIONS = 6  # of such a list
+MAIN = "__main__"  # the module of a script or notebook
 TAKES = "texts, numbers, truth values, paths, lists, dictionaries, and classes and functions of a module"
 
 
-def plain_value(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a value as plain dicts, lists, texts and numbers. Raise UserError, with the key `where`, for other types."""
+class ElsewhereError(UserError):
+    """A class or function of a script or notebook, which only this process can import."""
+
+
+def plain_value(value: Any, where: str, depth: int = 0, *, here: bool = False) -> Any:
+    """Return a value as plain dicts, lists, texts and numbers. Raise UserError, with the key `where`, for other types.
+
+    `here`: only this process uses the value, so classes and functions of its script or notebook are possible, too.
+    """
     if depth > MOST_DEPTH:
         raise UserError(f"{where[:MOST_DEPTH]}...: is nested too deep, or contains itself")
     if value is None or isinstance(value, bool):
@@ -28,40 +36,55 @@ def plain_value(value: Any, where: str, depth: int = 0) -> Any:
     if (single := _single(value)) is not None:
         return single
     if isinstance(value, type) or inspect.isroutine(value):
-        return reference_to(value, where)
+        return reference_to(value, where, here)
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {_key(key, where): plain_value(item, join(where, str(key)), depth + 1) for key, item in value.items()}
+        return {
+            _key(key, where): plain_value(item, join(where, str(key)), depth + 1, here=here) for key, item in value.items()
+        }
     if _size(value) > MOST_NUMBERS:
         raise UserError(f"{where}: got {_of_type(value)} with over {MOST_NUMBERS:,} numbers. A configuration holds no data: "
                         "write a function that returns them, and pass it or its name 'module:function'")  # fmt: skip
     if isinstance(value, list | tuple | range):
-        return [plain_value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [plain_value(item, f"{where}[{index}]", depth + 1, here=here) for index, item in enumerate(value)]
     if callable(listed := getattr(value, "tolist", None)):  # arrays and numbers of NumPy, torch and others
-        return plain_value(listed(), where, depth + 1)
+        return plain_value(listed(), where, depth + 1, here=here)
     raise UserError(f"{where}: got {_of_type(value)}, takes {TAKES}")
 
 
-def reference_to(value: Any, where: str) -> str:
+def plain_here(value: Any, where: str) -> tuple[Any, ElsewhereError | None]:
+    """Return `plain_value` for this process, and the error if another process cannot import a class or function of it."""
+    try:
+        return plain_value(value, where), None
+    except ElsewhereError as error:
+        return plain_value(value, where, here=True), error
+
+
+def reference_to(value: Any, where: str, here: bool = False) -> str:
     """Return the reference `module:name` with which other processes import a class or function.
 
     Raises UserError, with the key `where`, for one that they cannot import: of a script, a notebook or another function.
+    `here`: one of this process's script or notebook is possible.
     """
     module, name = value.__module__ or "", value.__qualname__
     advice = "move it to the top level of a module (a file that you import), and pass it or its name 'module:NAME'"
-    if module == "__main__" or "<" in name:
-        place = "inside a function or expression" if "<" in name else "in a script or notebook"
-        raise UserError(f"{where}: '{name}' is defined {place}, where other processes cannot import it; {advice}")
+    if "<" in name:
+        raise UserError(f"{where}: '{name}' is defined inside a function or expression, where other processes cannot import "
+                        f"it; {advice}")  # fmt: skip
+    if module == MAIN and not here:
+        raise ElsewhereError(f"{where}: '{name}' is defined in a script or notebook, where other processes cannot import "
+                             f"it; {advice}; or set engine.name=inline (in a sweep also parallel=1)")  # fmt: skip
     if _importable(module, name) != value:
         raise UserError(f"{where}: importing '{module}:{name}' does not give this object; {advice}")
     return f"{module}:{name}"
 
 
 def _importable(module: str, name: str) -> Any:
-    """Return the object that a new process imports as `module:name`; None if this fails."""
+    """Return the object that a new process imports as `module:name`, or this one from its script; None if this fails."""
     try:
-        target: Any = importlib.import_module(module) if importlib.util.find_spec(module) else None
+        found = module == MAIN or importlib.util.find_spec(module)
+        target: Any = importlib.import_module(module) if found else None
     except (Exception, SystemExit):  # also of a module that was made by hand
         return None
     for part in name.split("."):

@@ -80,7 +80,8 @@ def imported(reference: str, key: str) -> Any:
         raise UserError(f"{key}: module '{module}' cannot be imported ({error_summary(error)})") from error
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, target)}")
+            hint = "; define it in this script or notebook first" if module == "__main__" else ""
+            raise UserError(f"{key}: '{reference}' has no '{part}'{_near(part, target) or hint}")
         target = getattr(target, part)
     return target
 

@@ -9,7 +9,7 @@ from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.load import load_text, to_yaml
-from fedloom.conf.plain_values import plain_value
+from fedloom.conf.plain_values import plain_here, plain_value
 from fedloom.conf.schema import Config
 from fedloom.conf.values import shortened, words_in
 from fedloom.conf.yaml_text import write_yaml
@@ -39,7 +39,8 @@ def run(
 
     Args:
         experiment: The name of a shipped experiment, the path of a YAML file, a dictionary with the same keys, or what
-            `load` returns. Classes and functions of a module can stand for their names in a dictionary.
+            `load` returns. Classes and functions of a module can stand for their names in a dictionary; with
+            engine.name=inline, also those of a script or notebook.
         overrides: Changed keys, `"key=value"`, as on the command line.
         overwrite: Replace an existing run of the same name.
         progress: Show the progress.
@@ -65,7 +66,10 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any] | Config, o
     if isinstance(experiment, Config):
         config = load_text(to_yaml(experiment), experiment.experiment, words)
     elif isinstance(experiment, Mapping):  # read like a file
-        config = load_text(write_yaml(plain_value(experiment, "")), "experiment", words)
+        tree, elsewhere = plain_here(experiment, "")
+        config = load_text(write_yaml(tree), "experiment", words)
+        if elsewhere is not None and config.engine.name != "inline":
+            raise elsewhere
     elif isinstance(experiment, str | os.PathLike):
         config = load(experiment, words)
     else:
@@ -93,7 +97,7 @@ def resume(
     with as_usual():
         listener, callbacks = listener_for(quiet=not progress), Callbacks(on_round, on_reply)
         folder = Path(folder).expanduser()
-        tracking = None if tracking is None else plain_value(tracking, "tracking")
+        tracking = None if tracking is None else plain_value(tracking, "tracking", here=True)
         simulations.resume(folder, overrides, tracking=tracking, listener=listener, listeners=[callbacks])
     return _finished(Path(folder), on_finished)
 

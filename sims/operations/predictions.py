@@ -72,7 +72,7 @@ def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site:
     if isinstance(metrics, Tensor | np.ndarray):
         raise UserError("metrics: got a tensor or an array; pass inputs and targets as a pair: evaluate((inputs, targets))")
     if metrics:
-        entries = plain_value(list(metrics) if isinstance(metrics, list | tuple) else [metrics], "metrics")
+        entries = plain_value(list(metrics) if isinstance(metrics, list | tuple) else [metrics], "metrics", here=True)
         config = replace(config, evaluation=replace(config.evaluation, metrics=entries, where="server"))
     chosen = metrics_of(config)
     inputs, targets = (data.x, data.y) if hasattr(data, "x") else _pair(data)

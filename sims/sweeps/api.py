@@ -10,7 +10,7 @@ from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.formatting import count
 from fedloom.conf.metrics import ACCURACY
-from fedloom.conf.plain_values import plain_value
+from fedloom.conf.plain_values import ElsewhereError, plain_here, plain_value
 from fedloom.conf.schema import Config
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.api import config_of
@@ -45,9 +45,13 @@ def sweep(
     Raises:
         UserError: A run cannot work. Raised before any run starts.
     """
-    grid = _grid(seeds, over or {})
+    grid, elsewhere = _grid(seeds, over or {})
     planned = plan(lambda words: config_of(experiment, words), overrides, grid)
     number = runs_at_once(parallel, planned)
+    if isinstance(experiment, Mapping) and number > 1:
+        plain_value(experiment, "")  # other processes import its classes and functions
+    if elsewhere is not None and (number > 1 or any(each.config.engine.name != "inline" for each in planned)):
+        raise elsewhere
     planned = ready(planned, overwrite=overwrite)
     with as_usual():
         outcomes = carry_out(planned, number if number > 1 else 0, quiet=not progress)
@@ -55,8 +59,8 @@ def sweep(
     return Results(tuple(Result(outcome.folder) for outcome in outcomes if not outcome.missing), failed, outcomes)
 
 
-def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the values of each swept key."""
+def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Sequence[Any]], ElsewhereError | None]:
+    """Return the values of each swept key, and the error if only this process can import one (`plain_here`)."""
     grid = {**over, **({SEED: seeds} if len(seeds) else {})}
     if not grid:
         raise UserError("sweep: takes seeds=[0, 1, 2], over={'training.rate': [0.01, 0.03]} or both")
@@ -65,13 +69,11 @@ def _grid(seeds: Sequence[int], over: Mapping[str, Sequence[Any]]) -> dict[str, 
     for key, values in grid.items():
         if isinstance(values, str | Mapping) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
             raise UserError(f"{key}: got {values!r}, takes a list of values")
-    return {key: _values(key, values) for key, values in grid.items()}
-
-
-def _values(key: str, values: Any) -> list[Any]:
-    if not isinstance(plain := plain_value(values, key), list):
-        raise UserError(f"{key}: got {values!r}, takes a list of values")
-    return plain
+    found = {key: plain_here(values, key) for key, values in grid.items()}
+    for key, (plain, _) in found.items():
+        if not isinstance(plain, list):
+            raise UserError(f"{key}: got {grid[key]!r}, takes a list of values")
+    return {key: plain for key, (plain, _) in found.items()}, next((error for _, error in found.values() if error), None)
 
 
 @dataclass(frozen=True)

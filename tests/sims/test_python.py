@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -96,6 +97,52 @@ def test_an_object_that_another_process_cannot_import_is_refused(module, monkeyp
     monkeypatch.setattr(module.Net, "__module__", "__main__")
     with pytest.raises(UserError, match=r"'Net' is defined in a script or notebook"):
         plain_value({"network": module.Net}, "")
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import fedloom
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+    def forward(self, images):
+        return self.layers(images)
+
+def images():
+    return torch.randint(0, 255, (60, 8, 8), dtype=torch.uint8), torch.arange(60) % 3
+
+tree = {"sites": [{"domain": images, "count": 2}], "network": Net, "rounds": 1, "data": {"size": 8},
+        "objective": "fedavg", "strategy": "fedavg", "run": {"root": "runs"}}
+for engine in ("ray", "inline"):
+    try:
+        print(fedloom.run(tree, f"engine.name={engine}").config.network["name"])
+    except fedloom.UserError as error:
+        print(error)
+over = {"network.name": [Net]}
+known = {**tree, "network": "conv6", "sites": [{"domain": "digits", "count": 2, "samples": 20}]}
+for parallel in (2, 1):
+    try:
+        print(len(fedloom.sweep(known, "engine.name=inline", over=over, seeds=[0, 1], parallel=parallel)))
+    except fedloom.UserError as error:
+        print(error)
+"""
+
+
+def test_inline_runs_take_classes_and_functions_of_a_script(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused, name, parallel, sweep = done.stdout.splitlines()
+    assert name == "__main__:Net" and sweep == "2"
+    assert refused.startswith("sites[0].domain: 'images' is defined in a script") and "engine.name=inline" in refused
+    assert parallel.startswith("network.name[0]: 'Net' is defined in a script") and "parallel=1" in parallel
+    with pytest.raises(UserError, match=r"'__main__:Net' has no 'Net'; define it in this script or notebook first"):
+        fedloom.resume(tmp_path / "runs" / "experiment", "rounds=2")
 
 
 @pytest.mark.parametrize(
