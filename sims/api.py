@@ -17,7 +17,7 @@ from fedloom.server.strategies.defaults import with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
-from fedloom.sims.result import Result
+from fedloom.sims.result import Result, path_of
 
 OnFinished = Callable[["Result"], object]
 
@@ -96,10 +96,10 @@ def resume(
     """
     with as_usual():
         listener, callbacks = listener_for(quiet=not progress), Callbacks(on_round, on_reply)
-        folder = Path(folder).expanduser()
+        folder = path_of(folder)
         tracking = None if tracking is None else plain_value(tracking, "tracking", here=True)
         simulations.resume(folder, overrides, tracking=tracking, listener=listener, listeners=[callbacks])
-    return _finished(Path(folder), on_finished)
+    return _finished(folder, on_finished)
 
 
 def _finished(folder: Path, on_finished: OnFinished | None) -> "Result":

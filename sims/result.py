@@ -1,6 +1,5 @@
 """A run's results, read from its folder, and what can be done with them."""
 
-import copy
 import html
 import os
 from collections.abc import Sequence
@@ -15,13 +14,14 @@ from fedloom.clients.networks import form_of
 from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.schema import Config
+from fedloom.conf.values import shortened
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
 from fedloom.server.run_folder.folder import AGGREGATE, RunFolder, read_config
 from fedloom.server.run_folder.scores import headline, metric_of
 from fedloom.sims.networks import Networks
 from fedloom.sims.operations.export import ExportOrder, export
-from fedloom.sims.operations.predictions import evaluated, examples_of, predicted, standardisation_of
+from fedloom.sims.operations.predictions import evaluated, examples_of, measured, predicted, standardisation_of
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from fedloom.sims.progress.listeners import listener_for
 from fedloom.sims.report.curves import curve_rows, other_records
@@ -42,7 +42,7 @@ class Result:
     folder: Path
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        object.__setattr__(self, "folder", Path(folder).expanduser().resolve())
+        object.__setattr__(self, "folder", path_of(folder).resolve())
         read_config(self.folder)
 
     @property
@@ -142,12 +142,16 @@ class Result:
 
         The network takes inputs as the run's networks do: images [n, c, h, w], float32 in [-1, 1], with the run's channels
         and size; features are standardised as in the run (data.standardise=sites). It returns outputs [n, outputs].
+
+        Raises:
+            UserError: The network fails on the run's test examples, or returns something else.
         """
         by = standardisation_of(self.config, self.folder, "")
         evaluator = Evaluator(self.config).standardising(lambda: by)
-        copied = copy.deepcopy(network).to(evaluator.device).eval()
         with as_usual():
-            return evaluator.headline("test", network=copied)  # pyright: ignore[reportArgumentType]
+            return measured(
+                self.config, network, lambda copied: evaluator.headline("test", network=copied.to(evaluator.device))
+            )
 
     def class_names(self) -> list[str]:
         """Return the names of the network's outputs in order: of classes or labels; the number of one without a name."""
@@ -306,6 +310,13 @@ class Result:
         table = accuracy_table(summary).html() if headline(summary) else ""
         state = html.escape(f"{summary.get('status', 'begun')}: {self.folder}")
         return f"{table}<p>{state}</p>"
+
+
+def path_of(folder: object) -> Path:
+    """Return a run's folder as a path. Raises UserError for anything that is not a path."""
+    if not isinstance(folder, str | os.PathLike) or "\0" in os.fsdecode(folder):
+        raise UserError(f"folder: got {shortened(folder)}, takes the path of a run's folder, such as 'runs/digits'")
+    return Path(os.fsdecode(folder)).expanduser()
 
 
 def exported(result: Result, order: ExportOrder, network: str = "") -> list[Path]:

@@ -16,8 +16,8 @@ from fedloom.clients.objectives import Experiment
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.augmentation import check_augmentation
 from fedloom.clients.training.learner import check_batches
+from fedloom.clients.training.loss import LOSSES, check_number, loss_section
 from fedloom.clients.training.loss import WHERE as LOSS
-from fedloom.clients.training.loss import OwnLoss
 from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_section
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import error_summary
@@ -75,7 +75,8 @@ def _check_loss(experiment: Experiment, form: Form) -> None:
         loss.check(block.stop - block.start)
     if loss.by_site and config.engine.compile:
         raise UserError(f"{LOSS}.class_weights: differ by site, so each would be compiled; set engine.compile=false")
-    if not isinstance(loss, OwnLoss) or config.data.heads != "shared":
+    name = str(loss_section(config.training, task)["name"])
+    if LOSSES.shipped(name) or config.data.heads != "shared":
         return
     steps = (form.length,) if form.each_step else ()
     scores = torch.full((4, *steps, form.outputs), 0.5, requires_grad=True)
@@ -87,11 +88,10 @@ def _check_loss(experiment: Experiment, form: Form) -> None:
         raise
     except Exception as error:
         takes = f"outputs {list(scores.shape)} and targets {list(targets.shape)}"
-        raise UserError(f"{LOSS}: '{loss.name}' fails on {takes} ({error_summary(error)})") from error
+        raise UserError(f"{LOSS}: '{name}' fails on {takes} ({error_summary(error)})") from error
+    check_number(made, name)
     if not made.requires_grad:
-        raise UserError(
-            f"{LOSS}: '{loss.name}' returned a number without a gradient; compute it from the outputs with torch"
-        )
+        raise UserError(f"{LOSS}: '{name}' returned a number without a gradient; compute it from the outputs with torch")
 
 
 def _check_stacking(engine: EngineConfig, training: TrainingConfig, optimizer: Optimizer) -> None:

@@ -73,10 +73,15 @@ class OwnLoss(Loss):
 
     def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         made = self.function(full(scores), targets, **dict(self.options))
-        if not isinstance(made, Tensor) or made.ndim:
-            got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else f"type {type(made).__name__}"
-            raise UserError(f"{WHERE}: '{self.name}' returned a value of {got}; it must return one number for the batch")
+        check_number(made, self.name)
         return made
+
+
+def check_number(made: object, name: str) -> None:
+    """Raise UserError unless a user's loss `name` has returned one number for a batch, as a tensor."""
+    if not isinstance(made, Tensor) or made.ndim:
+        got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else f"type {type(made).__name__}"
+        raise UserError(f"{WHERE}: '{name}' returned a value of {got}; it must return one number for the batch")
 
 
 LOSSES: Registry[Loss] = Registry("loss", Loss)
@@ -85,10 +90,10 @@ LOSSES: Registry[Loss] = Registry("loss", Loss)
 @LOSSES.adapter
 def own_loss(name: str, made: Any, options: Mapping[str, Any], where: str) -> Loss:
     """Wrap a user's function. Raises UserError for anything else."""
-    if not callable(made):
-        raise UserError(
-            f"{where}.name: '{name}' has the type {type(made).__name__}; it must be a function of (outputs, targets)"
-        )
+    if not callable(made) or isinstance(made, type):
+        got = "is a class" if isinstance(made, type) else f"has the type {type(made).__name__}"
+        raise UserError(f"{where}.name: '{name}' {got}; it must be a function of (outputs, targets), or a subclass of "
+                        f"{Loss.__module__}:{Loss.__name__}")  # fmt: skip
     return OwnLoss(made, name, tuple(sorted(options.items())))
 
 

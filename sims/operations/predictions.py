@@ -1,7 +1,8 @@
 """Use a run's networks on any data: predictions, metrics, and the examples of a site."""
 
+import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE
 from fedloom.clients.data.forms import schema_of
 from fedloom.clients.data.found import Encoding
 from fedloom.clients.data.own import digests, encoding_of
+from fedloom.clients.data.schema import IGNORED
 from fedloom.clients.data.standardise import KEY, SITE, Standardisation, first_schema, sums_of
 from fedloom.clients.data.tables import rows_of
 from fedloom.clients.evaluation.accuracy import pieces
@@ -28,10 +30,12 @@ from fedloom.conf.plain_values import plain_value
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
+from fedloom.conf.values import shortened
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.layout import STANDARDISATION
 
 MOST_VALUE = 2.0  # of a float image in [-1, 1], with some noise
+CLASSES = ": the number of each example's class, in the order of class_names()"
 SPLITS = ("train", "validation", "test")
 
 
@@ -75,11 +79,9 @@ def evaluated(config: Config, network: nn.Module, data: Any, metrics: Any, site:
         entries = plain_value(list(metrics) if isinstance(metrics, list | tuple) else [metrics], "metrics", here=True)
         config = replace(config, evaluation=replace(config.evaluation, metrics=entries, where="server"))
     chosen = metrics_of(config)
-    inputs, targets = (data.x, data.y) if hasattr(data, "x") else _pair(data)
+    inputs, targets = (data.x, data.y) if hasattr(data, "x") and hasattr(data, "y") else _pair(data)
     raw = _raw(config, network, inputs, site, folder)
-    if len(raw) != len(targets):
-        raise UserError(f"data: has {len(raw)} inputs, but {len(targets)} targets; it takes as many of both")
-    values = chosen.values(chosen.sums(raw, targets.cpu()))
+    values = chosen.values(chosen.sums(raw, targets_for(raw, targets, chosen.kind)))
     return {each.facts.name: values[each.facts.name] for each in chosen.chosen if each.facts.name in values}
 
 
@@ -91,12 +93,69 @@ def examples_of(config: Config, site: str, split: str) -> Examples:
     return site_examples(config, named) if split == "train" else own_examples(config, named, split)
 
 
-def _pair(data: Any) -> tuple[Tensor, Tensor]:
+def _pair(data: Any) -> tuple[Any, Any]:
     try:
         inputs, targets = data
     except (TypeError, ValueError):
         raise UserError("data: takes examples with x and y, or a pair (inputs, targets)") from None
-    return inputs, torch.as_tensor(targets)
+    return inputs, targets
+
+
+def targets_for(raw: Tensor, targets: Any, kind: str) -> Tensor:
+    """Return a user's targets of this kind for raw outputs, as metrics take them. Raises UserError for other ones."""
+    try:
+        found = torch.as_tensor(targets).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        of = f" of {targets.dtype}" if hasattr(targets, "dtype") else ""
+        raise UserError(f"data: got targets of the type {type(targets).__name__}{of}, takes a tensor or an array of numbers"
+                        f"{CLASSES if kind == CLASS else ''}") from None  # fmt: skip
+    if len(raw) != (number := len(found) if found.ndim else 1):
+        raise UserError(f"data: has {len(raw)} inputs, but {number} targets; it takes as many of both")
+    shape = raw.shape[:-1] if kind in (CLASS, TOKENS) else raw.shape
+    if found.shape != shape and found.squeeze(-1).shape != shape and found.unsqueeze(-1).shape != shape:
+        raise UserError(f"data: got targets of the shape {list(found.shape)}, takes {list(shape)}"
+                        f"{CLASSES if kind == CLASS else ''}")  # fmt: skip
+    found = found.reshape(shape)
+    if found.is_complex() or (odd := int((~found.isfinite()).sum())):
+        fault = "complex numbers as targets" if found.is_complex() else f"{odd} targets that are missing or infinite"
+        raise UserError(f"data: got {fault}; correct them, or leave these examples out")
+    return _numbered(found, raw.shape[-1], kind) if kind in (CLASS, TOKENS) else found.float()
+
+
+def _numbered(found: Tensor, outputs: int, kind: str) -> Tensor:
+    """Return class numbers or tokens as int64. Raises UserError for fractions, and for numbers without an output."""
+    numbers = found.long()
+    wrong = (numbers < 0) | (numbers >= outputs) | (numbers != found)
+    if kind == TOKENS:
+        wrong &= numbers != IGNORED
+    if wrong.any():
+        what = "a token" if kind == TOKENS else "a class"
+        raise UserError(f"data: got the target {found[wrong][0].item():g}, but {what} is a whole number from 0 to "
+                        f"{outputs - 1}{'' if kind == TOKENS else ', in the order of class_names()'}")  # fmt: skip
+    return numbers
+
+
+def measured(config: Config, network: Any, measure: Callable[[Any], dict[str, float]]) -> dict[str, float]:
+    """Return what `measure` returns for a copy of a user's network. Raises UserError if the network does not fit the run."""
+    form = form_of(config)
+    if not isinstance(network, nn.Module):
+        raise UserError(f"network: got {shortened(network)}, takes a torch module (an instance of torch.nn.Module)")
+    steps = (form.length,) if form.each_step else ()
+    takes = f"it takes {form}, and returns [{', '.join(map(str, ('n', *steps, form.outputs)))}]"
+
+    def check(_: nn.Module, given: tuple[Any, ...], made: object) -> None:
+        got = f"the shape {list(made.shape)}" if isinstance(made, Tensor) else f"the type {type(made).__name__}"
+        if not isinstance(made, Tensor) or made.shape != (len(given[0]), *steps, form.outputs):
+            raise UserError(f"network: got outputs of {got} for inputs {list(given[0].shape)}; {takes}")
+
+    try:
+        copied = copy.deepcopy(network).eval()
+        copied.register_forward_hook(check)
+        return measure(copied)
+    except UserError:
+        raise
+    except Exception as error:  # a user's network can raise anything
+        raise UserError(f"network: fails on the run's test examples ({error_summary(error)}); {takes}") from error
 
 
 def _raw(config: Config, network: nn.Module, inputs: Tensor, site: str, folder: Path) -> Tensor:

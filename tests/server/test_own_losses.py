@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.clients.training.loss import CrossEntropy
+from fedloom.clients.training.loss import CrossEntropy, Loss
 from fedloom.conf import UserError
 from fedloom.server.run.checks import check
 from fedloom.sims.api import config_of
@@ -79,3 +79,38 @@ def test_balanced_weights_are_those_of_the_site_s_targets(tmp_path: Path):
     found = CrossEntropy("balanced").of_site(torch.tensor([0] * 6 + [2] * 2 + [-100]), 4)
     assert isinstance(found, CrossEntropy)
     assert found.class_weights == [pytest.approx(8 / 12), 0.0, 2.0, 0.0]
+
+
+class Broken(Loss):
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        raise RuntimeError("broken\nin lines")
+
+
+class OfEach(Loss):
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return of_each(scores, targets)
+
+
+class Constant(Loss):
+    def value(self, scores: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        return torch.tensor(1.0)
+
+
+class Module(torch.nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (Broken, r"fails on outputs \[4, 10\] and targets \[4\] \(RuntimeError: broken\)"),
+        (OfEach, r"returned a value of shape \[4\]; it must return one number"),
+        (Constant, "returned a number without a gradient"),
+        (Module, "is a class; it must be a function of .outputs, targets., or a subclass of"),
+    ],
+)
+def test_a_loss_class_of_the_users_is_tried_before_the_run(loss: type, message: str):
+    tree = {**FEW, "sites": [{"domain": "digits", "samples": 40}], "network": "conv6", "training": {"loss": loss}}
+    with pytest.raises(UserError, match=f"^training.loss.*'{HERE}:{loss.__name__}' {message}"):
+        check(config_of(tree, []))

@@ -141,7 +141,7 @@ def test_inline_runs_take_classes_and_functions_of_a_script(tmp_path: Path):
     assert name == "__main__:Net" and sweep == "2"
     assert refused.startswith("sites[0].domain: 'images' is defined in a script") and "engine.name=inline" in refused
     assert parallel.startswith("network.name[0]: 'Net' is defined in a script") and "parallel=1" in parallel
-    with pytest.raises(UserError, match=r"'__main__:Net' has no 'Net'; define it in this script or notebook first"):
+    with pytest.raises(UserError, match=r"'__main__:images' has no 'images'; define it in this script or notebook first"):
         fedloom.resume(tmp_path / "runs" / "experiment", "rounds=2")
 
 
@@ -273,3 +273,68 @@ def test_a_quoted_command_keeps_its_options():
 
     with pytest.raises(UserError, match=r"^by: run `fedloom ledger RUN --check` or .* --node 3', leave without_data out$"):
         function()
+
+
+# What is measured
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return fedloom.run("digits", *SMALL, "rounds=1", f"run.root={tmp_path_factory.mktemp('classified')}")
+
+
+@pytest.mark.parametrize(
+    ("turned", "message"),
+    [
+        (lambda y: y[:5], "inputs, but 5 targets"),
+        (lambda y: 3, "but 1 targets"),
+        (lambda y: None, "got targets of the type NoneType, takes a tensor"),
+        (
+            lambda y: [str(one) for one in y.tolist()],
+            "got targets of the type list, takes .* number of each example's class",
+        ),
+        (lambda y: y.numpy().astype(str), "got targets of the type ndarray of <U.*, takes"),
+        (lambda y: torch.nn.functional.one_hot(y, 10), r"got targets of the shape \[\d+, 10\], takes \[\d+\]: the number"),
+        (lambda y: y + 0.5, "got the target .*5, but a class is a whole number from 0 to 9"),
+        (lambda y: y + 10, "got the target 1.*, but a class is a whole number from 0 to 9"),
+        (lambda y: y * float("nan"), "targets that are missing or infinite"),
+    ],
+)
+@pytest.mark.parametrize("metrics", [(), ["f1", "auroc"]])
+def test_targets_that_do_not_fit_are_refused_in_a_line(classified: Result, turned, message: str, metrics):
+    examples = classified.examples("site-0000")
+    with pytest.raises(UserError, match=f"^data: .*{message}") as caught:
+        classified.evaluate((examples.x, turned(examples.y)), metrics)
+    assert "\n" not in str(caught.value)
+    usual = classified.evaluate(examples, metrics)
+    assert usual == classified.evaluate((examples.x, examples.y.float()[:, None]), metrics)
+    assert usual == classified.evaluate((examples.x, examples.y.tolist()), metrics)
+
+
+class _Fails(torch.nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3, 10)), "fails on the run's test examples .*1 x 8 x 8"),
+        (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 4)), r"got outputs of the shape \[60, 4\].*\[n, 10\]"),
+        (torch.nn.Flatten(0), "got outputs of the shape"),
+        (_Fails(), "fails on the run's test examples .KeyError: 'no such thing'"),
+        (torch.nn.Linear, "takes a torch module"),
+        ("conv6", "got 'conv6', takes a torch module"),
+    ],
+)
+def test_a_network_of_another_shape_is_refused_in_a_line(classified: Result, network, message: str):
+    with pytest.raises(UserError, match=f"^network: .*{message}") as caught:
+        classified.measure(network)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [3, None, "a\0b", b"runs", {"a": 1}])
+def test_what_is_no_folder_is_refused_in_a_line(odd):
+    for opened in (Result, resume):
+        with pytest.raises(UserError, match=r"^folder: got .*, takes the path of a run's folder"):
+            opened(odd)
