@@ -5,6 +5,7 @@ import errno
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -27,6 +28,16 @@ class MissingDataError(UserError):
 
 class FailedError(RuntimeError):
     """A run that cannot continue, for a reason other than the user's input."""
+
+
+class DroppedWarning(UserWarning):
+    """Options of a configuration that an override drops."""
+
+
+def say_dropped(by: str, dropped: Iterable[str]) -> None:
+    """Warn, in one line, that the key `by` of an override drops these keys of the file."""
+    warnings.warn(f"{by} drops these settings of the file: {', '.join(dropped)}. Set those that you need as overrides, too",
+                  DroppedWarning, stacklevel=2)  # fmt: skip
 
 
 def plain(text: str, lines: bool = False) -> str:

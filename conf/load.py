@@ -12,10 +12,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedloom.conf.errors import UserError, for_python, plain, unknown
+from fedloom.conf.errors import UserError, for_python, plain, say_dropped, unknown
 from fedloom.conf.machine import uncollected
 from fedloom.conf.schema import Config
-from fedloom.conf.shorthand import expand_shorthand, opened_at
+from fedloom.conf.shorthand import NAMED, expand_shorthand, forget_options, named_section, opened_at
 from fedloom.conf.suggestions import with_suggestion
 from fedloom.conf.text_keys import keep_texts, keep_texts_at, values_kept_at
 from fedloom.conf.typed import UnknownKeyError, at_home, build, checked
@@ -29,8 +29,6 @@ STAR = re.compile(r"(^|[\[,:])\s*\*")  # a text that begins with a star
 MOST_CHARACTERS = 100  # characters of an override in an error
 
 VERSION = 7  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
-
-NAMED = ("network", "partition", "of", "head", "objective", "strategy", "optimizer", "schedule", "loss")
 
 
 def experiment_names() -> list[str]:
@@ -99,12 +97,14 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
         merged: Any = OmegaConf.create(tree)
         for preset in presets:
             for key, item in preset.items():
-                _forget_options(merged, str(key), item)
+                forget_options(merged, str(key), item)
             merged = OmegaConf.merge(merged, OmegaConf.create(preset))
         for key, item in _options_last(changes):
             _check_indices(merged, key)
             _open_name(merged, key)
-            _forget_options(merged, key, item)
+            dropped = [name for name in forget_options(merged, key, item) if name not in changes]
+            if dropped and named_section(key, item):
+                say_dropped(_short(key if key.endswith(".name") else f"{key}.name"), dropped)
             OmegaConf.update(merged, key, item, merge=_mergeable(OmegaConf.select(merged, key), item), force_add=True)
         resolved = OmegaConf.to_container(merged, resolve=True)
     except UserError:
@@ -120,12 +120,12 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the overrides in their order. Options of a partition before its name are repeated after it."""
+    """Yield the overrides in their order. Options of a section before its name are repeated after it."""
     before: list[tuple[str, Any]] = []
     for key, item in changes.items():
         yield key, item
-        if key.endswith(".partition.name"):
-            yield from [override for override in before if override[0].startswith(key.removesuffix("name"))]
+        if section := named_section(key, item):
+            yield from [override for override in before if override[0].startswith(f"{section}.")]
         before.append((key, item))
 
 
@@ -182,22 +182,6 @@ def _plain_sites(tree: dict[str, Any], changes: Sequence[Any]) -> dict[str, Any]
     if not isinstance(sites, list) or len(sites) < MANY or any(str(key).startswith("sites") for key in changes):
         return {}
     return {} if "${" in str(tree) else {"sites": tree.pop("sites")}
-
-
-def _forget_options(merged: Any, key: str, item: Any) -> None:
-    """Remove the options of a network, objective, strategy or partition that a preset or override replaces."""
-    above, _, last = key.rpartition(".")
-    section, options = (above, {"name": item}) if last == "name" else (key, item)
-    if not isinstance(options, Mapping):
-        return
-    current, name = OmegaConf.select(merged, section), options.get("name")
-    known = current.get("name") if isinstance(current, Mapping) else None
-    if section.rpartition(".")[2] in NAMED and known is not None and name not in (None, known):
-        OmegaConf.update(merged, section, {}, merge=False, force_add=True)
-    elif last != "name":
-        for inner, option in options.items():
-            if isinstance(option, Mapping):
-                _forget_options(merged, f"{section}.{inner}", option)
 
 
 @uncollected()

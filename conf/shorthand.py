@@ -9,8 +9,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
+from omegaconf import OmegaConf
+
 from fedloom.conf.errors import UserError
 
+NAMED = ("network", "partition", "of", "head", "objective", "strategy", "optimizer", "schedule", "loss")
 INTERPOLATED = "${"  # a value that is not known yet
 
 
@@ -85,3 +88,30 @@ def inner_of(field: dataclasses.Field[Any]) -> type | None:
     """Return the dataclass that is the type of the field, or of its list's entries; None for other types."""
     kind = field.metadata.get("entries") or next(iter(get_args(field.type)), field.type)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def named_section(key: str, item: Any) -> str:
+    """Return the section that an override only names (`strategy=fedavg`, `strategy.name=fedavg`); empty for others."""
+    above, _, last = key.rpartition(".")
+    section = above if last == "name" else key if isinstance(item, Mapping) and [*item] == ["name"] else ""
+    return section if section.rpartition(".")[2] in NAMED else ""
+
+
+def forget_options(merged: Any, key: str, item: Any) -> list[str]:
+    """Remove the options of a network, objective, strategy or partition that a preset or override replaces.
+
+    Return the dotted keys of what it removed.
+    """
+    above, _, last = key.rpartition(".")
+    section, options = (above, {"name": item}) if last == "name" else (key, item)
+    if not isinstance(options, Mapping):
+        return []
+    current, name = OmegaConf.select(merged, section), options.get("name")
+    known = current.get("name") if isinstance(current, Mapping) else None
+    if section.rpartition(".")[2] in NAMED and known is not None and name not in (None, known):
+        OmegaConf.update(merged, section, {}, merge=False, force_add=True)
+        return [f"{section}.{option}" for option in current or {} if option != "name"]
+    if last == "name":
+        return []
+    return [lost for inner, option in options.items() if isinstance(option, Mapping)
+            for lost in forget_options(merged, f"{section}.{inner}", option)]  # fmt: skip

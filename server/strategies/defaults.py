@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.clients.objectives import OBJECTIVES
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, say_dropped
 from fedloom.conf.schema import Config
 from fedloom.server.strategies.base import STRATEGIES, Strategy, check_named
 
@@ -33,6 +33,9 @@ def with_default_objective(config: Config, overrides: Sequence[str] = ()) -> Con
     elif default and alone and not issubclass(OBJECTIVES.get(str(name), "objective"), OBJECTIVES.get(default)):
         named = {key: option for key, option in config.objective.items() if f"objective.{key}" in keys}
         baselines = config.baselines if "baselines" in keys else []
+        dropped = [f"objective.{key}" for key in config.objective if key not in {"name", *named}]
+        if dropped := [*dropped, *(["baselines"] if baselines != config.baselines else [])]:
+            say_dropped("strategy.name", dropped)
         config = dataclasses.replace(
             config, objective={"name": default, **strategy.objective_defaults, **named}, baselines=baselines
         )

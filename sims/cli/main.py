@@ -5,16 +5,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import click
 import typer
 
 from fedloom.conf import UserError
-from fedloom.conf.errors import FailedError, MissingDataError, of_files, plain
+from fedloom.conf.errors import DroppedWarning, FailedError, MissingDataError, of_files, plain
 from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import OPERATE, RUN, Json, Quiet
@@ -88,17 +90,24 @@ def run(
     with waiting("reading the configuration", quiet):
         from fedloom.sims.operations.configured import configured
 
-    config = configured(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
+    with warnings.catch_warnings(record=True) as caught:
+        config = configured(experiment, [*words, *(["run.overwrite=true"] if overwrite else [])])
+    notes = [str(each.message) for each in caught if issubclass(each.category, DroppedWarning)]
+    for other in (each for each in caught if not issubclass(each.category, DroppedWarning)):
+        warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     if show:
         from fedloom.sims.operations.options import with_options
 
-        typer.echo(with_options(config), nl=False)
+        text = with_options(config)
+        for note in notes:
+            typer.echo(f"note: {plain(note)}", err=True)
+        typer.echo(text, nl=False)
     else:
-        _simulate(config, began, quiet=quiet, as_json=as_json)
+        _simulate(config, began, notes, quiet=quiet, as_json=as_json)
 
 
-def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> None:
-    """Run one configuration, and print its summary if `as_json`."""
+def _simulate(config: Config, began: float, notes: Sequence[str], *, quiet: bool, as_json: bool) -> None:
+    """Run one configuration, and print its summary if `as_json`. `notes`: lines to show before the run."""
     if not config.run.resume:
         from fedloom.server.run_folder.listing import refuse_existing
 
@@ -108,7 +117,7 @@ def _simulate(config: Config, began: float, *, quiet: bool, as_json: bool) -> No
         from fedloom.sims.progress.listeners import listener_for
 
     try:
-        summary = simulate(config, listener=listener_for(quiet, json_output=as_json), began=began)
+        summary = simulate(config, listener=listener_for(quiet, json_output=as_json), notes=notes, began=began)
     except MissingDataError as error:
         from fedloom.conf.load import has_preset
 
@@ -152,6 +161,21 @@ def _import_from_here() -> None:
 
 
 def _guarded() -> int:
+    with warnings.catch_warnings():
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        return _outcome()
+
+
+def _show_warning(usual: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    """Show a warning of ours as a line without its place in the code."""
+    if issubclass(category, DroppedWarning):
+        typer.echo(f"note: {plain(str(message))}", err=True)
+    else:
+        usual(message, category, *rest)
+
+
+def _outcome() -> int:
+    """Run the command, and return the exit code."""
     named: list[Path] = []
     try:
         if (code := int(app(standalone_mode=False, obj=named) or 0)) == INTERRUPTED:  # typer's exit code for Ctrl-C

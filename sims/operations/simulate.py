@@ -41,6 +41,7 @@ def simulate(
     listener: Watcher | None = None,
     listeners: Sequence[Listener] = (),
     share: Share = WHOLE,
+    notes: Sequence[str] = (),
     began: float | None = None,
 ) -> dict[str, Any]:
     """Run the experiment on its engine, write its report, and return the content of summary.json.
@@ -50,6 +51,7 @@ def simulate(
         listener: Shows the progress.
         listeners: Receive the same events. An exception from one of them ends the run.
         share: The part of the machine for this run, if several runs share it.
+        notes: Lines about the configuration, to show before the run.
         began: The start of the run's time, from time.monotonic(). Default: now.
 
     Raises:
@@ -64,6 +66,8 @@ def simulate(
         shown = stack.enter_context(listener or Watcher())
         with under_way("checking configuration and data"):
             refuse(config)
+        for note in notes:
+            shown.message(note)
         listening = Listeners([shown, *_trackers(config, shown, stack), *listeners])
         done = finished(config)
         summary = done or _carried_out(config, share, listening, began)

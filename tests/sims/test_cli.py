@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.conf import load
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.sims import benchmarks, experiments
@@ -325,3 +326,28 @@ def test_a_data_folder_that_is_missing_is_not_sent_to_a_cluster(
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "absent"))
     said = fedloom("run", "engine.name=ray", "engine.address=127.0.0.1:1", "engine.ship_data=true", f"run.root={tmp_path}")
     refused(said, "engine.ship_data", str(tmp_path / "absent"), "data.root")
+
+
+def test_another_name_on_the_command_line_says_which_options_of_the_file_it_drops(fedloom: Command, tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("sites: [{domain: digits, count: 2}]\nobjective: {name: fedavg}\n"
+                    "strategy: {name: fedadam, rate: 0.01, weighting: equal}\n")  # fmt: skip
+    for word in ("strategy.name=fedavg", "strategy=fedavg"):
+        said = fedloom("run", file, word, "--show")
+        assert said.code == 0 and said.err == (
+            "note: strategy.name drops these settings of the file: strategy.rate, "
+            "strategy.weighting. Set those that you need as overrides, too\n"
+        )
+    for words in (["strategy.weighting=equal", "strategy.name=fedavg"], ["strategy=fedavg", "strategy.weighting=equal"]):
+        said = fedloom("run", file, *words, "--show")
+        assert "settings of the file: strategy.rate. Set" in said.err and "weighting: equal" in said.out
+    for words in ([], ["strategy.rate=0.02"], ["strategy={name: fedavg, weighting: equal}"], ["strategy.name=fedadam"]):
+        assert fedloom("run", file, *words, "--show").err == ""
+    said = fedloom("run", "digits", "strategy.name=fedavg", "--show")
+    assert said.err.startswith("note: strategy.name drops these settings of the file: objective.mode. ")
+    with pytest.warns(UserWarning, match="strategy.rate, strategy.weighting"):
+        load(file, "strategy.name=fedavg")
+    refused(fedloom("run", file, "strategy.name=fedavgg"), "did you mean 'fedavg'?")
+    small = ["rounds=1", "sites.0.samples=20", "data.size=16", "engine.name=inline", "network.name=lenet"]
+    said = fedloom("run", file, "strategy.name=fedavg", *small, f"run.root={tmp_path}", "--quiet")
+    assert said.code == 0 and "strategy.name drops these settings" in said.out
