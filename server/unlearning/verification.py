@@ -27,7 +27,7 @@ from fedloom.server.unlearning.certificate import (
     sums_of,
 )
 from fedloom.server.unlearning.client_erasure import at_sites
-from fedloom.server.unlearning.signing import signed_by
+from fedloom.server.unlearning.signing import SUFFIX, is_whole, signed_by
 
 CLOSE = 0.002  # accuracies this close count as equal: another machine may round differently
 SAYS = "not checked"  # the verdict for facts that are not compared with anything
@@ -92,6 +92,18 @@ def verify_signature(path: Path, key: str) -> list[Finding]:
     return [
         *findings,
         *(deleted(content["run"], content["request"], site, answer) for site, answer in content.get("at_sites", {}).items()),
+    ]
+
+
+def unchecked_signature(path: Path) -> list[Finding]:
+    """Return what is known of a certificate's signature without the operator's key; empty if it has no signature."""
+    if not path.with_suffix(SUFFIX).exists():
+        return []
+    what = "signature not checked; give --key"
+    if is_whole(path):
+        return [Finding(what, SAYS, "it fits the key in the file next to the certificate, which proves only consistency")]
+    return [
+        Finding(what, "mismatch", "it does not fit the key in the file next to the certificate: one of them was changed")
     ]
 
 

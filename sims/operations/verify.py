@@ -16,7 +16,14 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.run_folder.listing import is_run
 from fedloom.server.unlearning.certificate import read
-from fedloom.server.unlearning.verification import Finding, about, verify, verify_accuracy, verify_signature
+from fedloom.server.unlearning.verification import (
+    Finding,
+    about,
+    unchecked_signature,
+    verify,
+    verify_accuracy,
+    verify_signature,
+)
 from fedloom.sims.report.tables import Table
 
 
@@ -54,7 +61,7 @@ def verify_certificate(
                         "--key with the operator's public key")  # fmt: skip
     config = read_config(path) if path is not None else None
     findings = about(certificate, request, sites)
-    findings += verify_signature(certificate, key) if key else []
+    findings += verify_signature(certificate, key) if key else unchecked_signature(certificate)
     if path is not None and config is not None:
         findings.append(unbroken := _unbroken(path))
         if unbroken.verdict == "match":

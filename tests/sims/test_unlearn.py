@@ -84,6 +84,22 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert "readmitted" in listed and "asked by mail" in listed
 
 
+def test_without_a_key_verify_says_that_the_signature_is_not_checked(fedloom: Command, run: Path):
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    file, what = run / "certificates/r1.json", "signature not checked; give --key"
+    said = fedloom("verify", file)
+    assert said.code == 0 and f"| {what} | not checked | it fits the key in the file next to the certificate, " in said.out
+    assert "which proves only consistency" in said.out
+    assert what not in fedloom("verify", file, run, "--key", fedloom("key").out.strip()).out
+    signature = file.with_suffix(".sig")
+    signature.write_text(signature.read_text().replace('"signature": "', '"signature": "AAAA'))
+    said = fedloom("verify", file)
+    assert said.code == 1 and f"| {what} | mismatch | it does not fit the key" in said.out
+    signature.unlink()
+    said = fedloom("verify", file)
+    assert said.code == 0 and "signature" not in said.out
+
+
 def test_a_network_that_still_holds_the_site_is_not_a_match(fedloom: Command, run: Path):
     """What was there before the request is put back, from a copy, say."""
     before = (run / "states/aggregate.safetensors").read_bytes()
