@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
+from fedloom.conf.plugins import error_summary
 from fedloom.server.ledger.database import LEDGER
 from fedloom.server.run_folder.layout import CONFIG, METRICS, SEAL, SUMMARY
 from fedloom.server.run_folder.listing import RUNNING, busy, is_run, searched
-from fedloom.sims.operations.run_list import row_of
+from fedloom.sims.operations.run_list import CORRECT, row_of
 
 T = TypeVar("T")
 LISTED_SECONDS = 2.0  # a list of the folder's runs is this old at most
@@ -129,11 +130,12 @@ class Runs:
 
     def all(self) -> list[Run]:
         """Return all runs that can be read, by id."""
-        return [run for id in self.paths() if (run := self._readable(id))]
+        return [run for id in self.paths() if isinstance(run := self._readable(id), Run)]
 
     def damaged(self) -> list[str]:
-        """Return a line for each run whose config.yaml cannot be read. Such runs are not in the list."""
-        return self._list()[1]
+        """Return a line for each run that cannot be read. Such runs are not in the list."""
+        found = (self._readable(id) for id in self.paths())
+        return [*self._list()[1], *(_shown(self.without_root(fault)) for fault in found if isinstance(fault, str) and fault)]
 
     def get(self, id: str) -> Run:
         """Return one run. Raises UserError if it does not exist or cannot be read."""
@@ -173,17 +175,24 @@ class Runs:
                 self._listed = time.monotonic(), named, [_shown(fault) for fault in faults]
             return self._listed[1:]
 
-    def _readable(self, id: str) -> Run | None:
+    def _readable(self, id: str) -> Run | str:
+        """Return a run, or a line on its damage; empty if it was just removed."""
         try:
             return self.get(id)
-        except Exception:  # its files may be damaged in any way, or were just removed
-            return None
+        except MissingError:
+            return ""
+        except UserError as error:
+            return str(error)
+        except Exception as error:  # its files may be damaged in any way
+            return (
+                f"{id}: cannot be read ({error_summary(error)}); {CORRECT}" if (self.paths()[id] / CONFIG).exists() else ""
+            )
 
 
 def _run(path: Path, id: str) -> Run:
     now, row = version(path), row_of(path)
-    if not all(type(row[key]) is int for key in ("seed", "round", "rounds")):
-        raise UserError(f"{id}: {CONFIG}: `seed` and `rounds` must be whole numbers")
+    if row["seed"] is None:
+        raise UserError(row["odd"][-1])
     metric = metric_of_row(row)
     texts = {key: metric.text(row[key]) for key in ("test", "validation")}
     same = ("status", "method", "seed", "round", "rounds", "forgotten", "waiting", "bytes")

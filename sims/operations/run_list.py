@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
 from fedloom.conf.machine import size_of
 from fedloom.conf.metrics import ACCURACY, facts_of
@@ -17,6 +17,9 @@ from fedloom.sims.report.results import shown, which
 from fedloom.sims.report.tables import Cell, Table
 
 DAMAGED = "damaged"  # the status of a run with a file that cannot be read
+WHOLE = ("seed", "rounds")  # keys of config.yaml that are whole numbers
+CORRECT = "restore it from a backup, or delete this folder"
+MOST_VALUE = 60  # characters of a wrong value
 MOST_NAMED = 3  # waiting requests in a row
 
 
@@ -33,6 +36,9 @@ def row_of(path: Path) -> dict[str, Any]:
     config, odd = read_yaml((path / CONFIG).read_text(encoding="utf-8")), list[str]()
     state = DAMAGED if summary_fault(path) and status(path) != RUNNING else status(path)
     summary, metrics = (_read(read, path, odd) for read in (checked_summary, checked_metrics))
+    if wrong := [f"{key}: {plain(repr(config[key]))}"[:MOST_VALUE] for key in WHOLE if type(config[key]) is not int]:
+        state, config = DAMAGED, {**config, **dict.fromkeys(WHOLE)}
+        odd.append(f"{path / CONFIG}: has {', '.join(wrong)}, takes whole numbers; {CORRECT}")
     method = "/".join(
         str(name) for name in (_option(config["strategy"], "name"), _option(config["objective"], "mode")) if name
     )
@@ -46,7 +52,7 @@ def row_of(path: Path) -> dict[str, Any]:
         "method": str(summary.get("method") or method),
         "seed": config["seed"],
         "round": max(metrics, default=0),
-        "rounds": summary.get("rounds") or config["rounds"],
+        "rounds": config["rounds"] and (summary.get("rounds") or config["rounds"]),
         "test": shown(summary).get("union") if state == FINISHED else None,
         **({"which": best} if state == FINISHED and (best := which(summary)) else {}),
         "validation": validation[-1]

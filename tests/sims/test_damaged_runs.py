@@ -1,5 +1,6 @@
 """Runs with files that cannot be read: `compare` and `runs` name them, and go on without them."""
 
+import html
 import json
 import math
 import os
@@ -84,6 +85,23 @@ def test_a_damaged_file_is_named(
     assert shown.code == 0 and f"| {bad} | {listed[str(bad)]['status']} |" in shown.out
     assert any(line.startswith("note: ") and str(bad) in line and message in line for line in shown.out.splitlines())
     refused(fedloom("compare", bad), "no finished run", message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("seed", "abc"), ("seed", [1]), ("rounds", "many"), ("rounds", 2.5), ("seed", None)]
+)
+def test_a_run_whose_configuration_has_a_wrong_type_is_listed_as_damaged(
+    fedloom: Command, run: Path, bad: Path, key: str, value: object
+):
+    (bad / CONFIG).write_text(yaml.safe_dump(yaml.safe_load((bad / CONFIG).read_text()) | {key: value}, sort_keys=False))
+    fault = f"{CONFIG}: has {key}: {value!r}, takes whole numbers; restore it from a backup, or delete this folder"
+    listed = {row["run"]: row for row in last_line(fedloom("runs", run.parent, "--json"))["runs"]}
+    assert listed[str(bad)]["status"] == "damaged" and listed[str(bad)]["odd"] == [f"{bad / fault}"]
+    assert fedloom("runs", run.parent).code == 0
+    client, headers = desk_of(run.parent)
+    assert [row["id"] for row in client.get(f"{API}/runs", headers=headers).json()] == [run.name]
+    page = client.get("/", headers=headers).text
+    assert f"{bad.name}/{fault}" in html.unescape(page) and str(run.parent) not in page
 
 
 def test_a_damaged_baseline_is_named(run: Path, bad: Path):
