@@ -3,17 +3,23 @@
 import dataclasses
 
 from fedloom.clients.data import site_sizes
+from fedloom.clients.data.domains import DOMAINS, find, known
+from fedloom.clients.data.found import function_of
 from fedloom.clients.data.listing import held
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
 from fedloom.clients.networks.architecture import check_own_networks
-from fedloom.clients.networks.base import SelfStarting
+from fedloom.clients.networks.base import WEIGHT_OPTIONS, SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import Experiment, resolve
-from fedloom.clients.training.checks import check_sizes, check_training, check_weights
+from fedloom.clients.training.checks import check_handed_on, check_sizes, check_training, check_weights
+from fedloom.clients.training.loss import LOSSES, loss_section
+from fedloom.clients.training.loss import WHERE as LOSS
+from fedloom.clients.training.optimizers import SGD
 from fedloom.conf.errors import UserError
 from fedloom.conf.machine import uncollected
 from fedloom.conf.metrics import TARGETS
+from fedloom.conf.plugins import is_reference
 from fedloom.conf.schema import Config, StoppingConfig
 from fedloom.conf.sites import BEST
 from fedloom.fusion.exact import ExactSumError, check_range
@@ -25,13 +31,32 @@ from fedloom.server.strategies import STRATEGIES, slots_of
 from fedloom.server.strategies.base import check_named
 
 
+def check_settings(config: Config) -> None:
+    """Check what needs no data: names, options, and keys that exclude each other. Raises UserError for what cannot work."""
+    _check_method(config)
+    for domain in config.domains:
+        if not known(domain) and not (config.engine.name == "flower" or is_reference(function_of(domain))):
+            find(domain)  # an unknown name
+    if config.network:
+        NETWORKS.build({key: value for key, value in config.network.items() if key not in WEIGHT_OPTIONS}, "network")
+    training = config.training
+    LOSSES.build(loss_section(training), LOSS)
+    if not isinstance(resolve(config).training.optimizer, SGD):
+        check_handed_on(training)
+    STRATEGIES.build(config.strategy, "strategy")
+    check_hidden(config)
+    _check_evaluation(config)
+    if all(domain in DOMAINS for domain in config.domains):  # their targets are known without data
+        metrics_of(config)
+    check_asked(config)
+
+
 @held()
 @uncollected()
 def check(config: Config) -> None:
     """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
-    _check_method(config)
+    check_settings(config)
     check_own_networks(config)
-    check_hidden(config)
     if has_data(config):
         site_sizes(config)
     experiment = resolve(config)
@@ -54,18 +79,21 @@ def check(config: Config) -> None:
     check_weights(experiment)
     STRATEGIES.build(config.strategy, "strategy").check(experiment)
     slots_of(experiment)
+    if config.stopping != StoppingConfig() or config.evaluation.keep == BEST:
+        from fedloom.server.run.stopping import check_stopping  # imported only where it is used
+
+        check_stopping(experiment)
+    metrics_of(config)
+
+
+def _check_evaluation(config: Config) -> None:
+    """Raise UserError for statistics of BatchNorm that the other settings do not allow."""
     if config.evaluation.statistics == RECOMPUTED and not config.data.validation:
         raise UserError(f"evaluation.statistics={RECOMPUTED} needs validation examples; set data.validation above 0")
     if config.evaluation.statistics == BATCH and config.evaluation.batch < MIN_BATCH:
         raise UserError(
             f"evaluation.batch: got {config.evaluation.batch}, but statistics={BATCH} needs at least {MIN_BATCH}"
         )
-    if config.stopping != StoppingConfig() or config.evaluation.keep == BEST:
-        from fedloom.server.run.stopping import check_stopping  # imported only where it is used
-
-        check_stopping(experiment)
-    metrics_of(config)
-    check_asked(config)
 
 
 def _check_task(experiment: Experiment) -> None:

@@ -108,10 +108,6 @@ def run(
 
 def _simulate(config: Config, began: float, notes: Sequence[str], *, quiet: bool, as_json: bool) -> None:
     """Run one configuration, and print its summary if `as_json`. `notes`: lines to show before the run."""
-    if not config.run.resume:
-        from fedloom.server.run_folder.listing import refuse_existing
-
-        refuse_existing(config)  # before the imports, which take seconds
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import simulate
         from fedloom.sims.progress.listeners import listener_for

@@ -22,7 +22,7 @@ from fedloom.conf.sites import SiteConfig
 from fedloom.server.ledger.database import refuse_busy
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.listener import Listener, Listeners
-from fedloom.server.run.checks import check
+from fedloom.server.run.checks import check, check_settings
 from fedloom.server.run.experiment import carry_out, finished
 from fedloom.server.run_folder.folder import read_config, refuse_existing
 from fedloom.server.run_folder.layout import REPORT
@@ -99,6 +99,7 @@ def _carried_out(config: Config, share: Share, listening: Listener, began: float
 def refuse(config: Config) -> None:
     """Raise UserError for every fault that is known before the start: of folder, engine, data, method, trackers."""
     refuse_engine(config)
+    check_settings(config)  # mistakes come before a run that exists, and that before any data are read
     refuse_existing(config)
     refuse_busy(Path(config.run.root) / config.run.name)
     check(config)

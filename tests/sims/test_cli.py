@@ -351,3 +351,14 @@ def test_another_name_on_the_command_line_says_which_options_of_the_file_it_drop
     small = ["rounds=1", "sites.0.samples=20", "data.size=16", "engine.name=inline", "network.name=lenet"]
     said = fedloom("run", file, "strategy.name=fedavg", *small, f"run.root={tmp_path}", "--quiet")
     assert said.code == 0 and "strategy.name drops these settings" in said.out
+
+
+@pytest.mark.parametrize(("word", "message"), [
+    ("network.name=conv66", "unknown network 'conv66'"), ("network.widt=2", "network.widt"),
+    ("training.optimizer=adamww", "adamww"), ("training.loss=nonsense", "nonsense"), ("objective.mode=nonsense", "nonsense"),
+    ("sites.0.domain=digts", "unknown domain 'digts'"), ("federation.min_replies=9", "federation.min_replies"),
+    ("privacy.noise=1", "privacy.clip"), ("evaluation.metrics=[nonsense]", "nonsense")])  # fmt: skip
+def test_mistakes_of_the_configuration_come_before_a_run_that_exists(fedloom: Command, run: Path, word: str, message: str):
+    words = ["engine.name=inline", f"run.root={run.parent}"]
+    refused(fedloom("run", "digits", *words), "the run 'digits' exists")
+    refused(fedloom("run", "digits", *words, word), message)
