@@ -27,6 +27,7 @@ class Facts:
         higher_is_better: Whether a larger value is better.
         share: Whether its values are shares, shown in per cent.
         number: Whether it is a number, which a curve can show. The confusion matrix is not.
+        low, high: The smallest and largest possible value; unknown for a user's metric.
     """
 
     name: str
@@ -35,6 +36,13 @@ class Facts:
     higher_is_better: bool = True
     share: bool = False
     number: bool = True
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and largest possible value."""
+        return (0.0, 1.0) if self.share else (self.low, self.high)
 
     @property
     def caption(self) -> str:
@@ -63,14 +71,14 @@ KNOWN = {facts.name: facts for facts in (
     Facts("precision", "macro precision", (CLASS, MULTILABEL), share=True),
     Facts("recall", "macro recall", (CLASS, MULTILABEL), share=True),
     Facts("subset_accuracy", "subset accuracy", (MULTILABEL,), share=True),
-    Facts("auroc", "macro AUROC", (CLASS, MULTILABEL)),
-    Facts("average_precision", "macro average precision", (CLASS, MULTILABEL)),
+    Facts("auroc", "macro AUROC", (CLASS, MULTILABEL), low=0.0, high=1.0),
+    Facts("average_precision", "macro average precision", (CLASS, MULTILABEL), low=0.0, high=1.0),
     Facts("confusion_matrix", "confusion matrix", (CLASS,), number=False),
-    Facts("calibration_error", "calibration error", (CLASS,), higher_is_better=False),
-    Facts("mae", "MAE", (REGRESSION,), higher_is_better=False),
-    Facts("rmse", "RMSE", (REGRESSION,), higher_is_better=False),
-    Facts("r2", "R2", (REGRESSION,)),
-    Facts("perplexity", "perplexity", (TOKENS,), higher_is_better=False),
+    Facts("calibration_error", "calibration error", (CLASS,), higher_is_better=False, low=0.0, high=1.0),
+    Facts("mae", "MAE", (REGRESSION,), higher_is_better=False, low=0.0),
+    Facts("rmse", "RMSE", (REGRESSION,), higher_is_better=False, low=0.0),
+    Facts("r2", "R2", (REGRESSION,), high=1.0),
+    Facts("perplexity", "perplexity", (TOKENS,), higher_is_better=False, low=1.0),
 )}  # fmt: skip
 DEFAULTS = {CLASS: (ACCURACY,), MULTILABEL: ("f1", "auroc"), REGRESSION: ("rmse", "mae", "r2"), TOKENS: ("perplexity",)}
 

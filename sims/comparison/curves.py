@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedloom.sims.comparison.entries import Entry
 from fedloom.sims.comparison.groups import Group
-from fedloom.sims.report.canvas import INK, PALETTE, name_curve, new_figure, save, value_axis
+from fedloom.sims.report.canvas import INK, PALETTE, name_curve, new_figure, save, value_axis, within_bounds
 from fedloom.sims.report.curves import End, label_ends, whole_rounds
 from fedloom.sims.report.page import Picture
 from fedloom.sims.report.spread import spread
@@ -59,6 +59,7 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
         ends.append((means[-1], group.label, colour))
     metric = groups[0].metric
     value_axis(axes.yaxis, metric)
+    within_bounds(axes.yaxis, metric)
     if label == "round":
         whole_rounds(axes, [round for group in groups for entry in group.entries for round in entry.curve])
     axes.set_xlabel(label)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours for the colour-blind, and two more
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
 KINDS = ("png", "svg", "pdf")  # of pictures in files
+BEYOND = 0.015  # of an axis, beyond a metric's bounds; no tick is there
 DPI = 160  # of PNG files
 CURVE = "curve "  # begins the id in an SVG file of what belongs to a curve; its name follows
 MISSING = re.compile(r"Glyph (\d+) .*missing from")  # matplotlib's warning
@@ -81,6 +82,13 @@ def value_axis(axis: Any, metric: Facts, symbol: str = "%") -> None:
     """Label an axis of a metric's values: shares in per cent, other numbers as they are."""
     if metric.share:
         percent_axis(axis, symbol)
+
+
+def within_bounds(axis: Any, metric: Facts) -> None:
+    """End an axis of a metric's values at the largest and smallest possible value, with room for half a marker."""
+    (low, high), bounds = axis.get_view_interval(), metric.bounds
+    room = BEYOND * (min(high, bounds[1]) - max(low, bounds[0]))
+    axis.axes.set(**{f"{axis.axis_name}lim": (max(low, bounds[0] - room), min(high, bounds[1] + room))})
 
 
 def name_axes(axes: Axes, x: str, y: str) -> None:

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.run_folder.scores import SCORES, as_headline, headline, metric_of
-from fedloom.sims.report.canvas import CURVE, GREY, INK, PALETTE, name_curve, new_figure, score_of, short, value_axis
+from fedloom.sims.report.canvas import (
+    CURVE,
+    GREY,
+    INK,
+    PALETTE,
+    name_curve,
+    new_figure,
+    score_of,
+    short,
+    value_axis,
+    within_bounds,
+)
 from fedloom.sims.report.tables import clean
 
 if TYPE_CHECKING:
@@ -76,8 +87,9 @@ def accuracy_figure(
     ends = _worth_a_label(ends, metric) if many else ends
     for index, (name, records) in enumerate(others.items(), 0 if many else len(names) - 1):
         ends += _curve(axes, records, "union", name, PALETTE[index % len(PALETTE)], broken=True)
-    label_ends(axes, ends, metric=metric)
     value_axis(axes.yaxis, metric)
+    within_bounds(axes.yaxis, metric)
+    label_ends(axes, ends, metric=metric)
     whole_rounds(axes, [record["round"] for records in (metrics, *others.values()) for record in records])
     broken = f" (dashed lines: baselines and other architectures{'' if single else ', on the union'})"
     axes.set_xlabel("round" + (broken if others else ""))

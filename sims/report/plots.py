@@ -27,6 +27,7 @@ from fedloom.sims.report.canvas import (
     score_of,
     short,
     value_axis,
+    within_bounds,
     write_numbers,
 )
 from fedloom.sims.report.curves import Records, accuracy_figure
@@ -126,6 +127,7 @@ def _forgetting_panels(
             panel.set_xlim(*_range([score_of(scores, name) for scores in (before, *forgotten.values()) for name in names]))
             panel.locator_params(axis="x", nbins=4)
         value_axis(panel.xaxis, metric)
+        within_bounds(panel.xaxis, metric)
         panel.set_title(f"without {short(site)}", loc="left", fontsize=10, color=INK)
         plain(panel)
     _legend(figure, names)
@@ -202,6 +204,8 @@ def _heat_map(
     grid: Grid, rows: list[str], names: list[str], held: Mapping[str, str], title: str, metric: Facts, change: bool = False
 ) -> Figure:
     """Draw `grid` as a heat map, with numbers if they fit. Frames mark each site's own domain. `change`: has both signs."""
+    if len(rows) == 1:
+        return _bars(grid[0], rows[0], names, f"{title}: {rows[0]}" if change else title, metric, change)
     numbers = len(rows) <= MAX_NUMBERS and len(names) <= MAX_NUMBERS
     width = min(16.0, 2.6 + (0.74 if numbers else 0.4) * len(names))
     figure, axes = new_figure(max(6.0, width), min(14.0, 1.7 + (0.34 if numbers else 0.2) * len(rows)))
@@ -227,4 +231,26 @@ def _heat_map(
     legend = f"test {metric.title} after - before{points}" if change else f"test {metric.title}{percent}"
     framed = "; framed: the site's own domain" if len(rows) <= MAX_FRAMES else ""
     figure.supxlabel(legend + framed, x=0.01, ha="left", fontsize=8.5, color=INK)
+    return figure
+
+
+def _bars(values: Sequence[float], row: str, names: list[str], title: str, metric: Facts, change: bool) -> Figure:
+    """Draw the values of a single network or site as horizontal bars, with numbers. `change`: they have both signs."""
+    figure, axes = new_figure(6.0, min(14.0, 1.4 + 0.34 * len(names)))
+    axes.barh(range(len(names)), values, height=0.62, color=[INK if name == "union" else PALETTE[0] for name in names])
+    axes.set_yticks(range(len(names)), [short(name) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.axvline(0.0, color=GREY, linewidth=0.8)
+    axes.margins(x=0.12)
+    for place, value in enumerate(values):
+        if math.isfinite(value):
+            text = f"{value * (100 if metric.share else 1):+.3g}" if change else metric.text(value)
+            axes.annotate(text, (value, place), (4 if value >= 0 else -4, 0), textcoords="offset points", va="center",
+                          ha="left" if value >= 0 else "right", fontsize=8.5, color=INK, annotation_clip=False)  # fmt: skip
+    value_axis(axes.xaxis, metric, "" if change else "%")
+    if not change:
+        within_bounds(axes.xaxis, metric)
+    points = ", in percentage points" if metric.share else ""
+    axes.set_xlabel(f"test {metric.title} after - before{points}" if change else f"test {metric.title} of {short(row)}")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     return figure

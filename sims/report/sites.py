@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
 from fedloom.server.run_folder.scores import metric_of, spot
-from fedloom.sims.report.canvas import INK, PALETTE, new_figure, new_panels, percent_axis, plain, short, value_axis
+from fedloom.sims.report.canvas import (
+    INK,
+    PALETTE,
+    new_figure,
+    new_panels,
+    percent_axis,
+    plain,
+    short,
+    value_axis,
+    within_bounds,
+)
 from fedloom.sims.report.results import aggregate, titled
 from fedloom.sims.report.tables import Table, cut, percent, shortened
 
@@ -197,3 +207,4 @@ def _dress(axes: Axes, metric: Facts) -> None:
     if metric.share:
         axes.set_ylim(-0.03, 1.03)
     value_axis(axes.yaxis, metric)
+    within_bounds(axes.yaxis, metric)

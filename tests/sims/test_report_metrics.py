@@ -1,5 +1,7 @@
 """Reports, tables and comparisons of metrics whose smaller values are better, and of predicted against true numbers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,12 +10,13 @@ from fedloom.clients.evaluation.metrics.chosen import Metric, Metrics
 from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, facts_of
 from fedloom.server.evaluation.spread import spread_of_metrics
 from fedloom.server.run_folder.scores import first_metric, headline, metric_of
+from fedloom.sims.report.canvas import save
 from fedloom.sims.report.curves import accuracy_figure
 from fedloom.sims.report.errors import against_figure, by_class_table, confusion_figure, confusion_table
 from fedloom.sims.report.forgetting import caption, forgetting_table
 from fedloom.sims.report.headline import closing_lines
 from fedloom.sims.report.headline import headline as sentence
-from fedloom.sims.report.plots import draw_all
+from fedloom.sims.report.plots import draw_all, sites_figure
 from fedloom.sims.report.results import accuracy_table
 from fedloom.sims.report.sites import sites_table, spread_figure, spread_table
 from fedloom.sims.tracking.numbers import round_numbers
@@ -119,3 +122,28 @@ def test_the_last_lines_have_all_metrics_and_warn_of_classes_that_are_never_pred
     assert closing_lines({"per_site": {"own": {"classes": classes}}}) == [
         "Warning: no test example of class `1` is recognised."
     ]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "auroc", "r2", "perplexity"])
+def test_an_axis_ends_at_the_largest_possible_value_of_its_metric(name: str):
+    metric, best = facts_of(name), 1.0
+    values = [best + (0.3 if name == "perplexity" else -0.3) / (number + 1) for number in range(5)] + [best]
+    records = [{"round": number, "metric": {"name": name}, "scores": {name: {"digits": value, "union": value}},
+                **({"accuracy": {"digits": value, "union": value}} if name == "accuracy" else {})}
+               for number, value in enumerate(values)]  # fmt: skip
+    figure = accuracy_figure(records)
+    assert figure is not None
+    low, high = figure.axes[0].get_ylim()
+    worst = [tick for tick in figure.axes[0].get_yticks() if low <= tick <= high]
+    assert min(worst) >= metric.bounds[0] and max(worst) <= metric.bounds[1]
+    assert low <= min(values) and high >= max(values)
+
+
+def test_a_single_network_on_several_domains_is_drawn_as_bars(tmp_path: Path):
+    figure = sites_figure({"accuracy": {"sum": {"a": 0.5, "b": 1.0, "union": float("nan")}}})
+    assert figure is not None
+    (axes,) = figure.axes
+    assert not axes.images and [bar.get_width() for bar in axes.patches][:2] == [0.5, 1.0]
+    assert [text.get_text() for text in axes.texts] == ["50.0%", "100.0%"] and axes.get_xlabel() == "test accuracy of sum"
+    assert axes.get_xlim()[1] < 1.02
+    save(figure, tmp_path / "sites.png")
