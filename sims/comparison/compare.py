@@ -36,6 +36,8 @@ from fedloom.sims.sweeps.names import text_of
 if TYPE_CHECKING:
     import pandas
 
+AS_WRITTEN = "This page does not change with its runs. If a run forgets a site later, write the page again."
+
 
 @for_python
 def compare(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], by: str | Sequence[str] = ()) -> "Comparison":
@@ -162,7 +164,7 @@ class Comparison:
         accuracy, *others = self.tables()
         differs: list[Part] = [what_differs(self.groups, self.differing)] if self.differing else []
         sections: list[tuple[str, Sequence[Part]]] = [
-            ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes)]),
+            ("", [headline(self.groups), *(f"Note: {note}" for note in self.notes), AS_WRITTEN]),
             (self.groups[0].metric.caption, [accuracy, *pictures(self.groups, folder, ["svg"])]),
             ("Differences and cost", others),
             ("Compared runs", [*differs, runs_table(self.groups), Details("Common configuration", self._common())]),

@@ -22,6 +22,7 @@ from fedloom.server.run.experiment import BY_METHOD, check_sums, head
 from fedloom.server.run.measurement import measure
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
+from fedloom.server.run_folder.layout import TRACKERS
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
 from fedloom.server.unlearning.client_erasure import Erasure, outstanding
@@ -122,7 +123,16 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
     text = f"Request '{id}' is verified: {_outcome(content)}. Certificate: {file.with_suffix('.html')}"
-    return Unlearned(text, content)
+    return Unlearned(f"{text}. {earlier_copies(path, config)}", content)
+
+
+def earlier_copies(path: Path, config: Config) -> str:
+    """Return a sentence on pages and records that show the sites' earlier results, which no request changes."""
+    own = [str(path / name) for name in TRACKERS if (path / name).is_dir()]
+    named = f" ({', '.join(own)})" if own else ""
+    trackers = f", and trackers' records{named}," if own or config.tracking else ""
+    return (f"Comparison pages written before{trackers} still show the earlier results: write the pages again"
+            f"{', delete the records' if trackers else ''}.")  # fmt: skip
 
 
 def _outcome(certificate: dict[str, Any]) -> str:

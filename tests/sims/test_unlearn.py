@@ -84,6 +84,22 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert "readmitted" in listed and "asked by mail" in listed
 
 
+def test_pages_and_records_from_before_the_request_are_named(fedloom: Command, run: Path, tmp_path: Path):
+    page = tmp_path / "before.html"
+    assert fedloom("compare", run, "--html", page).code == 0
+    assert "If a run forgets a site later, write the page again." in page.read_text()
+    (run / "csv").mkdir()
+    said = fedloom("unlearn", run, ONE)
+    assert said.code == 0, said.err
+    assert (
+        f"Comparison pages written before, and trackers' records ({run / 'csv'}), still show the earlier results" in said.out
+    )
+    assert fedloom("compare", run, "--html", page).code == 0 and f"has forgotten {ONE}" in page.read_text()
+    (run / "csv").rmdir()
+    said = fedloom("unlearn", run, TWO)
+    assert "Comparison pages written before still show the earlier results: write the pages again." in said.out
+
+
 def test_without_a_key_verify_says_that_the_signature_is_not_checked(fedloom: Command, run: Path):
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     file, what = run / "certificates/r1.json", "signature not checked; give --key"
