@@ -96,7 +96,7 @@ def verify_signature(path: Path, key: str) -> list[Finding]:
 
 
 def unchecked_signature(path: Path) -> list[Finding]:
-    """Return what is known of a certificate's signature without the operator's key; empty if it has no signature."""
+    """Check a certificate's signature without the operator's key. Return an empty list if it has no signature."""
     if not path.with_suffix(SUFFIX).exists():
         return []
     what = "signature not checked; give --key"

@@ -163,7 +163,7 @@ def _guarded() -> int:
 
 
 def _show_warning(usual: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
-    """Show a warning of ours as a line without its place in the code."""
+    """Show a DroppedWarning as a line without its place in the code."""
     if issubclass(category, DroppedWarning):
         typer.echo(f"note: {plain(str(message))}", err=True)
     else:

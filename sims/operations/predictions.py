@@ -116,9 +116,10 @@ def targets_for(raw: Tensor, targets: Any, kind: str) -> Tensor:
         raise UserError(f"data: got targets of the shape {list(found.shape)}, takes {list(shape)}"
                         f"{CLASSES if kind == CLASS else ''}")  # fmt: skip
     found = found.reshape(shape)
-    if found.is_complex() or (odd := int((~found.isfinite()).sum())):
-        fault = "complex numbers as targets" if found.is_complex() else f"{odd} targets that are missing or infinite"
-        raise UserError(f"data: got {fault}; correct them, or leave these examples out")
+    if found.is_complex():
+        raise UserError("data: got complex numbers as targets, takes real ones")
+    if odd := int((~found.isfinite()).sum()):
+        raise UserError(f"data: got {odd} targets that are missing or infinite; correct them, or leave these examples out")
     return _numbered(found, raw.shape[-1], kind) if kind in (CLASS, TOKENS) else found.float()
 
 

@@ -141,7 +141,7 @@ def test_inline_runs_take_classes_and_functions_of_a_script(tmp_path: Path):
     assert name == "__main__:Net" and sweep == "2"
     assert refused.startswith("sites[0].domain: 'images' is defined in a script") and "engine.name=inline" in refused
     assert parallel.startswith("network.name[0]: 'Net' is defined in a script") and "parallel=1" in parallel
-    with pytest.raises(UserError, match=r"'__main__:images' has no 'images'; define it in this script or notebook first"):
+    with pytest.raises(UserError, match=r"'__main__:Net' has no 'Net'; define it in this script or notebook first"):
         fedloom.resume(tmp_path / "runs" / "experiment", "rounds=2")
 
 
