@@ -35,8 +35,8 @@ class DroppedWarning(UserWarning):
 
 
 def say_dropped(by: str, dropped: Iterable[str]) -> None:
-    """Warn, in one line, that the key `by` of an override drops these keys of the file."""
-    warnings.warn(f"{by} drops these settings of the file: {', '.join(dropped)}. Set those that you need as overrides, too",
+    """Warn, in one line, that the key `by` of an override drops these keys of the file, or of overrides before it."""
+    warnings.warn(f"{by} drops these settings: {', '.join(dropped)}. Set those that you need after it",
                   DroppedWarning, stacklevel=2)  # fmt: skip
 
 

@@ -99,10 +99,12 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
             for key, item in preset.items():
                 forget_options(merged, str(key), item)
             merged = OmegaConf.merge(merged, OmegaConf.create(preset))
-        for key, item in _options_last(changes):
+        ordered = list(_options_last(changes))
+        for number, (key, item) in enumerate(ordered):
             _check_indices(merged, key)
             _open_name(merged, key)
-            dropped = [name for name in forget_options(merged, key, item) if name not in changes]
+            again = dict(ordered[number + 1 :])
+            dropped = [name for name in forget_options(merged, key, item) if name not in again]
             if dropped and named_section(key, item):
                 say_dropped(_short(key if key.endswith(".name") else f"{key}.name"), dropped)
             OmegaConf.update(merged, key, item, merge=_mergeable(OmegaConf.select(merged, key), item), force_add=True)
@@ -120,12 +122,12 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the overrides in their order. Options of a section before its name are repeated after it."""
+    """Yield the overrides in their order. Options of a partition before its name are repeated after it."""
     before: list[tuple[str, Any]] = []
     for key, item in changes.items():
         yield key, item
-        if section := named_section(key, item):
-            yield from [override for override in before if override[0].startswith(f"{section}.")]
+        if key.endswith(".partition.name"):
+            yield from [override for override in before if override[0].startswith(key.removesuffix("name"))]
         before.append((key, item))
 
 

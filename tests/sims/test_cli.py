@@ -335,16 +335,17 @@ def test_another_name_on_the_command_line_says_which_options_of_the_file_it_drop
     for word in ("strategy.name=fedavg", "strategy=fedavg"):
         said = fedloom("run", file, word, "--show")
         assert said.code == 0 and said.err == (
-            "note: strategy.name drops these settings of the file: strategy.rate, "
-            "strategy.weighting. Set those that you need as overrides, too\n"
+            "note: strategy.name drops these settings: strategy.rate, strategy.weighting. Set those that you need after it\n"
         )
-    for words in (["strategy.weighting=equal", "strategy.name=fedavg"], ["strategy=fedavg", "strategy.weighting=equal"]):
-        said = fedloom("run", file, *words, "--show")
-        assert "settings of the file: strategy.rate. Set" in said.err and "weighting: equal" in said.out
+    said = fedloom("run", file, "strategy.weighting=samples", "strategy.name=fedavg", "--show")
+    assert "settings: strategy.rate, strategy.weighting. Set" in said.err
+    for word in ("strategy=fedavg", "strategy.name=fedavg"):
+        said = fedloom("run", file, word, "strategy.weighting=equal", "--show")
+        assert "settings: strategy.rate. Set" in said.err and "weighting: equal" in said.out
     for words in ([], ["strategy.rate=0.02"], ["strategy={name: fedavg, weighting: equal}"], ["strategy.name=fedadam"]):
         assert fedloom("run", file, *words, "--show").err == ""
     said = fedloom("run", "digits", "strategy.name=fedavg", "--show")
-    assert said.err.startswith("note: strategy.name drops these settings of the file: objective.mode. ")
+    assert said.err.startswith("note: strategy.name drops these settings: objective.mode. ")
     with pytest.warns(UserWarning, match="strategy.rate, strategy.weighting"):
         load(file, "strategy.name=fedavg")
     refused(fedloom("run", file, "strategy.name=fedavgg"), "did you mean 'fedavg'?")
