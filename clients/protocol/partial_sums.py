@@ -59,14 +59,14 @@ class PartialSum:
     Attributes:
         run: The run's id.
         round: The round.
-        messages: The ids of the answered messages.
+        messages: The ids of the answered messages, also of refused replies.
         samples: The number of samples, by site.
         addends: By record, the number of terms in its sum.
         records: The sums, int64; for contributions, the change of the server's sum.
         node: The node that stores `records`; "" if they are included.
         ticket: The name of the stored records at this node.
         blobs: By site, the digest of the stored contribution.
-        sizes: By site, the bytes of the arrays that were added up, which count as traffic of the site. Empty with
+        sizes: By site, the bytes of the arrays in its reply, which count as its traffic. Empty with
             federation.partial_sums=true: a round's record then has the bytes that the server received.
         new: The sum of the contributions themselves, int64; None where a node stores them.
     """
@@ -127,7 +127,7 @@ def combine(
             continue
         for place, each in group.items():
             answers[place] = sums.reply(each, asked[place], replies[place])
-        totals += [sums.sum()] if sums.samples else []
+        totals += [sums.sum()] if sums.samples or sums.sizes else []
     return answers, totals if part is None else [part.leave(total) for total in totals]
 
 
@@ -160,6 +160,9 @@ class _Sums:
 
     def reply(self, order: TaskInstructions, message: Message, reply: Message) -> Message:
         """Add one site's reply. Return it without the records, or an error of its site."""
+        self.messages.add(message.metadata.message_id)
+        if self.config.federation.partial_sums is None:
+            self.sizes[self.config.roster[order.site].name] = array_bytes(reply.content)
         try:
             self.add(order, message, reply.content)
         except (ExactSumError, ReplyError) as error:
@@ -191,9 +194,6 @@ class _Sums:
             blob = self._keep(order, site.name, records[order.slot]) if order.slot else ""
             undo.pop_all()
         self.samples[site.name] = samples
-        if self.config.federation.partial_sums is None:
-            self.sizes[site.name] = array_bytes(content)
-        self.messages.add(message.metadata.message_id)
         if blob:
             self.blobs[site.name] = blob
 

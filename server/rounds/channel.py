@@ -161,11 +161,12 @@ class ClientChannel:
             yield RawReply(site, None, f"no reply within {timeout:g} s")
 
     def _reply(self, site: Site, message: Message) -> RawReply:
-        if message.has_error():
-            return RawReply(site, None, reason_of(message))
         partial_sum: Any = getattr(self.grid, "partial_sum", None)  # only the engines of fedloom have it
         partial = partial_sum(message.metadata.reply_to_message_id) if partial_sum else None
         summed = partial.sizes.get(site.name, 0) if partial is not None else 0
+        if message.has_error():
+            self._count(site, 0, summed)
+            return RawReply(site, None, reason_of(message))
         self._count(site, 0, array_bytes(message.content) + summed)
         return RawReply(site, message.content, "", partial)
 

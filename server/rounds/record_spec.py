@@ -45,8 +45,10 @@ class RecordSpec:
 
     @property
     def summable(self) -> bool:
-        """Whether a worker can check the record and add it up: whole, as floats, by its size alone."""
-        return self.whole and not self.integers and self.check is _nothing
+        """Whether a worker can check the record as the server does, and add it up: whole floats, for a slot or a mean."""
+        floats = self.like is None or all(tensor.dtype.is_floating_point for tensor in self.like.values())
+        simple = self.whole and self.bounded and not self.integers and self.check is _nothing
+        return simple and floats and not (self.slot and self.mean)
 
     def start(self, slots: Slots, site: str) -> Mapping[str, Tensor]:
         """Return the tensors to compare the site's record with: `like`, its last contribution (floats), or `first`."""

@@ -97,8 +97,8 @@ class Sender(Protocol):
         """Return whether the site's order must include the configuration."""
         ...
 
-    def adds_up(self, expected: Mapping[str, RecordSpec]) -> bool:
-        """Return whether workers add up these records."""
+    def adds_up(self, expected: Mapping[str, RecordSpec], content: Content) -> bool:
+        """Return whether workers add up these records of the replies to `content`."""
         ...
 
 
@@ -124,7 +124,7 @@ class TaskMessages:
 
     def __post_init__(self) -> None:
         config, slots = self.sender.config, self.sender.state.slots
-        summed = bool(self.expected) and (bool(self.asking.attempt) or self.sender.adds_up(self.expected))
+        summed = bool(self.expected) and (bool(self.asking.attempt) or self.sender.adds_up(self.expected, self.content))
         reported = summed or bool(config.privacy.noise)
         self.slot = next((record for record, spec in self.expected.items() if spec.slot), "") if reported else ""
         weighted = {record for record, spec in self.expected.items() if spec.slot and slots.weighted(spec.slot)}

@@ -11,7 +11,17 @@ from itertools import chain
 
 from flwr.app import ArrayRecord
 
-from fedloom.clients.protocol.messages import ENROL, LOST, TRAIN, UNKNOWN, config_digest, text_record
+from fedloom.clients.protocol.messages import (
+    ENROL,
+    LOST,
+    MEAN,
+    MOST_RECORDS,
+    STAR,
+    TRAIN,
+    UNKNOWN,
+    config_digest,
+    text_record,
+)
 from fedloom.clients.protocol.reply_checks import Bounds
 from fedloom.conf import to_json
 from fedloom.conf.errors import FailedError, UserError, plain
@@ -172,14 +182,23 @@ class RoundTransport(Transport):
 
         return filter(None, chain.from_iterable(turns()))
 
-    def adds_up(self, expected: Mapping[str, RecordSpec]) -> bool:
-        """Return whether workers add up these records: as configured, or else where they and the method allow it."""
+    def adds_up(self, expected: Mapping[str, RecordSpec], content: Content) -> bool:
+        """Return whether workers add up these records: as configured, or else if they can check replies as the server does.
+
+        Raises:
+            UserError: federation.partial_sums is true, but workers cannot add up these records.
+        """
         federation, slots = self.config.federation, self.state.slots.declared
+        summable = len(expected) <= MOST_RECORDS and all(spec.summable for spec in expected.values())
+        if federation.partial_sums and not summable:
+            raise UserError(f"federation.partial_sums: workers add up at most {MOST_RECORDS} records of whole floats, each "
+                            "for a slot or a mean, without a check of the method's own. Strategy "
+                            f"'{self.config.strategy['name']}' asks for others; set it to false")  # fmt: skip
         if federation.partial_sums is not None:
             return federation.partial_sums
         one_sum = len(slots) <= 1 and all(isinstance(slot, Sum) for slot in slots.values())
         simple = one_sum and not federation.clip_change and not federation.secure_aggregation
-        return simple and self.channel.adds_up and all(spec.summable for spec in expected.values())
+        return simple and summable and self.channel.adds_up and _from_start(expected, content)
 
     def needs_configuration(self, site: Site) -> bool:
         """Return whether the site's order must include the configuration: in simulations always."""
@@ -211,6 +230,14 @@ class RoundTransport(Transport):
         claims = ", ".join(map(str, enrolment.claims(site)))
         return (f"node {node} does not receive the contributions of node {owner} ('fedloom readmit {run} {site} --node ID' "
                 f"chooses the site's node; these claim it: {claims})")  # fmt: skip
+
+
+def _from_start(expected: Mapping[str, RecordSpec], content: Content) -> bool:
+    """Return whether the records' limits are measured from the network that is sent, as workers measure them."""
+    if callable(content) or MEAN not in content:
+        return False
+    sent = {**content[MEAN], **content.get(STAR, {})}
+    return all(sent.get(name) is tensor for spec in expected.values() for name, tensor in (spec.like or {}).items())
 
 
 def _lack(reply: RawReply) -> str:

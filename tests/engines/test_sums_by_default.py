@@ -3,21 +3,25 @@
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from flwr.serverapp import Grid
 
-from fedloom.clients.protocol.messages import TRAIN
-from fedloom.clients.protocol.partial_sums import FEWEST
+from fedloom.clients.protocol.partial_sums import FEWEST, ONCE
+from fedloom.clients.protocol.reply_checks import Bounds
 from fedloom.clients.storage.states import read_state
-from fedloom.fusion.state import digest
+from fedloom.conf.errors import UserError
+from fedloom.fusion.state import State, digest
+from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.rounds.partial_sums import Partials
-from fedloom.server.rounds.record_spec import RecordSpec
+from fedloom.server.rounds.transport import RoundTransport
 from fedloom.server.run.experiment import run_experiment
 from fedloom.sims.engines import open_engine
 from fedloom.sims.operations.ledger import check
@@ -88,21 +92,68 @@ def test_otherwise_the_server_reads_each_reply(
 
 
 def gathered(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Make methods expect records that a worker does not check as the server does."""
+    """Change the records that methods expect of sites."""
     gather = RoundContext.gather
 
     def changed(self: RoundContext, kind: str, content: Any, expected: Any, sites: Any = None) -> Any:
-        specs = {name: RecordSpec(spec.like, spec.slot, spec.mean, **changes) for name, spec in expected.items()}
-        return gather(self, kind, content, specs if kind == TRAIN else expected, sites)
+        return gather(self, kind, content, {name: replace(spec, **changes) for name, spec in expected.items()}, sites)
 
     monkeypatch.setattr(RoundContext, "gather", changed)
 
 
+def nothing(record: State) -> None:
+    """A method's own check."""
+
+
 @pytest.mark.slow
-def test_a_methods_own_check_sees_each_reply(
+@pytest.mark.parametrize(
+    "changes", [{"check": nothing}, {"mean": ONCE}, {"bounded": False}], ids=["own check", "slot and mean", "no start"]
+)
+def test_what_a_worker_cannot_check_or_sum_the_server_reads(
+    tmp_path: Path, added: list[int], workers: Grid, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+):
+    gathered(monkeypatch, **changes)
+    words = ["strategy.name=fedavg", "strategy.weighting=equal", "federation.largest_change=1.0"]
+    assert finished(tmp_path, workers, *words) == finished(tmp_path, None, *words)
+    assert not added
+    with pytest.raises(UserError, match=r"federation\.partial_sums: workers add up at most 16 records"):
+        finished(tmp_path / "on", workers, *words, "federation.partial_sums=true")
+
+
+@pytest.mark.slow
+def test_limits_that_are_measured_from_elsewhere_are_the_servers(
     tmp_path: Path, added: list[int], workers: Grid, monkeypatch: pytest.MonkeyPatch
 ):
-    seen: list[int] = []
-    gathered(monkeypatch, check=lambda record: seen.append(len(record)))
-    finished(tmp_path, workers, "strategy.name=fedavg")
-    assert len(seen) == 16 and not added
+    gather, words = RoundContext.gather, ["strategy.name=fedavg", "federation.largest_change=3.0"]
+
+    def from_zero(self: RoundContext, kind: str, content: Any, expected: Any, sites: Any = None) -> Any:
+        zeros = {
+            n: replace(spec, like={k: torch.zeros_like(v) for k, v in spec.like.items()}) for n, spec in expected.items()
+        }
+        return gather(self, kind, content, zeros, sites)
+
+    monkeypatch.setattr(RoundContext, "gather", from_zero)
+    assert finished(tmp_path, workers, *words) == finished(tmp_path, None, *words)
+    assert not added
+
+
+@pytest.mark.slow
+def test_refused_replies_have_the_same_reasons_and_traffic(tmp_path: Path, added: list[int], workers: Grid):
+    words = ["strategy.name=fedavg", "federation.largest_change=0.15"]
+    ray_, inline = finished(tmp_path, workers, *words), finished(tmp_path, None, *words)
+    assert 0 < len(inline[1][0]["dropped"]) < 8
+    assert ray_ == inline
+
+
+@pytest.mark.slow
+def test_a_site_that_is_dropped_is_not_in_the_sum(
+    tmp_path: Path, added: list[int], workers: Grid, monkeypatch: pytest.MonkeyPatch
+):
+    """The server knows fewer images of a site than the worker that has checked its reply."""
+    bounds = Bounds(most_samples=1)
+    monkeypatch.setattr(RoundTransport, "bounds", lambda self, site: bounds)
+    _, records = finished(tmp_path, workers, "strategy.name=fedavg", "rounds=1")
+    with Ledger.open(tmp_path / "ray", server=False) as ledger:
+        there = set(ledger.all_latest())
+    assert added and there and not there & records[0]["dropped"].keys()
+    assert len(there) == records[0]["replies"]
