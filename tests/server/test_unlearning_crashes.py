@@ -16,7 +16,7 @@ from fedloom.conf import Config, UserError
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.blobs import Blobs
-from fedloom.server.rounds.server_state import ServerState
+from fedloom.server.ledger.membership import Membership
 from fedloom.server.run_folder.folder import RunFolder
 from fedloom.server.unlearning.certificate import CERTIFICATES, read
 from fedloom.server.unlearning.requests import KIND
@@ -66,8 +66,8 @@ def of(config: Config) -> dict[str, Any]:
 
 
 PLACES = {
-    "before the rollback": (ServerState, "roll_back", crash),
-    "before the subtraction": (ServerState, "forget", crash),
+    "before the rollback": (Membership, "roll_back", crash),
+    "before the subtraction": (Membership, "forget", crash),
     "before the blobs go": (Blobs, "remove", crash),
     "before the deletion": (fedloom.server.unlearning.fulfilment, "left_of", crash),
     "within the deletion": (
