@@ -28,7 +28,7 @@ MANY = 100  # sites
 STAR = re.compile(r"(^|[\[,:])\s*\*")  # a text that begins with a star
 MOST_CHARACTERS = 100  # characters of an override in an error
 
-VERSION = 7  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
+VERSION = 8  # of `to_yaml`'s text. Raise it when a key is added, removed or changes its meaning. No version means 1
 
 
 def experiment_names() -> list[str]:

@@ -1,6 +1,7 @@
 """The base classes of networks, their registry, and their initialisation from a generator."""
 
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,7 +119,9 @@ def register_variants(base: type[NetworkSpec], field: str, variants: Mapping[str
     """Register a subclass of `base` for each name: its description, and its value of the class attribute `field`."""
     for name, (about, value) in variants.items():
         facts = {"__doc__": about, "__module__": base.__module__, field: value}
-        NETWORKS.register(name)(type("".join(map(str.title, name.split("_"))), (base,), facts))
+        made = type("".join(map(str.title, name.split("_"))), (base,), facts)
+        setattr(sys.modules[base.__module__], made.__name__, made)  # pickle looks for it there
+        NETWORKS.register(name)(made)
 
 
 def check_inputs(form: Form, name: str, *kinds: str) -> None:

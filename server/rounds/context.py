@@ -319,7 +319,8 @@ class RoundContext(View):
         """Return the reply if it holds what is expected. Raises ReplyError."""
         if received.content is None:
             raise ReplyError(received.reason)
-        site = received.site  # a worker has checked what is in its sum, by the files that it found
+        site = received.site
+        # What is in a worker's sum is in it: the worker has checked it, by the files that it found.
         bounds = self._transport.bounds(site) if received.partial is None else Bounds()
         if kind == TRAIN:
             numbers = train_numbers(received.content, bounds, hidden=bool(self.config.privacy.noise))

@@ -54,10 +54,11 @@ class RayGrid(LocalGrid):
     """A Grid that packs messages for the pool of Ray workers, and unpacks their replies."""
 
     def __init__(
-        self, sites: int, store: Path, pool: Pool, description: str, own: bool, near: bool, node_store: str = ""
+        self, sites: int, store: Path, pool: Pool, description: str, own: bool, adds_up: bool, node_store: str = ""
     ) -> None:
         super().__init__(sites, store)
-        self._pool, self._description, self._own, self._near = pool, description, own, near
+        self._pool, self._description, self._own = pool, description, own
+        self.adds_up = adds_up  # whether all workers are on this machine, and can write to the run's folder
         self._shared = SharedRecords(ray.put)
         self._messages: dict[str, Message] = {}
         self._stores = Stores(node_store) if node_store else None
@@ -85,11 +86,6 @@ class RayGrid(LocalGrid):
                     self._received += 0 if id(packed) in sums else sum_size(packed)
                     sums[id(packed)] = self._sums[key] = sums.get(id(packed)) or unpack_sum(packed)
         return replies
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether all workers are on this machine, so that they can write to the run's folder."""
-        return self._near
 
     def partial_sum(self, message_id: str) -> PartialSum | None:
         return self._sums.pop(message_id, None)

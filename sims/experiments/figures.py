@@ -1,6 +1,7 @@
 """The published figures: figures.yaml, their bands, and the tables in Markdown that are written from them."""
 
 import contextlib
+import dataclasses
 import math
 import re
 import shlex
@@ -23,6 +24,7 @@ WRITTEN = ("README.md", "sims/experiments/RESULTS.md", "sims/experiments/results
 PERCENT, NUMBER = "percent", "number"
 LEAST = {PERCENT: lambda mean: 0.5, NUMBER: lambda mean: 0.01 * abs(mean)}  # the smallest half of a band
 MARKED = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+KINDS = {str: "a text", float: "a number", bool: "true or false", tuple: "a list"}
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,14 @@ class Measurement:
 
 
 def measurements() -> list[Measurement]:
-    """Read the file. Raises UserError for a table without its keys, a wrong command, and a cell with two figures."""
+    """Read the file. Raises UserError, which names the table, the figure and the key, for a bad one."""
     text = (Path(__file__).parent / FILE).read_text(encoding="utf-8")
     try:
         tables = yaml.safe_load(text)
         every = [_measurement(name, table, entry) for name, table in tables.items() for entry in table["measured"]]
     except (yaml.YAMLError, AttributeError, TypeError, KeyError) as error:
         why = " ".join(str(error).split())
-        raise UserError(
-            f"{FILE}: every table needs `heading` and a list `measured`, with the fields of figures.py ({why})"
-        ) from None
+        raise UserError(f"{FILE}: every table needs `heading` and a list `measured` ({why})") from None
     cells = Counter((each.table, figure.row, figure.column) for each in every for figure in each.figures)
     for (table, row, column), times in cells.items():
         if times > 1:
@@ -169,13 +169,43 @@ def write(home: Path) -> list[Path]:
     return changed
 
 
-def _measurement(name: str, table: Mapping[str, Any], entry: Mapping[str, Any]) -> Measurement:
-    figures = tuple(Figure(*row) for row in entry["figures"])
-    changed = {"table": name, "heading": table["heading"], "date": str(entry["date"]), "figures": figures}
-    made, where = Measurement(**{**entry, **changed}), f"{FILE}, {name}, '{entry['command']}'"
+def _measurement(name: str, table: Mapping[str, Any], entry: Any) -> Measurement:
+    """Return a measurement with its figures, all checked."""
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{FILE}, {name}: each entry of `measured` must have keys, not {entry!r}")
+    values = {**entry, "table": name, "heading": table["heading"], "date": str(entry.get("date", ""))}
+    where = f"{FILE}, {name}, '{entry.get('command', '?')}'"
+    if isinstance(rows := values.get("figures"), list):
+        values["figures"] = tuple(_figure(row, f"{where}, figure {number}") for number, row in enumerate(rows, 1))
+    made = _built(Measurement, values, where)
     if made.unit not in LEAST:
         raise UserError(f"{where}: unit must be {' or '.join(LEAST)}, not '{made.unit}'")
     with contextlib.suppress(ValueError):  # quotes that do not end, seeds that are not a number
         if made.command.startswith(("fedloom run ", "fedloom reproduce ")) and made.seeds >= 2:
             return made
     raise UserError(f"{where}: command must be `fedloom run` or `fedloom reproduce` with --seeds, at least two")
+
+
+def _figure(row: Any, where: str) -> Figure:
+    names = [field.name for field in dataclasses.fields(Figure)]
+    if not isinstance(row, list) or len(row) != len(names):
+        raise UserError(f"{where}: takes [{', '.join(names)}], not {row!r}")
+    return _built(Figure, dict(zip(names, row, strict=True)), where)
+
+
+def _built(kind: type, values: Any, where: str) -> Any:
+    """Return a dataclass with these values. Raises UserError for a missing, unknown or wrong one."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if odd := sorted(map(str, values.keys() - fields.keys())):
+        raise unknown(f"key of {where}:", odd[0], fields)
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise UserError(f"{where}: {name} is missing")
+        value = values.get(name, field.default)
+        wanted = next((base for base in KINDS if field.type == base or str(field.type).startswith(base.__name__)), int)
+        good = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
+        if not good or (isinstance(value, bool) and wanted is not bool) or value == "":
+            raise UserError(f"{where}: {name} must be {KINDS.get(wanted, 'a whole number')}, not {value!r}")
+        if wanted in (int, float) and not (math.isfinite(value) and (value >= 0 or name == "mean")):
+            raise UserError(f"{where}: {name} must be finite and at least 0, not {value!r}")
+    return kind(**values)

@@ -1,6 +1,7 @@
 """Networks: what is registered builds, standardised weights have no scale, initial ones depend on a generator alone."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -54,6 +55,12 @@ def test_every_registered_network_is_an_extractor_and_a_head_and_gives_one_logit
     assert given.shape == (2, 7)
     assert torch.isfinite(given).all()
     assert {key.split(".")[0] for key in built.state_dict()} == {"extractor", "head"}
+
+
+@pytest.mark.parametrize("name", NETWORKS.names())
+def test_options_of_a_network_can_be_pickled(name: str):
+    spec = NETWORKS.get(name)
+    assert pickle.loads(pickle.dumps(spec)) is spec
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("conv6", 71_500, 73_500), ("vgg16", 14.65e6, 14.75e6)])

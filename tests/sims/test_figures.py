@@ -71,9 +71,6 @@ def test_the_least_band_of_a_number_is_one_per_cent_of_it():
 def test_the_shipped_file_is_sound_and_no_figure_is_of_one_seed():
     every = figures.measurements()
     assert all(each.seeds >= 2 and each.figures for each in every)
-    for each in every:
-        assert each.minutes > 0 and isinstance(each.data, bool)
-        assert all(math.isfinite(figure.mean) and figure.deviation >= 0 for figure in each.figures)
     assert sum(not each.data and each.minutes <= 5 for each in every) >= 5
 
 
@@ -98,12 +95,17 @@ def test_tables_in_markdown_equal_the_file(name: str):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"figure": "[FedAvg, test]"}, ["needs `heading` and a list `measured`", "'metric', 'mean', and 'deviation'"]),
+        ({"figure": "[FedAvg, test, accuracy, ten, 1.0]"}, ["figure 1", "mean must be a number, not 'ten'"]),
+        ({"figure": "[FedAvg, test, accuracy, 10.0, -1.0]"}, ["figure 1", "deviation must be finite and at least 0"]),
+        ({"figure": "[FedAvg, test, accuracy, .nan, 1.0]"}, ["figure 1", "mean must be finite"]),
+        ({"figure": "[FedAvg, test]"}, ["figure 1", "takes [row, column, metric, mean, deviation]"]),
         ({"figure": f"{ROW}\n        - {ROW}"}, ["'FedAvg, test' is there 2 times"]),
         ({"command": "fedloom run hospitals --seeds 0"}, ["command must be", "at least two"]),
         ({"command": "fedloom reproduce lasem --seeds two"}, ["command must be"]),
         ({"command": "rm --seeds 0,1"}, ["command must be"]),
-        ({"data": "true\n      dato: 1"}, ["unexpected keyword argument 'dato'"]),
+        ({"minutes": "long"}, ["minutes must be a number, not 'long'"]),
+        ({"data": "maybe"}, ["data must be true or false, not 'maybe'"]),
+        ({"data": "true\n      dato: 1"}, ["unknown key", "'dato'", "did you mean 'date'"]),
         ({"data": "true\n      unit: metres"}, ["unit must be percent or number, not 'metres'"]),
         ({"rest": "other: 3"}, ["needs `heading` and a list `measured`"]),
         ({"rest": "other: ["}, ["needs `heading` and a list `measured`"]),
