@@ -228,7 +228,7 @@ class Pool:
         if call.unwanted or isinstance(result, TaskCancelledError):
             self._again(call, call.jobs)
         elif isinstance(result, Answers):
-            self._policy.learn(result.seconds, len(result.replies))
+            self._policy.learn(result.seconds)
             if self._homes is not None:
                 self._homes |= dict.fromkeys((job.site for job in call.jobs), call.member.node)
             for job, reply in zip(call.jobs, result.replies, strict=True):
@@ -284,7 +284,7 @@ class Pool:
         mark = call.member.mark()
         if mark is not None and mark.call == call.number:
             messages = len(call.jobs) if mark.place == SEVERAL else mark.place + 1
-            self._policy.learn(time.monotonic() - call.begun, messages)
+            self._policy.learn([(time.monotonic() - call.begun) / messages] * messages)
 
     def _stop_late(self) -> None:
         """End workers whose current message exceeds its time limit."""

@@ -56,9 +56,12 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Answers:
-    """The result of `Worker.run`: a packed reply for each message, in order, and packed partial sums over some replies."""
+    """The result of `Worker.run`: a packed reply for each message, in order, and packed partial sums over some replies.
 
-    seconds: float
+    `seconds`: the duration of each message, with an equal part of what the call itself took.
+    """
+
+    seconds: list[float]
     replies: list[Replied]
     sums: list[PackedSum]
 
@@ -73,6 +76,7 @@ class Worker:
         self.node = ray.get_runtime_context().get_node_id()
         self._marker = Marker(mark)
         self._records: OrderedDict[str, PackedArrays] = OrderedDict()
+        self._seconds: dict[int, float] = {}  # by place, of the messages of this call that were answered in turn
         sys.path += [path for path in recipe.paths if path not in sys.path]
         try:
             for module in recipe.plugins:
@@ -91,13 +95,13 @@ class Worker:
 
     def run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
         """Answer (site index, packed message) pairs in order, as call number `call`. If cancelled, return no replies."""
-        begin = time.perf_counter()
         try:
-            return self._run(call, chunk, begin)
+            return self._run(call, chunk)
         finally:
             self._marker.write(NOTHING, NOTHING)
 
-    def _run(self, call: int, chunk: list[tuple[int, Packed]], begin: float) -> Answers:
+    def _run(self, call: int, chunk: list[tuple[int, Packed]]) -> Answers:
+        begin, self._seconds = time.perf_counter(), {}
         asked: dict[int, tuple[Message, Context]] = {}
         replied: dict[int, Replied] = {}
         for place, (site, parts) in enumerate(chunk):
@@ -108,15 +112,16 @@ class Worker:
                 replied[place] = f"its message cannot be read ({type(error).__name__}: {error})"
         replies = self._as_one(call, asked) if self.recipe.cohort > 1 else self._in_turn(call, asked)
         if len(replies) < len(asked):  # cancelled
-            return Answers(time.perf_counter() - begin, [], [])
+            return Answers([], [], [])
         sums: Sequence[PartialSum] = ()
         if self.combine is not None:
             self._marker.write(call, SEVERAL)
             replies, sums = self.combine([message for message, _ in asked.values()], replies)
         replied |= {place: pack(reply) for place, reply in zip(asked, replies, strict=True)}
-        return Answers(
-            time.perf_counter() - begin, [replied[place] for place in range(len(chunk))], [pack_sum(sum) for sum in sums]
-        )
+        packed, places = [pack_sum(sum) for sum in sums], range(len(chunk))
+        rest = (time.perf_counter() - begin - sum(self._seconds.values())) / len(chunk)
+        seconds = [rest + self._seconds.get(place, 0.0) for place in places]
+        return Answers(seconds, [replied[place] for place in places], packed)
 
     def _in_turn(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """The replies, in order; fewer than messages if the call is cancelled."""
@@ -126,7 +131,9 @@ class Worker:
             if cancelled():
                 break
             self._marker.write(call, place)
+            begin = time.perf_counter()
             replies.append(answer(self.app, message, context))
+            self._seconds[place] = time.perf_counter() - begin
         return replies
 
     def _as_one(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
