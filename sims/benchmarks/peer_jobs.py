@@ -23,7 +23,7 @@ from torch import Tensor, nn
 HERE = "fedloom.sims.benchmarks.peer_jobs"
 SITES, ASKED, IMAGES, BATCH, RATE = 100, 20, 60, 32, 0.05
 WORKERS = 2
-SUMS = ("engine.name=ray", f"engine.workers={WORKERS}", "federation.partial_sums=true")
+RAY = ("engine.name=ray", f"engine.workers={WORKERS}")
 UNSTORED = "strategy.forgettable=false"
 
 
@@ -183,12 +183,7 @@ def inline(size: str, rounds: int) -> list[float]:
 
 def ray(size: str, rounds: int) -> list[float]:
     """Return the seconds of each round of Fedloom with two Ray workers."""
-    return fedloom(size, rounds, "engine.name=ray", f"engine.workers={WORKERS}")
-
-
-def ray_sums(size: str, rounds: int) -> list[float]:
-    """Return the seconds of each round of Fedloom with two Ray workers that add up their sites."""
-    return fedloom(size, rounds, *SUMS)
+    return fedloom(size, rounds, *RAY)
 
 
 def inline_unstored(size: str, rounds: int) -> list[float]:
@@ -197,8 +192,8 @@ def inline_unstored(size: str, rounds: int) -> list[float]:
 
 
 def ray_unstored(size: str, rounds: int) -> list[float]:
-    """Return the seconds of each round of Fedloom with two adding Ray workers, without contributions on disk."""
-    return fedloom(size, rounds, *SUMS, UNSTORED)
+    """Return the seconds of each round of Fedloom with two Ray workers, without contributions on disk."""
+    return fedloom(size, rounds, *RAY, UNSTORED)
 
 
 # Others
@@ -300,8 +295,8 @@ def pfl(size: str, rounds: int) -> list[float]:
 
 PEERS = {
     "plain loop, one process": one_process, "plain loop, two processes": two_processes,
-    "Fedloom, inline": inline, "Fedloom, Ray": ray, "Fedloom, Ray, partial sums": ray_sums,
-    "Fedloom, inline, not forgettable": inline_unstored, "Fedloom, Ray, partial sums, not forgettable": ray_unstored,
+    "Fedloom, inline": inline, "Fedloom, Ray": ray,
+    "Fedloom, inline, not forgettable": inline_unstored, "Fedloom, Ray, not forgettable": ray_unstored,
     "Flower": flower, "pfl-research, one process": pfl, "pfl-research, two processes": pfl,
 }  # fmt: skip
 
