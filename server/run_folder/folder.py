@@ -22,7 +22,22 @@ from fedloom.conf.schema import Config
 from fedloom.conf.sites import BEST
 from fedloom.fusion.state import State
 from fedloom.server.ledger.database import acquire
-from fedloom.server.run_folder.layout import CONFIG, DATA, LOSSES, METRICS, STANDARDISATION, STATES, SUMMARY, TABLES, is_left
+from fedloom.server.run_folder.layout import (
+    CONFIG,
+    DATA,
+    LOSSES,
+    METRICS,
+    PLOTS,
+    STANDARDISATION,
+    STATES,
+    SUMMARY,
+    TABLE_FILES,
+    TABLES,
+    WRITTEN_NAMES,
+    is_left,
+    noted,
+    own_in,
+)
 from fedloom.server.run_folder.listing import holds, read_config, read_object, read_summary, refuse_existing
 from fedloom.server.run_folder.metrics_file import read_metrics
 from fedloom.server.run_folder.results_schema import LOSS, without_values
@@ -56,6 +71,7 @@ class RunFolder:
         try:
             write_bytes(new / CONFIG, stored(config).encode())
             (new / METRICS).touch()
+            RunFolder(new).note_written(())
             if self.path.exists():
                 os.close(acquire(self.path))  # raises if a server works on it
                 self.path.rename(old)
@@ -111,6 +127,14 @@ class RunFolder:
         """Remove from metrics.jsonl the values of single sites in rounds with a site in `gone` (`without_values`)."""
         if records := self.metrics():
             self.write_metrics(without_values(records.values(), gone))
+
+    def note_written(self, files: Iterable[str]) -> None:
+        """Note files, such as plots/accuracy.png, before a report writes them: others in their folders are never deleted."""
+        before, path = noted(self.path), self.path / WRITTEN_NAMES
+        if before is None:
+            before = {str(file.relative_to(self.path)) for name in (PLOTS, TABLE_FILES) for file in own_in(self.path, name)}
+        if not path.exists() or not before.issuperset(files := list(files)):
+            write_bytes(path, json.dumps(sorted(before.union(files)), indent=2).encode())
 
     def sweep(self) -> None:
         """Remove the temporary files that a crash left."""

@@ -1,5 +1,7 @@
 """The content of a run's folder: the files that fedloom writes, and other files, which it never deletes."""
 
+import contextlib
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +17,7 @@ LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run'
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
 PLOTS, TABLE_FILES, REPORT = "plots", "tables", "report.html"
+WRITTEN_NAMES = "written.json"  # the files that reports wrote in plots/ and tables/; others there are the user's
 FINISHED = "finished"  # the status of a summary
 APPLIED = ".applied.jsonl"  # beside the runs: all applied requests
 TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the built-in trackers; other trackers use their own name
@@ -38,6 +41,7 @@ WRITTEN = frozenset(
         SITES,
         STAGING,
         BLOBS,
+        WRITTEN_NAMES,
     }
     | {PLOTS, TABLE_FILES, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
 )
@@ -61,30 +65,66 @@ def strange_in(path: Path, tree: Mapping[str, Any]) -> list[str]:
 
 def _strange_inside(path: Path) -> Iterator[str]:
     """Yield such entries of the subfolders in which users may save their own files."""
-    for folder, suffixes in SUFFIXES.items():
+    for folder in SUFFIXES:
+        own = set(own_in(path, folder))
         for entry in (path / folder).iterdir() if (path / folder).is_dir() else ():
-            passing = is_left(entry.name) or entry.name in DESKTOPS or entry.is_symlink()
-            if not passing and (entry.is_dir() or entry.suffix not in suffixes):
+            if entry not in own and not entry.is_symlink():
                 yield f"{folder}/{entry.name}"
     for folder in (BASELINES, RETRAINED):
         for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
-            inside = strange_in(run, {}) if run.is_dir() else []
-            yield from (f"{folder}/{run.name}/{name}" for name in inside)
+            if not run.is_dir():
+                yield from () if _passing(run.name) or run.is_symlink() else (f"{folder}/{run.name}",)
+            else:
+                yield from (f"{folder}/{run.name}/{name}" for name in strange_in(run, {}))
+
+
+def own_in(path: Path, folder: str) -> list[Path]:
+    """Return the files that fedloom wrote in a folder of SUFFIXES, with those of interrupted writes and of desktops.
+
+    In plots/ and tables/, these are the files of `noted`; in a run of an earlier version, which has no such
+    notes, all files with the endings in SUFFIXES.
+    """
+    known = noted(path) if folder in (PLOTS, TABLE_FILES) else None
+    files = [entry for entry in (path / folder).iterdir() if not entry.is_dir()] if (path / folder).is_dir() else []
+    return [file for file in files if is_left(file.name) or _passing(file.name)
+            or (f"{folder}/{file.name}" in known if known is not None else file.suffix in SUFFIXES[folder])]  # fmt: skip
+
+
+def noted(path: Path) -> set[str] | None:
+    """Return the files that reports wrote, by RunFolder.note_written; None if the run has no notes, or damaged ones."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        names = json.loads((path / WRITTEN_NAMES).read_text(encoding="utf-8"))
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return set(names)
+    return None
 
 
 def delete(folder: Path, name: str) -> None:
-    """Delete a file or folder of the run in `folder`. In the folders of SUFFIXES, files with other endings stay."""
+    """Delete a file or folder of the run in `folder`. Files that fedloom did not write stay, and the folders around them."""
     path = folder / name
-    if not path.is_dir():
+    if not path.is_dir() or path.is_symlink():
         path.unlink()
-    elif name not in SUFFIXES:
-        shutil.rmtree(path)
+    elif name in SUFFIXES:
+        for file in own_in(folder, name):
+            file.unlink()
+    elif name == BASELINES:
+        for run in [run.name for run in path.iterdir() if run.is_dir()]:
+            _delete_run(path / run)
+    elif Path(name).parent.name == RETRAINED:
+        _delete_run(path)
     else:
-        for entry in path.iterdir():
-            if (entry.suffix in SUFFIXES[name] or _passing(entry.name) or is_left(entry.name)) and not entry.is_dir():
-                entry.unlink()
-        if not any(path.iterdir()):
-            path.rmdir()
+        shutil.rmtree(path)
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+
+
+def _delete_run(path: Path) -> None:
+    """Delete a run inside a run."""
+    strange = strange_in(path, {})
+    for name in [entry.name for entry in path.iterdir() if entry.name not in strange]:
+        delete(path, name)
+    if not any(path.iterdir()):
+        path.rmdir()
 
 
 def is_left(name: str) -> bool:

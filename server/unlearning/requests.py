@@ -20,7 +20,9 @@ from fedloom.server.run_folder.layout import (
     STAGING,
     STANDARDISATION,
     STATES,
+    SUFFIXES,
     TABLE_FILES,
+    own_in,
 )
 
 KIND = "unlearn"
@@ -108,7 +110,8 @@ def left_of(folder: Path, request: Request, forgotten: Container[str]) -> list[P
     """
     paths = _of_sites(folder, [name for name in request.sites if name in forgotten])
     paths += [path for path in _of_all(folder) if path != folder / RETRAINED / request.id]
-    return [path for path in paths if path.exists()]
+    kept = [folder / name for name in SUFFIXES if not own_in(folder, name)]  # has only the user's files
+    return [path for path in paths if path.exists() and path not in kept]
 
 
 def _of_sites(folder: Path, sites: Sequence[str]) -> list[Path]:

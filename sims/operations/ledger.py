@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +13,7 @@ from fedloom.conf.formatting import count
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.database import LEDGER
-from fedloom.server.run_folder.layout import BLOBS, RETRAINED
+from fedloom.server.run_folder.layout import BLOBS, RETRAINED, delete
 from fedloom.server.unlearning.certificate import CERTIFICATES, changed, forged
 from fedloom.sims.operations.unlearn import without_server
 from fedloom.sims.progress.listeners import Watcher
@@ -82,7 +81,7 @@ def prune(path: Path, age: str = "") -> list[str]:
         old = [id for id, dates in ledger.dates().items() if dates.get("verified", cutoff) < cutoff]
         for folder in (path / RETRAINED / id for id in old):
             if folder.is_dir():
-                shutil.rmtree(folder)
+                delete(path, f"{RETRAINED}/{folder.name}")
                 lines.append(f"{RETRAINED}/{folder.name}: its certificate stays")
         return lines
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedloom.clients.protocol.packing import PACKINGS
 from fedloom.conf.errors import UserError
-from fedloom.server.run_folder.layout import TABLE_FILES
+from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run_folder.layout import PLOTS, TABLE_FILES
 from fedloom.server.run_folder.results_schema import seconds_of
 from fedloom.server.run_folder.scores import headline as headline_of
 from fedloom.server.run_folder.scores import metric_of
@@ -78,11 +79,15 @@ def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[st
         gone = forgotten_sites(folder, summary)
         summary["unlearned"], baselines = [forgotten.site for forgotten in gone], other_records(folder, metrics)
         captions = _captions(summary, metrics, baselines)
+        RunFolder(folder).note_written([f"{PLOTS}/{Path(name).stem}.{kind}" for name in captions for kind in plots.KINDS])
         drawn = plots.draw_all(folder, metrics, summary, baselines, pictures, by_round(gone))
         shown = {path.name: Picture(path, captions[path.name]) for path in drawn}
         sections = _sections(summary, metrics, config, shown, gone)
-        for table, heading in ((part, heading) for heading, parts in sections for part in parts if isinstance(part, Table)):
-            table.write(folder / TABLE_FILES / file_name(table.title.partition(":")[0] or heading), tables)
+        written = {f"{TABLE_FILES}/{file_name(part.title.partition(':')[0] or heading)}": part
+                   for heading, parts in sections for part in parts if isinstance(part, Table)}  # fmt: skip
+        RunFolder(folder).note_written([f"{name}.{kind}" for name in written for kind in tables])
+        for name, table in written.items():
+            table.write(folder / name, tables)
     except UserError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:

@@ -18,6 +18,7 @@ from fedloom.conf import UserError, load
 from fedloom.conf.sites import BEST, PERSONAL, RESULT_NAMES
 from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.folder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
+from fedloom.server.run_folder.layout import PLOTS, WRITTEN_NAMES, delete
 from tests.server.parts import files, folder, small
 
 
@@ -55,7 +56,7 @@ def test_overwrite_replaces_a_run_with_all_that_was_in_it(tmp_path: Path):
     made.append({"round": 1})
     made.write_network("old", model(torch.ones(1)))
     again = opened(tmp_path, "run.overwrite=true", "seed=9")
-    assert set(files(again.path)) == {CONFIG, METRICS}
+    assert set(files(again.path)) == {CONFIG, METRICS, WRITTEN_NAMES}
     assert not (again.path / METRICS).read_text()
     assert load(str(again.path / CONFIG)).seed == 9
 
@@ -91,7 +92,7 @@ def test_an_edited_configuration_is_reported_by_the_line(tmp_path: Path):
 
 
 def test_overwrite_makes_a_run_that_was_not_there(tmp_path: Path):
-    assert set(files(opened(tmp_path, "run.overwrite=true").path)) == {CONFIG, METRICS}
+    assert set(files(opened(tmp_path, "run.overwrite=true").path)) == {CONFIG, METRICS, WRITTEN_NAMES}
 
 
 @pytest.mark.parametrize("overwrite", ["true", "false"])
@@ -137,7 +138,7 @@ def test_an_existing_run_is_refused_before_anything_is_started(tmp_path: Path):
 def test_a_run_to_resume_is_left_as_it_is_and_one_that_is_missing_is_made(tmp_path: Path):
     refuse_existing(small(tmp_path, "run.resume=true"))
     made = opened(tmp_path, "run.resume=true")
-    assert set(files(made.path)) == {CONFIG, METRICS}
+    assert set(files(made.path)) == {CONFIG, METRICS, WRITTEN_NAMES}
     assert not load(str(made.path / CONFIG)).run.resume  # an order, no part of what the run is
     made.append({"round": 1})
     before = files(made.path)
@@ -235,3 +236,17 @@ def test_only_what_an_interrupted_write_left_is_swept(tmp_path: Path):
         path.write_text("x")
     RunFolder(tmp_path).sweep()
     assert not left.exists() and all(path.is_file() for path in mine)
+
+
+@pytest.mark.parametrize("notes", ["", "{}", "torn"])
+def test_without_notes_of_what_reports_wrote_the_endings_decide(tmp_path: Path, notes: str):
+    made = opened(tmp_path)
+    (made.path / WRITTEN_NAMES).write_text(notes)
+    plots = made.path / PLOTS
+    plots.mkdir()
+    for name in ("accuracy.png", "notes.txt"):
+        (plots / name).touch()
+    made.note_written(["plots/classes.png"])
+    (plots / "mine.png").touch()
+    delete(made.path, PLOTS)
+    assert {path.name for path in plots.iterdir()} == {"notes.txt", "mine.png"}

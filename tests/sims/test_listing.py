@@ -149,7 +149,16 @@ def test_a_configuration_makes_no_folder_a_run(fedloom: Command, run: Path, file
 
 
 @pytest.mark.parametrize(
-    "mine", ["states/mine.pt", "plots/thesis/figure.tex", "certificates/letter.pdf", "retrained/x/notes.txt"]
+    "mine",
+    [
+        "states/mine.pt",
+        "plots/thesis/figure.tex",
+        "plots/mine.png",
+        "tables/mine.csv",
+        "certificates/letter.pdf",
+        "baselines/notes.txt",
+        "retrained/x/notes.txt",
+    ],
 )
 def test_what_somebody_keeps_among_a_runs_files_keeps_the_run(fedloom: Command, run: Path, mine: str):
     (run / mine).parent.mkdir(parents=True, exist_ok=True)

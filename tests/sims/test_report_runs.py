@@ -111,10 +111,13 @@ def test_pictures_and_tables_with_a_forgotten_site_are_deleted_and_files_of_othe
     write_report(folder, ["svg", "pdf"], ["csv"])
     before = {path: path.read_bytes() for name in ("plots", "tables") for path in (folder / name).iterdir()}
     assert any(b"site-0001" in content for content in before.values())
-    mine = folder / "plots" / "notes.txt"
-    mine.write_text("mine")
+    own = ("plots/notes.txt", "plots/figure.png", "tables/mine.csv", "baselines/thesis.txt", "baselines/fedavg/mine.txt")
+    mine = [folder / name for name in own]
+    for path in mine:
+        path.write_text("mine")
     unlearn(folder, UnlearningRequest(["site-0001", "site-0002"], "first"))
-    assert mine.read_text() == "mine"
+    assert [path.read_text() for path in mine] == ["mine"] * len(mine)
+    assert {path for path in (folder / "baselines").rglob("*") if path.is_file()} == set(mine[3:])
     assert not (folder / "plots" / "classes.png").exists(), "one site is left, so there is nothing to compare"
     for path, content in before.items():
         assert not path.exists() or path.read_bytes() != content, f"{path} is as before"
