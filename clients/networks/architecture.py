@@ -1,8 +1,9 @@
 """Architectures, which may differ between sites, and models: an architecture with its weights."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,10 +78,9 @@ def architecture_of(config: Config, site: Site | None = None) -> Architecture:
     section = _section(config, site)
     if not any(key in section for key in WEIGHT_OPTIONS):
         return Architecture(network_text(config, site), form_of(config, site))
-    plain = json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}, sort_keys=True)
     from fedloom.clients.networks.start import weight_options  # imported only where it is used
 
-    return Architecture(plain, form_of(config, site), tuple(weight_options(section).freeze))
+    return Architecture(_without_weights(section), form_of(config, site), tuple(weight_options(section).freeze))
 
 
 def start_of(config: Config, site: Site | None = None) -> str:
@@ -105,25 +105,54 @@ def _section(config: Config, site: Site | None) -> dict[str, Any]:
     return (_own(site) if site is not None else {}) or config.network
 
 
+def check_own_options(config: Config) -> None:
+    """Raise UserError, with the site's name, for a site's own network that is unknown or has a wrong option.
+
+    Reads no data.
+    """
+    first = _own_sections(config)
+    for text, site in first.items():
+        section = json.loads(text)
+        with _named(site):
+            _spec(_without_weights(section))
+            if any(key in section for key in WEIGHT_OPTIONS):
+                from fedloom.clients.networks.start import weight_options  # imported only where it is used
+
+                weight_options(section)
+    _check_unused(config.roster, first)
+
+
 def check_own_networks(config: Config) -> None:
-    """Raise UserError, with the site's name, for a site's own network that is unknown or has a wrong option."""
+    """Raise UserError, with the site's name, if a site's own network does not fit the data or the file it starts from."""
+    for site in _own_sections(config).values():
+        with _named(site):
+            network = architecture_of(config, site).build()
+            if path := start_of(config, site):
+                from fedloom.clients.networks.start import started  # imported only where it is used
+
+                started(network.state_dict(), path, network)
+
+
+def _own_sections(config: Config) -> dict[str, Site]:
+    """Return the distinct sections of sites' own networks, as JSON, each with its first site."""
     first: dict[str, Site] = {}
     for site in config.roster:
         if section := _own(site):
             first.setdefault(json.dumps(section, sort_keys=True), site)
-    for text, site in first.items():
-        section = json.loads(text)
-        try:
-            _spec(json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}))
-            if any(key in section for key in WEIGHT_OPTIONS):
-                from fedloom.clients.networks.start import started  # imported only where it is used
+    return first
 
-                network = architecture_of(config, site).build()
-                if path := start_of(config, site):
-                    started(network.state_dict(), path, network)
-        except UserError as error:
-            raise UserError(f"{site.name} ({site.spec.domain}): {error}") from None
-    _check_unused(config.roster, first)
+
+@contextlib.contextmanager
+def _named(site: Site) -> Iterator[None]:
+    """Add the site's name to UserErrors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{site.name} ({site.spec.domain}): {error}") from None
+
+
+def _without_weights(section: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in section.items() if key not in WEIGHT_OPTIONS}, sort_keys=True)
 
 
 def _check_unused(sites: Sequence[Site], checked: Collection[str]) -> None:
@@ -133,7 +162,7 @@ def _check_unused(sites: Sequence[Site], checked: Collection[str]) -> None:
               if (text := json.dumps(section, sort_keys=True)) not in checked}  # fmt: skip
     for text, (site, number) in unused.items():
         try:
-            _spec(json.dumps({key: value for key, value in json.loads(text).items() if key not in WEIGHT_OPTIONS}))
+            _spec(_without_weights(json.loads(text)))
         except UserError as error:
             raise UserError(f"networks[{number}] of {site.spec.domain}: {error}") from None
 

@@ -8,7 +8,7 @@ from fedloom.clients.data.found import function_of
 from fedloom.clients.data.listing import held
 from fedloom.clients.evaluation.metrics import metrics_of
 from fedloom.clients.networks import NETWORKS, Architecture, architecture_of
-from fedloom.clients.networks.architecture import check_own_networks
+from fedloom.clients.networks.architecture import check_own_networks, check_own_options
 from fedloom.clients.networks.base import WEIGHT_OPTIONS, SelfStarting
 from fedloom.clients.networks.head_view import BATCH, MIN_BATCH
 from fedloom.clients.objectives import Experiment, resolve
@@ -39,6 +39,7 @@ def check_settings(config: Config) -> None:
             find(domain)  # an unknown name
     if config.network:
         NETWORKS.build({key: value for key, value in config.network.items() if key not in WEIGHT_OPTIONS}, "network")
+    check_own_options(config)
     training = config.training
     LOSSES.build(loss_section(training), LOSS)
     if not isinstance(resolve(config).training.optimizer, SGD):
@@ -56,9 +57,9 @@ def check_settings(config: Config) -> None:
 def check(config: Config) -> None:
     """Check data, sites and method before anything starts. Raises UserError for what cannot work."""
     check_settings(config)
-    check_own_networks(config)
     if has_data(config):
         site_sizes(config)
+    check_own_networks(config)
     experiment = resolve(config)
     _check_task(experiment)
     for index, mode in enumerate(config.baselines):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.clients.networks import NETWORKS, Network, architecture_of, initialise, parameter_count
-from fedloom.clients.networks.architecture import check_own_networks
+from fedloom.clients.networks.architecture import check_own_options
 from fedloom.clients.networks.plain import StandardisedConv2d
 from fedloom.conf import UserError, load
 from fedloom.fusion.state import State
+from fedloom.server.run.checks import check
 
 
 @pytest.fixture(autouse=True)
@@ -201,4 +202,17 @@ def test_a_network_without_a_name_is_refused_with_the_names_there_are():
 def test_a_network_in_a_list_that_no_site_has_is_checked(network: str, message: str):
     config = load("digits", [f"sites=[{{domain: digits, networks: [{{name: mlp}}, {network}]}}]"])
     with pytest.raises(UserError, match=message):
-        check_own_networks(config)
+        check_own_options(config)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("{name: lstm}", "network 'lstm': takes inputs of the kind"),
+        ("{name: convnet, widths: [4], pools: [7]}", "network.pools: got 7"),
+    ],
+)
+def test_a_sites_own_network_that_does_not_fit_the_data_names_the_site(network: str, message: str):
+    config = load("digits", [f"sites=[{{domain: digits}}, {{domain: digits, network: {network}}}]"])
+    with pytest.raises(UserError, match=rf"^site-0001 \(digits\): {message}"):
+        check(config)

