@@ -133,8 +133,9 @@ class RunFolder:
         before, path = noted(self.path), self.path / WRITTEN_NAMES
         if before is None:
             before = {str(file.relative_to(self.path)) for name in (PLOTS, TABLE_FILES) for file in own_in(self.path, name)}
-        if not path.exists() or not before.issuperset(files := list(files)):
-            write_bytes(path, json.dumps(sorted(before.union(files)), indent=2).encode(), private=True)
+        after = before.union(files)
+        if not path.exists() or after != before:
+            write_bytes(path, json.dumps(sorted(after), indent=2).encode(), private=True)
 
     def sweep(self) -> None:
         """Remove the temporary files that a crash left."""
