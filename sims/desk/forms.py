@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from dataclasses import replace
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
@@ -87,7 +88,7 @@ async def cancel(request: Request, at: At, by: By, run: str, id: str) -> Respons
     """Withdraw a request."""
     await at.gate.form(request)
     await asyncio.to_thread(at.cancel, request, by, run, id)
-    return to(f"/runs/{run}/requests/{id}")
+    return to(f"/runs/{quote(run)}/requests/{quote(id)}")
 
 
 @router.get("/runs/{run}/ask")
@@ -115,7 +116,7 @@ async def submit(request: Request, at: At, by: By, run: str) -> Response:
     """Queue a request that was reviewed."""
     fields = await at.gate.form(request)
     sent = await asyncio.to_thread(at.submit, request, by, run, _order(fields, _one(fields, "id")))
-    return to(f"/runs/{run}/requests/{sent.id}")
+    return to(f"/runs/{quote(run)}/requests/{quote(sent.id)}")
 
 
 def _form(request: Request, by: Token, run: str, order: UnlearningRequest, error: str = "") -> HTMLResponse:

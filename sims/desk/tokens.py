@@ -1,14 +1,17 @@
 """Tokens of the desk: who may do what, until when. Only their sha256 is stored, in a file that only its owner can read."""
 
+import contextlib
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+import portalocker
 
 from fedloom.clients.storage.states import write_bytes
 from fedloom.conf.errors import UserError, plain, unknown
@@ -93,27 +96,35 @@ class Tokens:
             raise unknown("role", role, ROLES)
         if not is_file_name(name):
             raise UserError(f"--name: got {name!a}; use a short name of printable characters without '/'")
-        if any(token.name == name for token in self.all().values()):
-            raise UserError(f"--name: '{name}' has or had a token; use another name, as requests belong to names")
         if (role == REQUESTER) != bool(sites):
             raise UserError("--sites: name the sites of a requester (site-0001,site-0004); other roles take none")
         secret, now = PREFIX + secrets.token_urlsafe(32), datetime.now(UTC)
         ends = (now + timedelta(days=days)).isoformat(timespec="seconds")
         token = Token(name, role, tuple(sites), digest(secret), now.isoformat(timespec="seconds"), ends)
-        self._write([*self.all().values(), token])
+        with self._changing() as known:
+            if any(token.name == name for token in known):
+                raise UserError(f"--name: '{name}' has or had a token; use another name, as requests belong to names")
+            self._write([*known, token])
         return secret
 
     def revoke(self, name: str) -> None:
         """End the token with this name now; the name stays in use. Raises UserError if it does not exist."""
-        known = list(self.all().values())
-        if name not in {token.name for token in known}:
-            raise unknown("token", name, [token.name for token in known])
+        names = [token.name for token in self.all().values()]
+        if name not in names:
+            raise unknown("token", name, names)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._write([replace(token, expires=now) if token.name == name else token for token in known])
+        with self._changing() as known:
+            self._write([replace(token, expires=now) if token.name == name else token for token in known])
 
-    def _write(self, tokens: Sequence[Token]) -> None:
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[list[Token]]:
+        """Yield the tokens. Until the context ends, no other process or thread changes them."""
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         os.chmod(self.path.parent, 0o700)
+        with portalocker.Lock(self.path.with_suffix(".lock"), "a", timeout=10):
+            yield list(self.all().values())
+
+    def _write(self, tokens: Sequence[Token]) -> None:
         write_bytes(self.path, json.dumps([asdict(token) for token in tokens], indent=1).encode(), private=True)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -212,3 +213,23 @@ def test_a_name_belongs_to_its_first_token(folder: Folder):
     tokens.revoke("requester")
     with pytest.raises(UserError, match="has or had a token"):
         tokens.make("requester", "requester", [ONE])
+
+
+def test_tokens_that_are_made_and_revoked_at_once_are_all_stored(tmp_path: Path):
+    """Once a revocation was lost if another process made a token at that moment."""
+    Tokens(tmp_path).make("bad", "viewer")
+    with ThreadPoolExecutor(8) as threads:
+        made = [threads.submit(Tokens(tmp_path).make, f"new-{number}", "viewer") for number in range(24)]
+        threads.submit(Tokens(tmp_path).revoke, "bad").result()
+        secrets = [each.result() for each in made]
+    assert all(Tokens(tmp_path).find(secret) for secret in secrets)
+    assert [token.name for token in Tokens(tmp_path).all().values() if not token.valid] == ["bad"]
+
+
+def test_after_a_form_the_browser_is_sent_to_a_run_of_any_name(folder: Folder):
+    odd = folder.run.rename(folder.root / "we ird?x#y").name
+    client = browser(folder, "operator")
+    fields = {"csrf": csrf_of(client, f"/runs/{quote(odd)}/ask"), "site": ONE, "id": "once"}
+    sent = client.post(f"/runs/{quote(odd)}/requests", data=fields, follow_redirects=False)
+    assert sent.status_code == 303
+    assert client.get(sent.headers["location"]).status_code == 200
