@@ -72,10 +72,10 @@ def _strange_inside(path: Path) -> Iterator[str]:
                 yield f"{folder}/{entry.name}"
     for folder in (BASELINES, RETRAINED):
         for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
-            if not run.is_dir():
-                yield from () if _passing(run.name) or run.is_symlink() else (f"{folder}/{run.name}",)
-            else:
+            if run.is_dir():
                 yield from (f"{folder}/{run.name}/{name}" for name in strange_in(run, {}))
+            elif not (_passing(run.name) or run.is_symlink()):
+                yield f"{folder}/{run.name}"
 
 
 def own_in(path: Path, folder: str) -> list[Path]:

@@ -93,7 +93,9 @@ def _failed(request: Request, error: Exception) -> Response:
     if request.url.path.startswith((f"{api.ROOT}/", "/metrics", "/health")):
         return JSONResponse({"error": text}, status, headers)
     if isinstance(error, rendering.LogInError):
-        here = request.url.path if request.method == "GET" else "/"
+        query = request.scope["query_string"].decode("latin-1")
+        asked = quote(request.scope["path"]) + (f"?{query}" if query else "")  # url.path ends at a ? in a run's name
+        here = asked if request.method == "GET" else "/"
         return rendering.to(f"/login?next={quote(here)}" if here != "/" else "/login")
     hint = HINTS.get(status, "Ask an operator for help, and say at what time this happened.")
     return rendering.page(request, "error.html", status, code=status, text=text, title=HTTPStatus(status).phrase, hint=hint)

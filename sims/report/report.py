@@ -23,7 +23,7 @@ from fedloom.sims.report.results import accuracy_table, at_sites_table, costs_ta
 from fedloom.sims.report.selection import methods_table, selections, sites_table
 from fedloom.sims.report.sites import at_home, classes_table, data_table, has_classes, spread_table
 from fedloom.sims.report.sites import sites_table as per_site_table
-from fedloom.sims.report.tables import Cell, Table, cut, file_name
+from fedloom.sims.report.tables import KINDS, Cell, Table, cut, file_name
 
 SUMMARY_KEYS = {
     "experiment": str, "method": str, "seed": int, "rounds": int, "engine": str, "seconds": int | float,
@@ -85,7 +85,7 @@ def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[st
         sections = _sections(summary, metrics, config, shown, gone)
         written = {f"{TABLE_FILES}/{file_name(part.title.partition(':')[0] or heading)}": part
                    for heading, parts in sections for part in parts if isinstance(part, Table)}  # fmt: skip
-        RunFolder(folder).note_written([f"{name}.{kind}" for name in written for kind in tables])
+        RunFolder(folder).note_written([f"{name}.{kind}" for name in written for kind in KINDS])
         for name, table in written.items():
             table.write(folder / name, tables)
     except UserError:

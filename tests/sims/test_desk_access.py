@@ -7,7 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote, urlsplit
 
 import httpx
 import pytest
@@ -233,3 +233,6 @@ def test_after_a_form_the_browser_is_sent_to_a_run_of_any_name(folder: Folder):
     sent = client.post(f"/runs/{quote(odd)}/requests", data=fields, follow_redirects=False)
     assert sent.status_code == 303
     assert client.get(sent.headers["location"]).status_code == 200
+    client.cookies.clear()
+    form = client.get(f"/runs/{quote(odd)}?start=1", follow_redirects=False).headers["location"]
+    assert parse_qs(urlsplit(form).query) == {"next": [f"/runs/{quote(odd)}?start=1"]}
