@@ -3,10 +3,14 @@
 import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+
+CPU = torch.device("cpu")
+GLOBAL = threading.RLock()  # global generators belong to the process: only the thread that holds this may seed them
 
 
 def generator(seed: int, *words: str | int) -> np.random.Generator:
@@ -23,9 +27,12 @@ def torch_generator(seed: int, *words: str | int) -> torch.Generator:
 
 
 @contextlib.contextmanager
-def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators (for Dropout and similar layers) inside the context, and restore them after it."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+def drawing(seed: int = 0, device: torch.device = CPU) -> Iterator[None]:
+    """Seed torch's global generators (for Dropout and similar layers) inside the context, and restore them after it.
+
+    Other threads wait for the end of the context before they enter one.
+    """
+    with GLOBAL, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.manual_seed(seed)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.randomness import drawing
 from fedloom.fusion.graph.tracing import evaluating
 from fedloom.fusion.graph.undisturbed import undisturbed
 
@@ -122,8 +123,7 @@ def imitate(
         return F.kl_div(student(views).log_softmax(dim=1), torch.stack(answers).sum(dim=0), reduction="batchmean")
 
     with ExitStack() as stack, torch.enable_grad():
-        stack.enter_context(torch.random.fork_rng([images.device] if images.is_cuda else []))  # for Dropout
-        torch.manual_seed(0)
+        stack.enter_context(drawing(device=images.device))  # for Dropout
         for teacher in teachers:
             stack.enter_context(undisturbed(teacher))
             stack.enter_context(evaluating(teacher))

@@ -18,6 +18,7 @@ from fedloom.clients.networks.base import NETWORKS, check_inputs
 from fedloom.clients.storage.states import read_metadata, write_state
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.plugins import is_reference
+from fedloom.conf.randomness import drawing
 from fedloom.conf.yaml_text import read_yaml
 from fedloom.fusion.state import State
 
@@ -154,7 +155,7 @@ def _foreign(name: NetworkName) -> nn.Module:
     if name.form.channels != 3:
         got = f"got {name.form.channels}; set data.grey=false for 3"
         raise UserError(f"network '{name.name}': takes images of 3 channels, {got}")
-    with torch.random.fork_rng(devices=[]):
+    with drawing():
         return models.get_model(name.name.removeprefix(FOREIGN), weights=None, num_classes=name.form.outputs)
 
 

@@ -16,6 +16,7 @@ from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, SelfSt
 from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import call, error_summary, parameters
+from fedloom.conf.randomness import drawing
 from fedloom.fusion.graph.undisturbed import undisturbed
 from fedloom.fusion.inputs import uncompiled
 from fedloom.fusion.state import BATCH_NORM
@@ -100,8 +101,7 @@ class OwnNetwork(Network, SelfStarting):
 
     def __init__(self, spec: OwnSpec, form: Form) -> None:
         self._made = (spec, form)
-        with torch.random.fork_rng(devices=[]), ordinary():
-            torch.manual_seed(0)
+        with drawing(), ordinary():
             extractor, head, self.head_name = _fitted(spec, form)
             _check_training(spec, form, extractor, form.random(2))
         super().__init__(extractor, head)
@@ -110,8 +110,7 @@ class OwnNetwork(Network, SelfStarting):
         _check_state(spec, self)
 
     def restart(self, seed: int) -> None:
-        with torch.random.fork_rng(devices=[]), ordinary():
-            torch.manual_seed(seed)
+        with drawing(seed), ordinary():
             fresh = Network(*_fitted(*self._made)[:2]).state_dict()
         state = self.state_dict()
         if odd := [name for name, tensor in state.items() if name not in fresh or fresh[name].shape != tensor.shape]:

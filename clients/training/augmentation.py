@@ -15,7 +15,6 @@ from fedloom.conf.registry import section_of
 from fedloom.conf.schema import TrainingConfig
 
 WHERE = "training.augment"
-CPU = torch.device("cpu")
 OF_BATCHES = ("CutMix", "MixUp")
 SLACK = 0.5  # how far noise may exceed the range 0 to 1
 TRIALS = 16  # enough images for a transform that changes sizes at random to change one
@@ -35,7 +34,7 @@ class Augmentation:
         or changes the images' shape.
         """
         seed = int(torch.randint(2**62, (), generator=generator))
-        with drawing(seed, CPU):
+        with drawing(seed):
             images = torch.stack([self._one(image) for image in pixels])
         return to_float(images) if images.dtype == torch.uint8 else images.to(torch.float32).mul_(2.0).sub_(1.0)
 

@@ -15,7 +15,7 @@ def min_batch_size(architecture: Architecture) -> int:
     network = architecture.build().train()
     if not any(isinstance(module, BATCH_NORM) for module in network.modules()):
         return 1
-    with drawing(0, torch.device("cpu")), torch.no_grad():
+    with drawing(), torch.no_grad():
         fits = [_takes(network, architecture.form.zeros(count))
                 for count in (1, 2)]  # fmt: skip
     return 2 if fits == [False, True] else 1

@@ -1,5 +1,6 @@
 """Torch in this process: the device, and defaults that do not depend on what the calling program has set."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -7,6 +8,9 @@ import torch
 
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import EngineConfig
+
+_LOCK = threading.Lock()
+_BEFORE: list[list[torch.dtype]] = []  # for each thread inside `ordinary`: the default type to restore, in order of entry
 
 
 def pick_device(name: str, share: float = 1.0) -> torch.device:
@@ -30,14 +34,29 @@ def memory_share(engine: EngineConfig) -> float:
 @contextmanager
 def ordinary() -> Iterator[None]:
     """Enter a context where new tensors are float32 on the CPU and gradients are computed, whatever was set outside."""
-    kind = torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"  # on the CPU, a context would only cost time at each operation
-    torch.set_default_dtype(torch.float32)
+    cpu = torch.device("cpu") if elsewhere else nullcontext()
+    with _float32(), cpu, torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Make float32 the default type, which belongs to the process; the last thread to leave restores it."""
+    with _LOCK:
+        before = [torch.get_default_dtype()]
+        _BEFORE.append(before)
+        torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu") if elsewhere else nullcontext(), torch.inference_mode(False), torch.enable_grad():
-            yield
+        yield
     finally:
-        torch.set_default_dtype(kind)
+        with _LOCK:
+            index = next(index for index, entry in enumerate(_BEFORE) if entry is before)
+            if index + 1 < len(_BEFORE):
+                _BEFORE[index + 1][0] = before[0]
+            else:
+                torch.set_default_dtype(before[0])
+            del _BEFORE[index]
 
 
 @contextmanager

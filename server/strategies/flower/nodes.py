@@ -14,6 +14,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedloom.conf.errors import FailedError
+from fedloom.conf.randomness import GLOBAL
 from fedloom.conf.sites import Site
 
 MAX_QUERIES = 100
@@ -93,11 +94,12 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def drawing(generator: np.random.Generator) -> Iterator[None]:
     """Seed Python's and NumPy's global generators from `generator`, and restore their states afterwards."""
-    before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        random.seed(int(generator.integers(2**63)))
-        np.random.seed(int(generator.integers(2**32)))  # noqa: NPY002
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)  # noqa: NPY002
+    with GLOBAL:
+        before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            random.seed(int(generator.integers(2**63)))
+            np.random.seed(int(generator.integers(2**32)))  # noqa: NPY002
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)  # noqa: NPY002
