@@ -48,6 +48,7 @@ COMBINE = "fedloom.clients.protocol.partial_sums:combine"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 WAIT_SECONDS = 0.2
 WORKER_BYTES = 2**30  # of a worker with torch that trains a small network
+_TURN = threading.RLock()  # held by the thread whose run has started the Ray of this process
 
 
 class RayGrid(LocalGrid):
@@ -111,7 +112,7 @@ class RayGrid(LocalGrid):
             self._pool.close()
         finally:
             if self._own:
-                ray.shutdown()
+                _end()
 
     def describe(self) -> str:
         return self._description
@@ -120,7 +121,8 @@ class RayGrid(LocalGrid):
 def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: Share = WHOLE) -> RayGrid:
     """Start Ray, or join the cluster at engine.address, start the workers, and return their Grid.
 
-    Without an address, a Ray that already runs in this process is used, and not ended.
+    Without an address, a Ray that already runs in this process is used, and not ended. A Ray of another thread's run is
+    not used: `start` waits until that run has ended.
 
     Args:
         app, combine: "module:attribute" of the ClientApp, and of the function that adds up partial sums.
@@ -130,24 +132,42 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
         UserError: Ray cannot start, or has no room for a worker.
     """
     engine, sites, store, plugins = config.engine, len(config.roster), store_folder(config), plugins_of(config)
-    own = not ray.is_initialized()
     refuse_gpus(engine)
-    workers = _begun(config, sites, share) if own else _kept(engine, sites)
+    own = _begins()
     try:
+        workers = _begun(config, sites, share) if own else _kept(engine, sites)
         with under_way("waiting for free CPUs and GPUs"):
             refuse_full(engine)
+        options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
+        joined, node_store = "" if config.federation.partial_sums is False else combine, config.federation.node_store
+        recipe = WorkerSpec(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), node_store)
+        with under_way("starting workers"):
+            pool = Pool(recipe, workers, options, engine)
     except BaseException:
         if own:
-            ray.shutdown()
+            _end()
         raise
-    options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
-    joined = "" if config.federation.partial_sums is False else combine
-    recipe = WorkerSpec(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), config.federation.node_store)
-    with under_way("starting workers"):
-        pool = Pool(recipe, workers, options, engine)
     gpus = f", {engine.num_gpus:g} GPU" if engine.num_gpus else ""
     description = f"ray: {workers} workers, {engine.num_cpus:g} CPU{gpus} each{_where(engine)}"
-    return RayGrid(sites, store, pool, description, own, own and not engine.address, config.federation.node_store)
+    return RayGrid(sites, store, pool, description, own, own and not engine.address, node_store)
+
+
+def _begins() -> bool:
+    """Return whether this run starts the Ray of this process; then `_end` ends it. Wait for a run of another thread."""
+    if not _TURN.acquire(blocking=False):
+        with under_way("waiting for this program's other run on Ray"):
+            _TURN.acquire()
+    if ray.is_initialized():
+        _TURN.release()
+        return False
+    return True
+
+
+def _end() -> None:
+    try:
+        ray.shutdown()
+    finally:
+        _TURN.release()
 
 
 def _where(engine: EngineConfig) -> str:
@@ -211,7 +231,6 @@ def _begun(config: Config, sites: int, share: Share) -> int:
         if address:
             workers = min(sites, engine.workers or workers_for(engine, share.of_cluster(ray.cluster_resources())))
     except Exception as error:  # Ray raises a bare Exception on a machine that is too busy
-        ray.shutdown()
         problem = f"engine.address: the Ray at {address} cannot be joined" if address else "Ray did not start"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{problem} ({reason}). engine.name=inline works without Ray") from None

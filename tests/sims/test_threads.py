@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch import nn
 
@@ -99,3 +100,12 @@ def test_the_default_type_is_that_of_the_program_again_when_the_last_thread_leav
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+def test_runs_on_ray_take_turns_and_none_ends_the_ray_of_another(tmp_path: Path):
+    words = (*SMALL, "engine.name=ray", "engine.workers=1", "rounds=2", f"run.root={tmp_path}")
+    both = together(*(lambda name=name: run("digits", *words, f"run.name={name}").metrics for name in ("first", "second")))
+    strip = [[{key: value for key, value in record.items() if key != "seconds"} for record in metrics] for metrics in both]
+    assert strip[0] == strip[1] and len(strip[0]) == 2
+    assert not ray.is_initialized()
