@@ -50,6 +50,7 @@ from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.learner import Outcome, learn
 from fedloom.clients.training.tasks import task_of
 from fedloom.conf.errors import UserError
+from fedloom.conf.machine import threads
 from fedloom.conf.randomness import drawing, torch_generator
 from fedloom.fusion.state import State
 
@@ -75,7 +76,7 @@ def answer(message: Message, context: Context) -> Message:
                 return Message(done, reply_to=message)
             with moment(message, context):
                 job = read_job(message, context)
-                _use_threads(job.config.engine.threads)
+                _use_threads(threads(job.config.engine.threads))
                 return Message(respond(job), reply_to=message)
     except (Exception, SystemExit) as error:  # a site's own code may call exit
         return failed(error, message, full=bool(context.node_config.get(SIMULATED)))

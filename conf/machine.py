@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,27 @@ from fedloom.conf.cgroups import limits
 _MALLOPT = {-1: 2**28, -3: 2**25}  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, in bytes
 
 
+_SEVERAL, _FORKED = threading.Event(), threading.Event()  # torch was to use several threads here; in a parent that forked
+
+
 def cores() -> int:
     """Return the number of cores that this process may use, within its affinity and its container's limit."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS
     return max(1, int(min(len(usable(0)) if usable else os.cpu_count() or 1, limits().cores)))
+
+
+def threads(number: int) -> int:
+    """Return `number`, the threads that torch is to use in this process; 1 where several would hang.
+
+    They hang in a forked process (multiprocessing's default on Linux) whose parent has used several: OpenMP's limit.
+    """
+    if number > 1:
+        _SEVERAL.set()
+    return 1 if _FORKED.is_set() else number
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: _FORKED.set() if _SEVERAL.is_set() else None)
 
 
 def memory() -> int:

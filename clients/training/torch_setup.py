@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.machine import threads
 from fedloom.conf.schema import EngineConfig
 
 _LOCK = threading.Lock()
@@ -63,6 +64,7 @@ def _float32() -> Iterator[None]:
 def as_usual() -> Iterator[None]:
     """As `ordinary`; afterwards, the number of threads is that before, too."""
     before = torch.get_num_threads()
+    torch.set_num_threads(threads(before))
     try:
         with ordinary():
             yield

@@ -18,6 +18,7 @@ from fedloom.clients.objectives import Session
 from fedloom.clients.training.learner import batches, descend, outcome
 from fedloom.clients.training.tasks import session_of
 from fedloom.clients.work import protection_of, started, train, update
+from fedloom.conf.machine import threads
 from fedloom.fusion.state import State
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     Replies equal those of clients.work.train up to rounding. A single job is trained alone. So is a job whose session is not
     Functional or has several stages. If vmap refuses the network (for example, with Dropout), all are trained alone.
     """
-    torch.set_num_threads(jobs[0].config.engine.threads)
+    torch.set_num_threads(threads(jobs[0].config.engine.threads))
     if len(jobs) == 1:
         return [_attempt(train, jobs[0])]
     opened = [_attempt(session_of, job, place) for place, job in enumerate(jobs)]

@@ -225,8 +225,8 @@ def site_rows(config: Config) -> list[dict[str, object]]:
 @contextlib.contextmanager
 def all_cores(afterwards: int) -> Iterator[None]:
     """Let torch use every core within the context, and `afterwards` threads after it."""
-    torch.set_num_threads(machine.cores())
+    torch.set_num_threads(machine.threads(machine.cores()))
     try:
         yield
     finally:
-        torch.set_num_threads(afterwards)
+        torch.set_num_threads(machine.threads(afterwards))

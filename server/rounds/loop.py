@@ -14,6 +14,7 @@ from fedloom.clients.evaluation.metrics import Scores
 from fedloom.clients.networks import Model
 from fedloom.clients.protocol.signatures import SIGNED
 from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.machine import threads
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION
 from fedloom.server.evaluation.evaluator import Evaluator
@@ -69,7 +70,7 @@ class RoundLoop:
     def __post_init__(self) -> None:
         self.last = self.state.length(self.config.rounds)
         self.transport = RoundTransport(self.config, self.run, self.channel, self.state, self.listener, self.config.rounds)
-        torch.set_num_threads(self.config.engine.threads)  # sites need the cores, and torch's idle threads spin
+        torch.set_num_threads(threads(self.config.engine.threads))  # sites need the cores, and torch's idle threads spin
 
     @functools.cached_property
     def sites(self) -> "SiteEvaluation":

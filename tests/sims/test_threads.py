@@ -1,5 +1,8 @@
 """Threads of one program: torch's global generators and defaults belong to the process, and no run changes another."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -109,3 +112,27 @@ def test_runs_on_ray_take_turns_and_none_ends_the_ray_of_another(tmp_path: Path)
     strip = [[{key: value for key, value in record.items() if key != "seconds"} for record in metrics] for metrics in both]
     assert strip[0] == strip[1] and len(strip[0]) == 2
     assert not ray.is_initialized()
+
+
+FORKS = """
+import multiprocessing
+import torch
+from fedloom import run
+
+def trained(name):
+    words = ["engine.name=inline", "rounds=1", "data.test_limit=60", "run.root={root}"]
+    torch.set_num_threads(2)
+    return run("digits", *words, f"run.name={{name}}").summary["accuracy"]
+
+first = trained("first")
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(pool.map(trained, ["second"]) == [first], torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_can_train_and_does_not_hang(tmp_path: Path):
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS.format(root=tmp_path))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True 2\n", done.stderr
