@@ -1,5 +1,6 @@
 """Limits of the desk: how often one caller may try something, and what every answer's headers allow a browser to do."""
 
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -22,6 +23,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+_LABEL = re.compile(r"[a-z0-9_-]+")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -51,7 +53,8 @@ class RateLimit:
 class Shield:
     """Refuses requests for other hosts and with large bodies, and adds the headers of HEADERS to every answer.
 
-    `hosts`: the names under which the desk may be called; a web page of another name cannot reach it through DNS.
+    `hosts`: the names under which the desk may be called (see `serves`); a web page of another name cannot reach it
+    through DNS.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], hosts: frozenset[str], tls: bool) -> None:
@@ -72,11 +75,21 @@ class Shield:
             await send(message)
 
         headers = Headers(scope=scope)
-        if _host(headers) not in self.hosts:
+        if not serves(self.hosts, _host(headers)):
             return await PlainTextResponse("This host name is not served here.", 421)(scope, receive, sent)
         if not _fits(headers):
             return await PlainTextResponse("The body is too large, or has no length.", 413)(scope, receive, sent)
         return await self.app(scope, receive, sent)
+
+
+def serves(names: frozenset[str], host: str) -> bool:
+    """Return whether a host has one of the names. `*.example.org` stands for one left-most label (RFC 9525, 6.3).
+
+    A wildcard needs two labels after it, and never stands for an address.
+    """
+    label, _, parent = host.partition(".")
+    wide = bool(_LABEL.fullmatch(label)) and "." in parent and not parent.rpartition(".")[2].isdigit()
+    return "*" not in host and (host in names or (wide and f"*.{parent}" in names))
 
 
 def _host(headers: Headers) -> str:

@@ -121,7 +121,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _names(cert: Path) -> frozenset[str]:
-    """Return the hosts that a certificate is for."""
+    """Return the hosts that a certificate is for; `*.example.org` is one of them (see limits.serves)."""
     found = x509.load_pem_x509_certificate(cert.read_bytes())
     try:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

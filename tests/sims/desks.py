@@ -8,10 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.testclient import TestClient
 
 from fedloom.sims.desk.app import make_app
@@ -64,6 +68,21 @@ def csrf_of(client: httpx.Client, page: str) -> str:
     found = CSRF.search(client.get(page).text)
     assert found, page
     return found[1]
+
+
+def certificate(folder: Path, *hosts: str, phrase: str = "") -> tuple[Path, Path]:
+    """A certificate for localhost and the hosts (desk.example), and its key. `phrase`: the key's pass phrase."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName(host) for host in ("localhost", *(hosts or ["desk.example"]))])
+    made = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+            .serial_number(1).not_valid_before(now).not_valid_after(now + timedelta(days=1))
+            .add_extension(names, critical=True).sign(key, hashes.SHA256()))  # fmt: skip
+    cert, secret = folder / "cert.pem", folder / "key.pem"
+    lock = serialization.BestAvailableEncryption(phrase.encode()) if phrase else serialization.NoEncryption()
+    cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
+    return cert, secret
 
 
 @contextmanager

@@ -11,16 +11,13 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
 from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.tokens import Tokens
 from tests.sims.commands import ONE
-from tests.sims.desks import API, Folder, browser, csrf_of, folder_with, free_port, log_in, served
+from tests.sims.desks import API, Folder, browser, certificate, csrf_of, folder_with, free_port, log_in, served
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -127,21 +124,6 @@ def test_a_tampered_line_of_the_audit_record_is_shown_as_damage(folder: Folder, 
     assert said.status_code == 200 and f"line {lines + 1} is damaged" in said.text
     assert log_in(browser(folder), folder.secrets["operator"]).status_code == 200
     assert audit.newest(1)[0].kind == "logged in"
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for localhost and desk.example, and its key."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.now(UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("desk.example"), x509.DNSName("localhost")])
-    made = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-            .serial_number(1).not_valid_before(now).not_valid_after(now + timedelta(days=1))
-            .add_extension(names, critical=True).sign(key, hashes.SHA256()))  # fmt: skip
-    cert, secret = folder / "cert.pem", folder / "key.pem"
-    cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-                                         serialization.NoEncryption()))  # fmt: skip
-    return cert, secret
 
 
 def test_other_machines_reach_the_desk_by_tls_alone(folder: Folder, tmp_path: Path):
