@@ -42,6 +42,12 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8642,
     cert: Annotated[Path | None, typer.Option(help="TLS certificate (PEM), with the names of this machine.")] = None,
     key: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further host name, at which a proxy serves the desk by https; repeatable. Cookies then need https."
+        ),
+    ] = None,
     webhook: Annotated[str, typer.Option(help="URL that receives each change of a request's state.")] = "",
     webhook_secret_file: Annotated[Path | None, typer.Option(help="File with the secret that signs these messages.")] = None,
     timestamp: Annotated[
@@ -59,7 +65,7 @@ def serve(
     def say(line: str) -> None:
         typer.echo(line_of(line) if wants_json() else line, err=True)
 
-    start(runs, Address(host, port, cert, key), say, webhook, webhook_secret_file, timestamp)
+    start(runs, Address(host, port, cert, key, host_name or []), say, webhook, webhook_secret_file, timestamp)
 
 
 @app.command()

@@ -54,7 +54,7 @@ def make_app(
     Args:
         root: The folder of runs.
         hosts: The names under which the desk may be called.
-        tls: Whether the connection is encrypted.
+        tls: Whether browsers reach the desk by https.
         stopping: Whether the server is about to stop, so that pages no longer follow runs.
         authority: The URL of a time-stamping authority that stamps proofs; empty without one.
     """

@@ -2,9 +2,10 @@
 
 import ipaddress
 import os
+import re
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import uvicorn
 from cryptography import x509
 from uvicorn.config import LOGGING_CONFIG
 
-from fedloom.conf.errors import UserError, public
+from fedloom.conf.errors import UserError, plain, public
 from fedloom.sims.desk.app import LOOPBACK, make_app
 from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.runs import checked
@@ -29,20 +30,32 @@ STOP_SECONDS = 2  # for open connections
 STALE_SECONDS = 75  # an idle connection is closed
 MOST_CONNECTIONS = 768  # more than those of unknown callers (MOST_UNKNOWN), which make room for new ones
 
+MOST_NAME = 253  # characters of a host name
+_HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.IGNORECASE | re.ASCII)
+
 
 @dataclass(frozen=True)
 class Address:
-    """Where the desk listens, and its TLS certificate and key (None: plain HTTP, on loopback only)."""
+    """Where the desk listens, and its TLS certificate and key (None: plain HTTP, on loopback only).
+
+    `names`: further host names, at which a proxy serves the desk by https.
+    """
 
     host: str
     port: int
     cert: Path | None = None
     key: Path | None = None
+    names: Sequence[str] = ()
 
     @property
     def tls(self) -> bool:
         """Whether connections are encrypted."""
         return self.cert is not None
+
+    @property
+    def secure(self) -> bool:
+        """Whether browsers reach the desk by https, so that cookies travel encrypted only."""
+        return self.tls or bool(self.names)
 
     @property
     def url(self) -> str:
@@ -66,7 +79,7 @@ def serve(
     """
     if authority:
         check_authority(authority)
-    app = make_app(checked(root), _checked(address), address.tls, lambda: server.should_exit, authority)
+    app = make_app(checked(root), _checked(address), address.secure, lambda: server.should_exit, authority)
     tokens = Tokens(root).all()  # fails now if the file is damaged
     hook = _hook(webhook, secret, app.state.desk)
     config = uvicorn.Config(
@@ -97,7 +110,12 @@ def _hook(url: str, secret: Path | None, desk: Desk) -> Webhook | None:
 
 
 def _checked(address: Address) -> frozenset[str]:
-    """Return the names under which the desk may be called. Raises UserError for missing or bad TLS."""
+    """Return the names under which the desk may be called. Raises UserError for a bad name, and missing or bad TLS."""
+    for name in address.names:
+        if len(name) > MOST_NAME or not _HOST_NAME.fullmatch(name):
+            raise UserError(f"--host-name: got '{plain(name)[:MOST_NAME]}', takes a name such as desk.example.org: "
+                            "only letters a-z, digits, '-' and '.', without https:// and port")  # fmt: skip
+    known = LOOPBACK | {name.lower() for name in (address.host, *address.names)}
     if (address.cert is None) != (address.key is None):
         raise UserError("--cert and --key: name both, or neither")
     if address.cert is None or address.key is None:
@@ -105,10 +123,10 @@ def _checked(address: Address) -> frozenset[str]:
             raise UserError(
                 f"--host {address.host}: is reachable from other machines; add --cert and --key, or use 127.0.0.1"
             )
-        return LOOPBACK | {address.host.lower()}
+        return known
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(address.cert, address.key)
-        return LOOPBACK | {address.host.lower()} | _names(address.cert)
+        return known | _names(address.cert)
     except (OSError, ValueError) as error:
         raise UserError(f"--cert {address.cert} --key {address.key}: cannot be used ({error})") from None
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.sims.commands import Command, refused
 from tests.sims.desks import Folder, certificate, folder_with, free_port, served
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -34,3 +35,18 @@ def test_a_wildcard_of_the_certificate_stands_for_one_left_most_label(folder: Fo
     ):
         said = {host: client.get("/health", headers={"Host": host}).status_code for host in HOSTS}
     assert said == HOSTS
+
+
+def test_a_desk_behind_a_proxy_has_further_names_and_cookies_for_https_alone(folder: Folder):
+    port = free_port()
+    words = ["--host-name", "Desk.example.org", "--host-name", "privacy.example.org"]
+    with served(folder, port, *words), httpx.Client(base_url=f"http://localhost:{port}") as client:
+        for host in ("desk.example.org", "privacy.example.org:443", "localhost"):
+            cookie = client.get("/login", headers={"Host": host}).headers["set-cookie"]
+            assert cookie.startswith("__Host-desk=") and "Secure" in cookie
+        assert client.get("/login", headers={"Host": "a.desk.example.org"}).status_code == 421
+
+
+@pytest.mark.parametrize("name", ["", "https://desk.example.org", "desk.example.org:443", "*.example.org", "b\u00fcro.org"])
+def test_a_further_name_is_a_plain_host_name(fedloom: Command, folder: Folder, name: str):
+    refused(fedloom("serve", folder.root, "--host-name", "desk.example.org", "--host-name", name), "--host-name: got")
