@@ -79,9 +79,8 @@ def token(
     """Make a token, and print it once: only its sha256 is stored."""
     tokens, audit = _stores(context.obj)
     named = [site for site in sites.split(",") if site]
-    secret = tokens.make(name, role, named, days)
-    audit.note("token made", "command line", token=name, role=role, sites=", ".join(named), days=days)
-    typer.echo(secret)
+    facts = {"token": name, "role": role, "sites": ", ".join(named), "days": days}
+    typer.echo(tokens.make(name, role, named, days, lambda: audit.note("token made", "command line", **facts)))
 
 
 @app.command()
@@ -107,8 +106,7 @@ def tokens(context: typer.Context, as_json: Json = False) -> None:
 def revoke(context: typer.Context, name: Annotated[str, typer.Argument(help="Name of the token.")]) -> None:
     """Revoke a token. Sessions with it end at once."""
     tokens, audit = _stores(context.obj)
-    tokens.revoke(name)
-    audit.note("token revoked", "command line", token=name)
+    tokens.revoke(name, lambda: audit.note("token revoked", "command line", token=name))
     typer.echo(f"revoked: {name}")
 
 

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from fedloom.conf.errors import UserError, plain
 from fedloom.server.ledger import LedgerError
 from fedloom.sims.desk import api, forms, measures, pages, rendering
-from fedloom.sims.desk.audit import Audit
+from fedloom.sims.desk.audit import Audit, RecordError
 from fedloom.sims.desk.desk import AuthorityError, ConflictError, Desk
 from fedloom.sims.desk.limits import Shield
 from fedloom.sims.desk.runs import MissingError, Runs
@@ -32,12 +32,14 @@ HINTS = {  # what to do in the browser
     422: "Go back, and correct what you wrote.",
     429: "Wait a minute, and try again.",
     502: "Try again later.",
+    503: "Ask an operator to look at the desk's disk, and try again.",
 }
 STATUS = (  # the first that fits
     (MissingError, 404),
     (ConflictError, 409),
     (LedgerError, 409),
     (AuthorityError, 502),
+    (RecordError, 503),
     (UserError, 422),
 )
 
@@ -106,6 +108,8 @@ def _described(request: Request, error: Exception) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, RequestValidationError):
         return 422, "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+    if isinstance(error, RecordError):
+        logging.getLogger("uvicorn.error").error("%s", error)
     if isinstance(error, UserError):
         status = next(code for kind, code in STATUS if isinstance(error, kind))
         return status, plain(api.desk_of(request).runs.without_root(str(error)))

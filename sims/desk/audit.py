@@ -3,8 +3,10 @@
 Acts that change a run are in its ledger, with the token's name.
 """
 
+import errno
 import io
 import json
+import os
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -12,13 +14,17 @@ from typing import IO, Any
 
 import portalocker
 
-from fedloom.conf.errors import plain
+from fedloom.conf.errors import UserError, plain
 from fedloom.server.ledger.tables import START, Event, canonical, link
 from fedloom.sims.desk.tokens import FOLDER
 
 FILE = "audit.jsonl"
 MOST_TEXT = 200  # characters of a value
 _TAIL = 65_536  # bytes in which the last line begins
+
+
+class RecordError(UserError):
+    """The record cannot be written."""
 
 
 class Audit:
@@ -28,15 +34,23 @@ class Audit:
         self.path = root / FOLDER / FILE
 
     def note(self, kind: str, by: str, **facts: Any) -> None:
-        """Append a line: what was done, by whom (a token's name, or an address)."""
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        """Append a line: what is done, by whom (a token's name, or an address). Call this before the act.
+
+        Raises RecordError if the line cannot be written. The act must not happen then.
+        """
         body = canonical({"by": _short(by), **{key: _short(fact) for key, fact in facts.items()}})
-        with portalocker.Lock(self.path, "a+b", timeout=10) as file:
-            last = _last(file)
-            time = datetime.now(UTC).isoformat(timespec="milliseconds")
-            digest = link(last.digest, last.id + 1, time, kind, body)
-            file.write(f"{json.dumps([last.id + 1, time, kind, body, last.digest, digest])}\n".encode())
-        self.path.chmod(0o600)
+        try:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            with portalocker.Lock(self.path, "a+b", timeout=10, buffering=0) as file:
+                os.fchmod(file.fileno(), 0o600)
+                last = _last(file)
+                time = datetime.now(UTC).isoformat(timespec="milliseconds")
+                digest = link(last.digest, last.id + 1, time, kind, body)
+                _append(file, f"{json.dumps([last.id + 1, time, kind, body, last.digest, digest])}\n".encode())
+        except (OSError, portalocker.LockException) as error:
+            why = getattr(error, "strerror", "") or "another process holds its lock"
+            raise RecordError(f"{self.path}: cannot be written ({why}), so nothing was done. "
+                              "Free some space or correct the permissions, then try again") from None  # fmt: skip
 
     def newest(self, most: int) -> list[Event]:
         """Return the last lines, the newest first."""
@@ -67,6 +81,17 @@ def _last(file: IO[bytes]) -> Event:
     if lines and not lines[-1].endswith(b"\n"):
         file.write(b"\n")
     return next((event for line in reversed(lines) if (event := _event(line))), Event(0, "", "", {}, START, START))
+
+
+def _append(file: IO[bytes], line: bytes) -> None:
+    """Append a line to an unbuffered file, or nothing. Raises OSError on a full disk."""
+    size = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def _event(line: bytes) -> Event | None:

@@ -46,8 +46,8 @@ async def log_out(request: Request, by: By) -> Response:
     """End the session."""
     gate = desk_of(request).gate
     await gate.form(request)
-    gate.log_out(request)
     gate.audit.note("logged out", by.name)
+    gate.log_out(request)
     answer = to("/login")
     answer.delete_cookie(gate.cookie, path="/", secure=gate.tls, httponly=True, samesite="strict")
     return answer

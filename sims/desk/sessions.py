@@ -73,10 +73,11 @@ class Gate:
     def log_in(self, request: Request, secret: str, response: Response) -> None:
         """Begin a session with a new cookie. A token with too many sessions loses its oldest one.
 
-        Raises DeniedError for a wrong token, and for one that logs in too often.
+        Raises DeniedError for a wrong token, and for one that logs in too often; RecordError if it cannot be recorded.
         """
         token, cookie = self._known(request, secret.strip()), secrets.token_urlsafe(32)
         self.count_act(token)
+        self.audit.note("logged in", token.name, address=address(request))
         self.log_out(request)
         with self._lock:
             now = time.time()
@@ -87,7 +88,6 @@ class Gate:
             self._sessions = dict([*live.items()][1 - MOST_SESSIONS :])
             self._sessions[_digest(cookie)] = token.sha256, now + 3600 * HOURS
         self.set_cookie(response, cookie)
-        self.audit.note("logged in", token.name, address=address(request))
 
     def log_out(self, request: Request) -> None:
         """End the session of this browser."""

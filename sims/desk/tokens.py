@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -90,8 +90,13 @@ class Tokens:
         token = self.all().get(sha256)
         return token if token and token.valid else None
 
-    def make(self, name: str, role: str, sites: Sequence[str] = (), days: int = DAYS) -> str:
-        """Make a token and return its secret, which is not stored. Raises UserError for a wrong role, name or sites."""
+    def make(
+        self, name: str, role: str, sites: Sequence[str] = (), days: int = DAYS, note: Callable[[], None] = lambda: None
+    ) -> str:
+        """Make a token and return its secret, which is not stored. Raises UserError for a wrong role, name or sites.
+
+        `note`: records the act just before it happens; what it raises prevents the act.
+        """
         if role not in ROLES:
             raise unknown("role", role, ROLES)
         if not is_file_name(name):
@@ -104,16 +109,21 @@ class Tokens:
         with self._changing() as known:
             if any(token.name == name for token in known):
                 raise UserError(f"--name: '{name}' has or had a token; use another name, as requests belong to names")
+            note()
             self._write([*known, token])
         return secret
 
-    def revoke(self, name: str) -> None:
-        """End the token with this name now; the name stays in use. Raises UserError if it does not exist."""
+    def revoke(self, name: str, note: Callable[[], None] = lambda: None) -> None:
+        """End the token with this name now; the name stays in use. Raises UserError if it does not exist.
+
+        `note`: records the act just before it happens; what it raises prevents the act.
+        """
         names = [token.name for token in self.all().values()]
         if name not in names:
             raise unknown("token", name, names)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self._changing() as known:
+            note()
             self._write([replace(token, expires=now) if token.name == name else token for token in known])
 
     @contextlib.contextmanager
