@@ -57,8 +57,13 @@ def _time(text: str) -> str:
 
 def for_people(text: str) -> str:
     """Return an error's text without the parts that name commands, which a browser does not have."""
-    parts = [part for part in re.split(r"(?<=\.) |; ", plain(text)) if not _COMMAND.search(part)]
-    return "; ".join(parts) or "This is not possible now."
+    sentences = []
+    for sentence in re.split(r"(?<=\.) ", plain(text)):
+        parts = [part for part in sentence.split("; ") if not _COMMAND.search(part)]
+        if parts:
+            end = "." if sentence.endswith(".") and not parts[-1].endswith(".") else ""
+            sentences.append(f"{'; '.join(parts)}{end}")
+    return " ".join(sentences) or "This is not possible now."
 
 
 def _code(text: str) -> Markup:

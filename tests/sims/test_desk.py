@@ -325,6 +325,9 @@ def test_a_page_that_fails_says_what_to_do_in_the_browser(folder: Folder):
         ("Nothing is forgotten yet. --without-data forgets without measuring", "Nothing is forgotten yet."),
         ("run 'fedloom resume RUN'", "This is not possible now."),
         ("Choose at least one site.", "Choose at least one site."),
+        ("It is open. Wait for it; or cancel it. Then ask.", "It is open. Wait for it; or cancel it. Then ask."),
+        ("It waits; `fedloom resume RUN` continues it. Try later.", "It waits. Try later."),
+        ("a.json: is damaged; restore it from a copy; ask again", "a.json: is damaged; ask again"),
     ],
 )
 def test_commands_are_no_help_in_a_browser(text: str, people: str):
