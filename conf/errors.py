@@ -69,6 +69,12 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} '{name}'{hint} (known: {listed(str(name), names)})")
 
 
+def locked(key: object, tls: bool = False) -> UserError:
+    """Return an error for a private key with a pass phrase. `tls`: the key is of a certificate."""
+    how = f"openssl pkey -in {key} -out NEW" if tls else f"ssh-keygen -p -f {key}"
+    return UserError(f"{key}: has a pass phrase, and Fedloom does not ask for it; use a key without one ('{how}')")
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return the entry of `known` with the most similar spelling; empty if none is similar (1: the same)."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")

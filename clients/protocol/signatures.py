@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from flwr.app import ConfigRecord, RecordDict
 
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, locked
 
 MOST_BYTES, MOST_KEY = 120, 400  # of a signature, and letters of a public key
 SIGNED = "signed"  # a record of a reply
@@ -126,6 +126,8 @@ def is_signed(public: str, text: bytes, signature: bytes) -> bool:
 def _private(path: str) -> EllipticCurvePrivateKey:
     try:
         key = load_ssh_private_key(Path(path).read_bytes(), None)
+    except TypeError:
+        raise locked(path) from None
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path}: does not contain a readable private key ({type(error).__name__})") from None
     if not isinstance(key, EllipticCurvePrivateKey):

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedloom.clients.storage.states import write_bytes
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, locked
 
 VARIABLE = "FEDLOOM_KEY"
 SUFFIX = ".sig"
@@ -69,6 +69,8 @@ def rotate() -> Path:
 def _read(path: Path) -> Ed25519PrivateKey:
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
+    except TypeError:
+        raise locked(path) from None
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise UserError(
             f"{path}: is not a private key without a password; create one with 'ssh-keygen -t ed25519': {error}"

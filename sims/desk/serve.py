@@ -15,7 +15,7 @@ import uvicorn
 from cryptography import x509
 from uvicorn.config import LOGGING_CONFIG
 
-from fedloom.conf.errors import UserError, plain, public
+from fedloom.conf.errors import UserError, locked, plain, public
 from fedloom.sims.desk.app import LOOPBACK, make_app
 from fedloom.sims.desk.desk import Desk
 from fedloom.sims.desk.runs import checked
@@ -124,11 +124,22 @@ def _checked(address: Address) -> frozenset[str]:
                 f"--host {address.host}: is reachable from other machines; add --cert and --key, or use 127.0.0.1"
             )
         return known
+    return known | _certified(address.cert, address.key)
+
+
+def _certified(cert: Path, key: Path) -> frozenset[str]:
+    """Return the hosts that a certificate is for. Raises UserError unless both files can be used without a pass phrase."""
+
+    def phrase() -> str:
+        raise locked(key, tls=True)
+
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(address.cert, address.key)
-        return known | _names(address.cert)
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=phrase)
+        return _names(cert)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
-        raise UserError(f"--cert {address.cert} --key {address.key}: cannot be used ({error})") from None
+        raise UserError(f"--cert {cert} --key {key}: cannot be used ({error})") from None
 
 
 def _is_loopback(host: str) -> bool:

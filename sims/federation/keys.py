@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.oid import NameOID
 
-from fedloom.conf.errors import UserError, plain
+from fedloom.conf.errors import UserError, locked, plain
 from fedloom.conf.sites import is_site_name
 from fedloom.sims.federation.files import write_together
 
@@ -73,7 +73,9 @@ def check_private(path: Path) -> None:
     """Raise UserError unless the file is a site's private key."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+    except TypeError:
+        raise locked(path) from None
+    except (OSError, ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(f"{path}: is not a site's key (from 'fedloom federation join'); name the right file, or restore it")
@@ -92,7 +94,9 @@ def check_pair(certificate: Path, key: Path, authority: Path) -> None:
     chain, issuers = check_certificate(certificate), check_certificate(authority)
     try:
         private = serialization.load_pem_private_key(key.read_bytes(), None)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+    except TypeError:
+        raise locked(key, tls=True) from None
+    except (OSError, ValueError, UnsupportedAlgorithm):
         raise UserError(f"{key}: is not a private key (PEM); name the right file, or restore it") from None
     if private.public_key() != chain[0].public_key():
         raise UserError(f"{certificate}: is not the certificate of the key {key}; restore both from the plan")

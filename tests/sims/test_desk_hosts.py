@@ -1,11 +1,12 @@
 """The desk: the host names under which it answers, by its certificate and behind a proxy."""
 
+import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.sims.commands import Command, refused
+from tests.sims.commands import FEDLOOM, Command, refused
 from tests.sims.desks import Folder, certificate, folder_with, free_port, served
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -50,3 +51,11 @@ def test_a_desk_behind_a_proxy_has_further_names_and_cookies_for_https_alone(fol
 @pytest.mark.parametrize("name", ["", "https://desk.example.org", "desk.example.org:443", "*.example.org", "b\u00fcro.org"])
 def test_a_further_name_is_a_plain_host_name(fedloom: Command, folder: Folder, name: str):
     refused(fedloom("serve", folder.root, "--host-name", "desk.example.org", "--host-name", name), "--host-name: got")
+
+
+def test_a_key_with_a_pass_phrase_ends_the_desk_with_a_line(folder: Folder, tmp_path: Path):
+    cert, key = certificate(tmp_path, phrase="secret")
+    words = ["serve", str(folder.root), "--host", "0.0.0.0", "--cert", str(cert), "--key", str(key)]
+    said = subprocess.run([FEDLOOM, *words], capture_output=True, text=True, timeout=100, start_new_session=True)
+    assert said.returncode == 2 and said.stderr.strip().splitlines()[0].startswith(f"fedloom: {key}: has a pass phrase")
+    assert len(said.stderr.strip().splitlines()) == 1
