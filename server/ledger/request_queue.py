@@ -74,9 +74,7 @@ class RequestQueue(Records):
         Raises LedgerError if the server has begun to apply it, or it does not wait.
         """
         with self._database.queueing() as db:
-            check_move(db, id, "refused")
-            if begun(db, id):
-                raise LedgerError(f"request '{id}': the server has begun to apply it, so it cannot be cancelled")
+            _check_waits(db, id)
             append(db, "refused", {"id": id, "result": {"reason": f"cancelled by {by}", "cancelled": by}})
             return Request.of(db.execute(f"{REQUESTS} WHERE id = ?", (id,)).fetchone())
 
@@ -96,6 +94,22 @@ class RequestQueue(Records):
         """Queue the requests that the run had applied before it was restored from an older copy."""
         for lost in self.lost():
             self.receive(**lost)
+
+
+def _check_waits(db: Connection, id: str) -> None:
+    """Raise LedgerError unless the request exists, and may still be cancelled."""
+    row = db.execute(f"{REQUESTS} WHERE id = ?", (id,)).fetchone()
+    known = Request.of(row) if row else None
+    if known and known.state == "refused":
+        result = known.result or {}
+        if by := result.get("cancelled"):
+            raise LedgerError(f"request '{id}': is already cancelled, by {by}")
+        raise LedgerError(f"request '{id}': is already refused, so it cannot be cancelled: {result.get('reason')}")
+    if known and known.state != "received":
+        raise LedgerError(f"request '{id}': is already {known.state}, so it cannot be cancelled")
+    check_move(db, id, "refused")
+    if begun(db, id):
+        raise LedgerError(f"request '{id}': the server has begun to apply it, so it cannot be cancelled")
 
 
 def _check_alone(db: Connection, sites: Sequence[str]) -> None:

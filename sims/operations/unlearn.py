@@ -200,8 +200,9 @@ def _check_fulfils(ledger: Ledger, request: Request, order: UnlearningRequest) -
 def _first_result(path: Path, request: Request) -> Unlearned:
     """Return the earlier result of a request. Raises UserError if the request was refused."""
     if request.state == "refused":
-        reason = (request.result or {}).get("reason")
-        raise UserError(f"request '{request.id}' was refused: {reason}. A new try needs a new --request-id, or none")
+        result = request.result or {}
+        outcome = f"was cancelled by {by}" if (by := result.get("cancelled")) else f"was refused: {result.get('reason')}"
+        raise UserError(f"request '{request.id}' {outcome}. A new try needs a new --request-id, or none")
     write_pages(path)
     file = path / CERTIFICATES / f"{request.id}.json"
     certificate = read(file) if file.is_file() else None

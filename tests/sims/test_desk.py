@@ -89,7 +89,8 @@ def test_who_may_cancel_what(client: TestClient, folder: Folder, by: str, role: 
     state = client.get(f"{RUN}/requests/r1", headers=folder.bearer("viewer")).json()["state"]
     assert state == ("cancelled" if status == 200 else "received")
     if status == 200:
-        assert client.delete(f"{RUN}/requests/r1", headers=folder.bearer(role)).status_code == 409
+        again = client.delete(f"{RUN}/requests/r1", headers=folder.bearer(role))
+        assert again.status_code == 409 and again.json() == {"error": f"request 'r1': is already cancelled, by {role}"}
     assert check(folder.run) == []
 
 

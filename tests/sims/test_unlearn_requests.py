@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 
 from fedloom.conf.errors import UserError
-from fedloom.server.ledger import Ledger
+from fedloom.server.ledger import Ledger, LedgerError
 from fedloom.server.ledger.audit import check
 from fedloom.server.unlearning.requests import receive
 from tests.sims.commands import FEDLOOM, ONE, SMALL, TWO, Command, last_line, refused
@@ -54,7 +54,19 @@ def test_requests_that_wait_are_reported_and_fulfilled_with_the_next(fedloom: Co
     assert all((run / "certificates" / f"{id}.html").is_file() for id in ("r1", "r3"))
     assert json.loads((run / "summary.json").read_text())["unlearned"] == [ONE, TWO]
     refused(fedloom("unlearn", run, ONE, "--request-id", "r2"), "'r2' was refused", "already forgotten")
+    for id, reason in {"r1": "is already verified, so", "r2": "is already refused, so it cannot be cancelled: "}.items():
+        with Ledger.open(run, server=False) as ledger, pytest.raises(LedgerError, match=f"request '{id}': {reason}"):
+            ledger.cancel(id, "ada")
     assert check(run) == [] and last_line(fedloom("ledger", run, "--check", "--json"))["notes"] == []
+
+
+def test_a_cancelled_request_that_is_sent_again_says_who_cancelled_it(fedloom: Command, run: Path):
+    with Ledger.open(run, server=False) as ledger:
+        receive(ledger, "r1", [ONE], "", {})
+        ledger.cancel("r1", "ada")
+        with pytest.raises(LedgerError, match=r"^request 'r1': is already cancelled, by ada$"):
+            ledger.cancel("r1", "bob")
+    refused(fedloom("unlearn", run, ONE, "--request-id", "r1"), "request 'r1' was cancelled by ada. A new try needs a new")
 
 
 def test_a_crash_before_the_results_are_measured_again_is_made_good(
