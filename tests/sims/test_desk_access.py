@@ -1,7 +1,9 @@
 """The desk: tokens, sessions, the audit record, webhooks, TLS, and many callers at once."""
 
+import html
 import json
 import os
+import re
 import ssl
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -218,3 +220,15 @@ def test_after_a_form_the_browser_is_sent_to_a_run_of_any_name(folder: Folder):
     client.cookies.clear()
     form = client.get(f"/runs/{quote(odd)}?start=1", follow_redirects=False).headers["location"]
     assert parse_qs(urlsplit(form).query) == {"next": [f"/runs/{quote(odd)}?start=1"]}
+
+
+@pytest.mark.parametrize(
+    "page", ["/runs/digits/events?before=9", "/runs/digits/ask?site=site-0001&x=%26%3D+%C3%A9#", "/?x=a//b"]
+)
+def test_after_a_log_in_the_browser_shows_the_page_that_was_asked_for(folder: Folder, page: str):
+    client = browser(folder)
+    form = client.get(page)
+    fields = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form.text))
+    fields = {name: html.unescape(value) for name, value in fields.items()}
+    said = client.post("/login", data={**fields, "token": folder.secrets["operator"]})
+    assert said.status_code == 200 and str(said.url) == f"http://localhost{page.rstrip('#')}"
