@@ -18,6 +18,7 @@ BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
 PLOTS, TABLE_FILES, REPORT = "plots", "tables", "report.html"
 WRITTEN_NAMES = "written.json"  # the files that reports wrote in plots/ and tables/; others there are the user's
+COMPARED = "compared.json"  # next to comparison pages: the runs that they show
 FINISHED = "finished"  # the status of a summary
 APPLIED = ".applied.jsonl"  # beside the runs: all applied requests
 TRACKERS = ("csv", "mlruns", "tensorboard", "wandb")  # folders of the built-in trackers; other trackers use their own name
@@ -42,6 +43,7 @@ WRITTEN = frozenset(
         STAGING,
         BLOBS,
         WRITTEN_NAMES,
+        COMPARED,
     }
     | {PLOTS, TABLE_FILES, REPORT, *TRACKERS, *(f"{LEDGER}-{part}" for part in ("wal", "shm", "journal"))}
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.formatting import count
+from fedloom.server.run_folder.layout import COMPARED
 from fedloom.sims.comparison.curves import pictures
 from fedloom.sims.comparison.entries import COSTS, entries_of
 from fedloom.sims.comparison.groups import UNION, Group, grouped, refuse_nothing
@@ -28,6 +29,7 @@ from fedloom.sims.comparison.tables import (
     what_differs,
 )
 from fedloom.sims.report.canvas import KINDS
+from fedloom.sims.report.compared import note_page
 from fedloom.sims.report.page import Details, Part, write_page
 from fedloom.sims.report.spread import mean_and_spread, spread
 from fedloom.sims.report.tables import Table
@@ -149,10 +151,19 @@ class Comparison:
             raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write a self-contained HTML page, and return its path. Raise UserError if it cannot be written."""
+        """Write a self-contained HTML page, and return its path. Raise UserError if it cannot be written.
+
+        The file `compared.json` next to it names the runs that it shows.
+        """
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder:
             sections = self._sections(Path(folder))
-            return write_page(Path(path).expanduser(), "Fedloom: comparison of runs", sections, sorts=True)
+            page = write_page(Path(path).expanduser(), "Fedloom: comparison of runs", sections, sorts=True)
+        entries = [entry for group in self.groups for entry in group.entries]
+        try:
+            note_page(page, [entry.folder.parent.parent if entry.baseline else entry.folder for entry in entries])
+        except OSError as error:
+            raise UserError(f"{page.with_name(COMPARED)}: cannot be written ({error.strerror or error})") from None
+        return page
 
     @property
     def html(self) -> str:

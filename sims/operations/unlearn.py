@@ -128,10 +128,14 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
 
 def earlier_copies(path: Path, config: Config) -> str:
     """Return a sentence on pages and records that show the sites' earlier results, which no request changes."""
+    from fedloom.sims.report.compared import pages_near  # imported only here: `fedloom run` does not need it
+
     own = [str(path / name) for name in TRACKERS if (path / name).is_dir()]
     named = f" ({', '.join(own)})" if own else ""
     trackers = f", and trackers' records{named}," if own or config.tracking else ""
-    return (f"Comparison pages written before{trackers} still show the earlier results: write the pages again"
+    shown, known = pages_near(path)
+    pages = f" ({', '.join(map(str, shown))})" if shown else " in other folders" if known else ""
+    return (f"Comparison pages written before{pages}{trackers} still show the earlier results: write the pages again"
             f"{', delete the records' if trackers else ''}.")  # fmt: skip
 
 

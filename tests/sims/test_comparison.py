@@ -136,7 +136,11 @@ def test_the_command_writes_a_page_a_table_and_json(fedloom: Command, swept: Pat
         rows = list(csv.DictReader(file))
     assert [float(row["union"]) for row in rows] == [run["union"] for run in found["runs"]]
     assert {row["training.rate"] for row in rows} == {"0.01", "0.1"}
-    assert list(tmp_path.iterdir()) != [] and {path.name for path in tmp_path.iterdir()} == {"page.html", "runs.csv"}
+    assert list(tmp_path.iterdir()) != [] and {path.name for path in tmp_path.iterdir()} == {
+        "page.html",
+        "runs.csv",
+        "compared.json",
+    }
     assert "| mode=exact, rate=0.01 |" in fedloom("compare", swept).out
 
 
