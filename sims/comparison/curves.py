@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fedloom.sims.comparison.entries import Entry
 from fedloom.sims.comparison.groups import Group
-from fedloom.sims.report.canvas import INK, PALETTE, name_curve, new_figure, save, value_axis, within_bounds
-from fedloom.sims.report.curves import End, label_ends, whole_rounds
+from fedloom.sims.report.canvas import INK, PALETTE, bars_figure, name_curve, new_figure, save, value_axis, within_bounds
+from fedloom.sims.report.curves import SINGLE, End, label_ends, whole_rounds
 from fedloom.sims.report.page import Picture
 from fedloom.sims.report.spread import spread
 
@@ -22,7 +22,9 @@ MARKED = 25  # longer curves have no markers
 MAX_LABEL = 30  # characters of a curve's label
 Place = Callable[[Entry], dict[int, float]]  # the x value of each round
 
-CAPTION = "{metric} on held-out validation examples of all domains together: mean over seeds. Band: one standard deviation."
+CAPTION = (
+    "{metric} on held-out validation examples of all domains together: mean over seeds. {band}: one standard deviation."
+)
 
 
 def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -> list[Picture]:
@@ -36,7 +38,7 @@ def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -
         return []
     metric = drawn[0].metric
     rounds = save(figure_of(drawn, _round, "round"), folder / "rounds.png", kinds)
-    drawings = [Picture(rounds, CAPTION.format(metric=metric.caption) + few)]
+    drawings = [Picture(rounds, CAPTION.format(metric=metric.caption, band="Line" if _one_round(drawn) else "Band") + few)]
     if len({max(_travelled(group.entries[0]).values(), default=0.0) for group in drawn}) > 1:
         bytes = save(figure_of(drawn, _travelled, "MB to and from sites"), folder / "bytes.png", kinds)
         drawings.append(Picture(bytes, f"The same {metric.title} over the total traffic.{few}"))
@@ -45,6 +47,8 @@ def pictures(groups: Sequence[Group], folder: Path, kinds: Iterable[str] = ()) -
 
 def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
     """Plot each group's mean over `position` (x axis, named `label`), with a band for several seeds."""
+    if label == "round" and _one_round(groups):
+        return _bars(groups)
     figure, axes = new_figure(7.2, 4.4)
     ends: list[End] = []
     for number, group in enumerate(groups):
@@ -52,9 +56,13 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
         xs, means, deviations = ([point[part] for point in points] for part in range(3))
         colour, style = PALETTE[number % len(PALETTE)], "--" if number >= len(PALETTE) else "-"
         marker = "o" if len(points) <= MARKED else None
-        (line,) = axes.plot(xs, means, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=3, zorder=3)
+        (line,) = axes.plot(xs, means, color=colour, linestyle=style, linewidth=1.8, marker=marker,
+                            markersize=SINGLE if len(points) == 1 else 3, zorder=3)  # fmt: skip
         low, high = ([mean + sign * s for mean, s in zip(means, deviations, strict=True)] for sign in (-1, 1))
-        band = axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
+        if len(points) == 1:
+            band = axes.vlines(xs, low, high, color=colour, alpha=0.5, linewidth=1.6)  # a band of one point has no width
+        else:
+            band = axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1)
         name_curve(group.label, line, band)
         ends.append((means[-1], group.label, colour))
     metric = groups[0].metric
@@ -67,6 +75,20 @@ def figure_of(groups: Sequence[Group], position: Place, label: str) -> Figure:
     axes.set_title(f"Validation {metric.title}", loc="left", fontsize=12, color=INK)
     label_ends(axes, ends, room=MAX_LABEL, metric=metric)
     return figure
+
+
+def _one_round(groups: Sequence[Group]) -> bool:
+    """Return whether all groups have the same single round."""
+    return len({round for group in groups for round in group.rounds}) == 1
+
+
+def _bars(groups: Sequence[Group]) -> Figure:
+    """Draw each group's mean in its only round as a bar, with a line of one standard deviation to both sides."""
+    points, metric = [mean_curve(group, _round)[0] for group in groups], groups[0].metric
+    bars = [(mean, group.label, PALETTE[number % len(PALETTE)])
+            for number, (group, (_, mean, _)) in enumerate(zip(groups, points, strict=True))]  # fmt: skip
+    title = f"Validation {metric.title} after round {points[0][0]:.0f}"
+    return bars_figure(title, f"validation {metric.title}, all domains", bars, metric, [spread for *_, spread in points])
 
 
 def mean_curve(group: Group, position: Place) -> list[tuple[float, float, float]]:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ KINDS = ("png", "svg", "pdf")  # of pictures in files
 BEYOND = 0.015  # of an axis, beyond a metric's bounds; no tick is there
 DPI = 160  # of PNG files
 CURVE = "curve "  # begins the id in an SVG file of what belongs to a curve; its name follows
+MOST_LABEL = 30  # characters of a bar's name
 MISSING = re.compile(r"Glyph (\d+) .*missing from")  # matplotlib's warning
 INK, GREY, LIGHT = "#222222", "#8A8A8A", "#DDDDDD"
 Grid = list[list[float]]  # rows of a heat map: shares, NaN for an empty cell
@@ -175,6 +176,48 @@ def write_numbers(axes: Axes, grid: Grid, reach: float, form: str, unit: float =
             colour = "white" if abs(value) > 0.6 * reach else INK
             text = "-" if math.isnan(value) else format(unit * value, form)
             axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
+
+
+def draw_bars(
+    axes: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[Any], texts: Sequence[str],
+    spreads: Sequence[float] = (),
+) -> list[list[Artist]]:  # fmt: skip
+    """Draw horizontal bars with texts at their ends, from the top down. Return the parts of each bar.
+
+    `spreads`: on both sides of a bar's end, a line has this length.
+    """
+    drawn: list[list[Artist]] = [[bar] for bar in axes.barh(range(len(names)), values, height=0.62, color=colours)]
+    axes.set_yticks(range(len(names)), [short(name, MOST_LABEL) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(False, axis="y")
+    axes.axvline(0.0, color=GREY, linewidth=0.8)
+    axes.margins(x=0.12)
+    for place, (value, text) in enumerate(zip(values, texts, strict=True)):
+        if math.isfinite(value):
+            wide, sign = spreads[place] if spreads else 0.0, 1 if value >= 0 else -1
+            if wide:
+                drawn[place] += axes.plot([value - wide, value + wide], [place, place], color=GREY, linewidth=1.6, zorder=3)
+            drawn[place].append(axes.annotate(
+                text, (value + sign * wide, place), (4 * sign, 0), textcoords="offset points", va="center",
+                ha="left" if value >= 0 else "right", fontsize=8.5, color=INK, annotation_clip=False))  # fmt: skip
+    return drawn
+
+
+def bars_figure(
+    title: str, label: str, bars: Sequence[tuple[float, str, Any]], metric: Facts, spreads: Sequence[float] = ()
+) -> Figure:
+    """Draw values of a metric, of one round, as bars that a page can hide. `bars`: the value, name and colour of each."""
+    figure, axes = new_figure(6.5, min(14.0, 1.5 + 0.34 * len(bars)))
+    values, names, colours = zip(*bars, strict=True)
+    for name, parts in zip(
+        names, draw_bars(axes, names, values, colours, [metric.text(value) for value in values], spreads), strict=True
+    ):
+        name_curve(name, *parts)
+    value_axis(axes.xaxis, metric)
+    within_bounds(axes.xaxis, metric)
+    axes.set_xlabel(label)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+    return figure
 
 
 def frame_cells(axes: Axes, places: list[tuple[int, int]], colour: str) -> None:

@@ -15,6 +15,7 @@ from fedloom.sims.report.canvas import (
     GREY,
     INK,
     PALETTE,
+    bars_figure,
     name_curve,
     new_figure,
     score_of,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 End = tuple[float, str, str]  # a curve's last value, label and colour
+MOST_BARS = 24  # of domains; of more, the union, the best and the worst are drawn
+SINGLE = 8  # the size of a curve's only marker
 DEFAULT = facts_of(ACCURACY)
 Records = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
@@ -76,6 +79,10 @@ def accuracy_figure(
         return None
     single = [name for name in names if name != "union"] if len(names) == 2 and "union" in names else []
     names = single or names
+    whose = "the aggregated network" if aggregated else "the sites' own networks on their own domains"
+    title = f"Validation {metric.title} of {whose}"
+    if (round := only_round(metrics, others)) is not None:
+        return _bars(metrics, names, others, metric, f"{title} after round {round}")
     figure, axes = new_figure(6.5, 4.2)
     ends: list[End] = []
     many = len(names) - 1 > len(PALETTE)
@@ -99,9 +106,26 @@ def accuracy_figure(
             axes.axvline(round + 0.5, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
             axes.annotate(f"without {sites}", (round + 0.5, 0.01), (4, 0), axes.get_xaxis_transform(), "offset points",
                           fontsize=8, color=GREY, parse_math=False)  # fmt: skip
-    whose = "the aggregated network" if aggregated else "the sites' own networks on their own domains"
-    axes.set_title(f"Validation {metric.title} of {whose}", loc="left", fontsize=12, color=INK)
+    axes.set_title(title, loc="left", fontsize=12, color=INK)
     return figure
+
+
+def only_round(metrics: Records, others: Mapping[str, Records]) -> int | None:
+    """Return the only round that is measured; None for several or none."""
+    rounds = {record["round"] for records in (metrics, *others.values()) for record in records if headline(record)}
+    return rounds.pop() if len(rounds) == 1 else None
+
+
+def _bars(metrics: Records, names: Sequence[str], others: Mapping[str, Records], metric: Facts, title: str) -> Figure:
+    """Draw the values of the only round as bars: the union first, baselines and other architectures grey and last."""
+    scores = next(filter(None, map(headline, metrics)))
+    own = sorted((name for name in names if name in scores), key=lambda name: name != "union")
+    bars: list[tuple[float, str, Any]] = [(scores[name], name, INK if name == "union" else PALETTE[0]) for name in own]
+    bars = _worth_a_label(bars, metric)[::-1] if len(bars) > MOST_BARS else bars
+    grey = [(score_of(found, "union"), name, (GREY, 0.6))
+            for name, records in others.items() for found in map(headline, records) if found]  # fmt: skip
+    note = f" (grey: baselines and other architectures{', on the union' if 'union' in names else ''})" if grey else ""
+    return bars_figure(title, f"validation {metric.title}{note}", [*bars, *grey], metric)
 
 
 def _curve(axes: Axes, records: Records, key: str, label: str, colour: str, **style: bool) -> list[End]:
@@ -135,7 +159,7 @@ def _line(
         linewidth=2.6 if bold else 1.0 if faint else 1.7,
         alpha=0.5 if faint else 1.0,
         marker=marker,
-        markersize=4 if bold else 3,
+        markersize=SINGLE if len(points) == 1 else 4 if bold else 3,
         zorder=2,
     )
     return line

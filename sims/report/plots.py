@@ -18,6 +18,7 @@ from fedloom.sims.report.canvas import (
     KINDS,
     PALETTE,
     Grid,
+    draw_bars,
     frame_cells,
     name_ticks,
     new_figure,
@@ -237,16 +238,8 @@ def _heat_map(
 def _bars(values: Sequence[float], row: str, names: list[str], title: str, metric: Facts, change: bool) -> Figure:
     """Draw the values of a single network or site as horizontal bars, with numbers. `change`: they have both signs."""
     figure, axes = new_figure(6.0, min(14.0, 1.4 + 0.34 * len(names)))
-    axes.barh(range(len(names)), values, height=0.62, color=[INK if name == "union" else PALETTE[0] for name in names])
-    axes.set_yticks(range(len(names)), [short(name) for name in names])
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.axvline(0.0, color=GREY, linewidth=0.8)
-    axes.margins(x=0.12)
-    for place, value in enumerate(values):
-        if math.isfinite(value):
-            text = f"{value * (100 if metric.share else 1):+.3g}" if change else metric.text(value)
-            axes.annotate(text, (value, place), (4 if value >= 0 else -4, 0), textcoords="offset points", va="center",
-                          ha="left" if value >= 0 else "right", fontsize=8.5, color=INK, annotation_clip=False)  # fmt: skip
+    texts = [f"{value * (100 if metric.share else 1):+.3g}" if change else metric.text(value) for value in values]
+    draw_bars(axes, names, values, [INK if name == "union" else PALETTE[0] for name in names], texts)
     value_axis(axes.xaxis, metric, "" if change else "%")
     if not change:
         within_bounds(axes.xaxis, metric)

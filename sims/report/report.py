@@ -13,7 +13,7 @@ from fedloom.server.run_folder.results_schema import seconds_of
 from fedloom.server.run_folder.scores import headline as headline_of
 from fedloom.server.run_folder.scores import metric_of
 from fedloom.sims.report import plots
-from fedloom.sims.report.curves import other_records
+from fedloom.sims.report.curves import only_round, other_records
 from fedloom.sims.report.errors import by_class_table, confusion_table, metrics_table
 from fedloom.sims.report.forgetting import Forgotten, by_round, caption, forgetting_table, forgotten_sites, forgotten_table
 from fedloom.sims.report.headline import all_domains, headline, never_predicted
@@ -46,6 +46,7 @@ APART = {
     "sites.png": "Test {name} of each site's own network on each domain. A method's row is the mean over its sites.",
 }
 BROKEN = " Dashed lines: the baselines and the networks of other architectures"
+GREY = " Grey bars: the baselines and the networks of other architectures"
 GUARANTEE = (
     "What subtraction guarantees: the sums are exact integers. So subtracting a site's contribution leaves, bit for bit, "
     "the sum that never had it: S - φ_k, for the sum S and the contribution φ_k of site k."
@@ -106,7 +107,7 @@ def _captions(
                 for name, text in (CAPTIONS if has_aggregate(summary) else {**CAPTIONS, **APART}).items()}  # fmt: skip
     if has_classes(summary):
         captions["per_site.png"] = f"Left: {captions['per_site.png']} Right: accuracy by class."
-    broken = f"{BROKEN}, on {all_domains(summary)}." if baselines else ""
+    broken = f"{BROKEN if only_round(metrics, baselines) is None else GREY}, on {all_domains(summary)}." if baselines else ""
     return {**captions, "accuracy.png": captions["accuracy.png"] + broken, "forgetting.png": caption(summary)}
 
 
