@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -88,8 +88,22 @@ def _use_threads(number: int) -> None:
 
 
 def respond(job: Job) -> RecordDict:
-    """Return the content of the reply to a job's message."""
-    return train(job) if job.order.kind == TRAIN else answer_question(job)
+    """Return the content of the reply to a job's message. Raises OwnCodeError where the user's own code fails."""
+    with naming(job):
+        return train(job) if job.order.kind == TRAIN else answer_question(job)
+
+
+@contextlib.contextmanager
+def naming(job: Job) -> Generator[None]:
+    """Raise an error of the user's own code as OwnCodeError, which names the code and the site."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        from fedloom.clients.training.own_code import named  # imported only here: few runs fail
+
+        if (known := named(error, job)) is error:
+            raise
+        raise known from error
 
 
 def identify(message: Message, context: Context) -> Message:

@@ -17,7 +17,7 @@ from fedloom.clients.job import Job
 from fedloom.clients.objectives import Session
 from fedloom.clients.training.learner import batches, descend, outcome
 from fedloom.clients.training.tasks import session_of
-from fedloom.clients.work import protection_of, started, train, update
+from fedloom.clients.work import naming, protection_of, respond, started, update
 from fedloom.conf.machine import threads
 from fedloom.fusion.state import State
 
@@ -76,23 +76,23 @@ def train_cohort(jobs: Sequence[Job]) -> list[RecordDict | Exception]:
     """
     torch.set_num_threads(threads(jobs[0].config.engine.threads))
     if len(jobs) == 1:
-        return [_attempt(train, jobs[0])]
+        return [_attempt(respond, jobs[0])]
     opened = [_attempt(session_of, job, place) for place, job in enumerate(jobs)]
     starts = [None if isinstance(session, Exception) else started(job, session)
               for job, session in zip(jobs, opened, strict=True)]  # fmt: skip
     pairs = [(job, session) for job, session in zip(jobs, opened, strict=True) if _stackable(session)]
     result = _attempt(_learn, *zip(*pairs, strict=True)) if pairs else torch.empty(0, 0)
     if isinstance(result, Exception):  # training each alone raises its error again
-        return [_attempt(train, job) for job in jobs]
+        return [_attempt(respond, job) for job in jobs]
     losses = iter(result.T)  # one row per stacked site
     replies: list[RecordDict | Exception] = []
     for index, (job, session) in enumerate(zip(jobs, opened, strict=True)):
         if isinstance(session, Exception):
-            replies.append(session)
+            replies.append(_attempt(respond, job))  # raises its error again
         elif _stackable(session):
             replies.append(_attempt(_close, job, session, next(losses), starts[index]))
         else:
-            replies.append(_attempt(train, job))
+            replies.append(_attempt(respond, job))
     return replies
 
 
@@ -105,7 +105,9 @@ def _stackable(session: object) -> TypeGuard[Functional]:
 
 
 def _close(job: Job, session: Session, losses: Tensor, start: Mapping[str, State] | None) -> RecordDict:
-    return update(job, session, outcome(losses, len(job.images()), job.site, job.order.round), start, protection_of(job))
+    with naming(job):
+        done = outcome(losses, len(job.images()), job.site, job.order.round)
+        return update(job, session, done, start, protection_of(job))
 
 
 def _learn(jobs: Sequence[Job], sessions: Sequence[Functional]) -> Tensor:
