@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedloom.conf.errors import UserError, for_python, plain, say_dropped, unknown
 from fedloom.conf.machine import uncollected
 from fedloom.conf.schema import Config
-from fedloom.conf.shorthand import NAMED, expand_shorthand, forget_options, named_section, opened_at
+from fedloom.conf.shorthand import NAMED, expand_shorthand, forget_options, is_set, named_section, opened_at, value_at
 from fedloom.conf.suggestions import with_suggestion
 from fedloom.conf.text_keys import keep_texts, keep_texts_at, values_kept_at
 from fedloom.conf.typed import UnknownKeyError, at_home, build, checked
@@ -63,7 +63,13 @@ def load(experiment: str | os.PathLike[str], *overrides: str | Sequence[str]) ->
         raise UserError(f"experiment: got {shortened(experiment)}, takes a name such as 'digits' or the path of a YAML file")
     path = _find(os.fspath(experiment))
     words = [word for entry in overrides for word in words_in(entry)]
-    return load_text(_text(path), path.stem, words, where=str(path))
+    return load_text(_text(path), path.stem, words, str(path), is_shipped(experiment))
+
+
+def is_shipped(experiment: str | os.PathLike[str]) -> bool:
+    """Return whether an experiment is one of this package, by name or by path, so that no setting in it is the user's."""
+    name = os.fspath(experiment)
+    return name in experiment_names() or Path(name).expanduser().resolve().parent == FOLDER.resolve()
 
 
 def read_values(text: str) -> tuple[str, list[Any]]:
@@ -87,8 +93,14 @@ def read_override(text: str) -> Any:
 
 
 @uncollected()
-def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment") -> Config:
-    """Return the configuration of the YAML text of experiment `name`, as `load` does. `where`: its file, for errors."""
+def load_text(
+    text: str, name: str, overrides: Sequence[str] = (), where: str = "experiment", shipped: bool | Config = False
+) -> Config:
+    """Return the configuration of the YAML text of experiment `name`, as `load` does.
+
+    `where`: its file, for errors. `shipped`: no setting in the text is the user's, so no warning names one; or a
+    configuration, of which this is so for the settings that it has too.
+    """
     tree = expand_shorthand(Config, _tree_of(text, where))
     changes = {key: opened_at(Config, key, item) for key, item in _parse(overrides).items()}
     presets = [expand_shorthand(Config, preset) for preset in _presets(tree, changes, name)]
@@ -104,7 +116,9 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
             _check_indices(merged, key)
             _open_name(merged, key)
             again = dict(ordered[number + 1 :])
+            old = OmegaConf.to_container(merged) if named_section(key, item) else {}
             dropped = [name for name in forget_options(merged, key, item) if name not in again]
+            dropped = [name for name in dropped if is_set(ordered[:number], name) or not _is_of(shipped, name, old)]
             if dropped and named_section(key, item):
                 say_dropped(_short(key if key.endswith(".name") else f"{key}.name"), dropped)
             OmegaConf.update(merged, key, item, merge=_mergeable(OmegaConf.select(merged, key), item), force_add=True)
@@ -119,6 +133,11 @@ def load_text(text: str, name: str, overrides: Sequence[str] = (), where: str = 
         raise UserError(f"experiment: nothing is inherited from '{other}', and `sites` is missing; write all keys, or "
                         f"name the experiment with changed keys as texts: run('{other}', 'rounds=2')")  # fmt: skip
     return from_mapping({"experiment": name, **aside, **{str(key): item for key, item in resolved.items()}})
+
+
+def _is_of(shipped: bool | Config, name: str, tree: Any) -> bool:
+    """Return whether the setting `name` of a configuration's tree is that of a shipped experiment."""
+    return shipped if isinstance(shipped, bool) else value_at(dataclasses.asdict(shipped), name) == value_at(tree, name)
 
 
 def _options_last(changes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

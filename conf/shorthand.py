@@ -6,7 +6,7 @@ Sections with a name are dataclasses with a field `name`, and fields marked as `
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
@@ -115,3 +115,19 @@ def forget_options(merged: Any, key: str, item: Any) -> list[str]:
         return []
     return [lost for inner, option in options.items() if isinstance(option, Mapping)
             for lost in forget_options(merged, f"{section}.{inner}", option)]  # fmt: skip
+
+
+def is_set(changes: Sequence[tuple[str, Any]], name: str) -> bool:
+    """Return whether one of the overrides sets the dotted key `name`, or a key in it."""
+    inside = [value_at(item, name.removeprefix(f"{key}.")) for key, item in changes if name.startswith(f"{key}.")]
+    return any(key == name or key.startswith(f"{name}.") for key, _ in changes) or any(item is not None for item in inside)
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """Return the value at a dotted key of dictionaries and lists; None without one."""
+    for part in key.split("."):
+        if isinstance(tree, list):
+            tree = tree[int(part)] if part.isdecimal() and int(part) < len(tree) else None
+        else:
+            tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree

@@ -6,12 +6,11 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from fedloom.conf import load
 from fedloom.conf.errors import FailedError, UserError
 from fedloom.server.flower.grid import CarefulGrid
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
-from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.server.strategies.defaults import configured
 
 app = ServerApp()
 
@@ -39,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
         overrides = shlex.split(str(context.run_config.get("overrides", "")))
         grid = CarefulGrid.like(grid) if isinstance(grid, HttpGrid) else grid
         words = ["engine.name=flower", *overrides]
-        config, listener = with_default_objective(load(experiment, words), words), LogListener()
+        config, listener = configured(experiment, words), LogListener()
         if config.tracking:
             listener.message("tracking is off: `flwr run` opens no trackers; use `fedloom run` with engine.address instead")
         run_experiment(grid, config, listener)

@@ -8,12 +8,12 @@ from typing import Any
 from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, for_python
-from fedloom.conf.load import load_text, to_yaml
+from fedloom.conf.load import is_shipped, load_text, to_yaml
 from fedloom.conf.plain_values import plain_here, plain_value
 from fedloom.conf.schema import Config
 from fedloom.conf.values import shortened, words_in
 from fedloom.conf.yaml_text import write_yaml
-from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.server.strategies.defaults import configured, with_default_objective
 from fedloom.sims.operations import simulate as simulations
 from fedloom.sims.progress.callbacks import Callbacks, OnReply, OnRound
 from fedloom.sims.progress.listeners import listener_for
@@ -62,20 +62,21 @@ def run(
 
 def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Config:
     """Return the configuration for the arguments of `run`. Raises UserError for invalid ones."""
-    words = words_in(list(overrides))
+    words, shipped = words_in(list(overrides)), None
     if isinstance(experiment, Config):
-        config = load_text(to_yaml(experiment), experiment.experiment, words)
+        shipped = load(experiment.experiment) if words and is_shipped(experiment.experiment) else None
+        config = load_text(to_yaml(experiment), experiment.experiment, words, shipped=shipped or False)
     elif isinstance(experiment, Mapping):  # read like a file
         tree, elsewhere = plain_here(experiment, "")
         config = load_text(write_yaml(tree), "experiment", words)
         if elsewhere is not None and config.engine.name != "inline":
             raise elsewhere
     elif isinstance(experiment, str | os.PathLike):
-        config = load(experiment, words)
+        return configured(experiment, words)
     else:
         raise UserError(f"experiment: got {shortened(experiment)}, takes a name such as 'digits', the path of a YAML file "
                         "or a dictionary")  # fmt: skip
-    return with_default_objective(config, words)
+    return with_default_objective(config, words, shipped)
 
 
 @for_python

@@ -1,16 +1,26 @@
 """The objective that goes with a strategy, if a configuration or a command line names only the strategy."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.clients.objectives import OBJECTIVES
 from fedloom.conf.errors import UserError, say_dropped
+from fedloom.conf.load import is_shipped, load
 from fedloom.conf.schema import Config
 from fedloom.server.strategies.base import STRATEGIES, Strategy, check_named
 
 
-def with_default_objective(config: Config, overrides: Sequence[str] = ()) -> Config:
+def configured(experiment: str | os.PathLike[str], overrides: Sequence[str]) -> Config:
+    """Return an experiment's configuration with these overrides, and with an objective that fits the strategy."""
+    presets = [word for word in overrides if word.startswith("preset=")]
+    named = any(word.startswith(("strategy=", "strategy.name=")) for word in overrides)
+    shipped = load(experiment, presets) if named and is_shipped(experiment) else None
+    return with_default_objective(load(experiment, overrides), overrides, shipped)
+
+
+def with_default_objective(config: Config, overrides: Sequence[str] = (), shipped: Config | None = None) -> Config:
     """Return the configuration with an objective that fits the strategy.
 
     Without an objective, the strategy's default objective is used. The default also replaces an objective that does not
@@ -19,6 +29,7 @@ def with_default_objective(config: Config, overrides: Sequence[str] = ()) -> Con
     Args:
         config: The configuration.
         overrides: The `key=value` arguments of the command line.
+        shipped: A shipped experiment. Its settings are not the user's, so no warning names those that are dropped.
 
     Raises:
         UserError: An option belongs to the other half of the method.
@@ -33,8 +44,11 @@ def with_default_objective(config: Config, overrides: Sequence[str] = ()) -> Con
     elif default and alone and not issubclass(OBJECTIVES.get(str(name), "objective"), OBJECTIVES.get(default)):
         named = {key: option for key, option in config.objective.items() if f"objective.{key}" in keys}
         baselines = config.baselines if "baselines" in keys else []
-        dropped = [f"objective.{key}" for key in config.objective if key not in {"name", *named}]
-        if dropped := [*dropped, *(["baselines"] if baselines != config.baselines else [])]:
+        usual = shipped or Config()
+        dropped = [f"objective.{key}" for key, option in config.objective.items() if key not in {"name", *named}
+                   and usual.objective.get(key, config) != option]  # fmt: skip
+        dropped += ["baselines"] if config.baselines not in (baselines, usual.baselines) else []
+        if dropped:
             say_dropped("strategy.name", dropped)
         config = dataclasses.replace(
             config, objective={"name": default, **strategy.objective_defaults, **named}, baselines=baselines

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import typer
 
-from fedloom.conf import load
-from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.server.strategies.defaults import configured
 from fedloom.sims.cli.options import show_tables
 from fedloom.sims.sweeps.outcome import Outcome, outcome_table
 from fedloom.sims.sweeps.plan import Planned, plan, read_sweep
@@ -33,7 +32,7 @@ class SweepOrder:
     def plan(self) -> list[Planned]:
         """Return the planned runs. Raises UserError for keys and values that the configuration does not have."""
         return plan(
-            lambda overrides: with_default_objective(load(self.experiment, overrides), overrides),
+            lambda overrides: configured(self.experiment, overrides),
             self.overrides,
             read_sweep(self.seeds, self.sweep),
         )

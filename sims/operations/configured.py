@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-from fedloom.conf import load
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.schema import Config
-from fedloom.server.strategies.defaults import with_default_objective
+from fedloom.server.strategies.defaults import configured as of_experiment
 
 
 def configured(experiment: str, overrides: Sequence[str]) -> Config:
     """Return the configuration of one run. For several values of a key, the UserError names `--seeds` or `--sweep`."""
     try:
-        return with_default_objective(load(experiment, overrides), overrides)
+        return of_experiment(experiment, overrides)
     except UserError as error:
         for key, _, values in (word.partition("=") for word in overrides):
             if key == "seeds":
