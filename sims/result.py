@@ -277,6 +277,7 @@ class Result:
 
         Raises:
             UserError: For sites that are unknown or already forgotten.
+            FailedError: The certificate is missing or does not match the run.
         """
         names = [sites] if isinstance(sites, str) else [str(site) for site in sites]
         request = UnlearningRequest(

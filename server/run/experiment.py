@@ -77,6 +77,7 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
         if _untouched(ledger, folder):
             return folder.summary()
         method: TrainingRun | None = None
+        start = newest.id if (newest := ledger.newest()) else 0
         try:
             method = TrainingRun(config, folder, ledger, Evaluator(config))
             for line in [*longer, *_notes(config, folder, method)]:
@@ -103,8 +104,17 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
                                      f"Run `fedloom resume {folder.path}` to process it.")  # fmt: skip
                 folder.write_summary(summary)
                 ledger.note(summary["status"], {"files": folder.results()})
+        _check_certificates(ledger, start)
     listener.finished(summary)
     return summary
+
+
+def _check_certificates(ledger: Ledger, start: int) -> None:
+    """Raise FailedError if the certificate of a request that was verified after the event `start` does not match the run."""
+    if written := [event.body["id"] for event in ledger.events("verified", after=start)]:
+        from fedloom.server.unlearning.verification import check_certificates  # imported only here: slow
+
+        check_certificates(ledger, written)
 
 
 def _notes(config: Config, folder: RunFolder, method: TrainingRun) -> list[str]:

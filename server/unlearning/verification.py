@@ -1,18 +1,28 @@
 """Verify a certificate against the run's ledger, or with the operator's public key alone."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedloom.clients.protocol.signatures import erased_words, fingerprint, is_signed, signing_payload
 from fedloom.clients.storage.states import staged_files
-from fedloom.conf.errors import UserError, plain
+from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger import Ledger, LedgerError
-from fedloom.server.ledger.audit import results
-from fedloom.server.run_folder.layout import BASELINES, BLOBS, LEDGER, METRICS, RETRAINED, SITES, STAGING, STATES
+from fedloom.server.ledger.audit import chain_problems, results
+from fedloom.server.run_folder.layout import (
+    BASELINES,
+    BLOBS,
+    CERTIFICATES,
+    LEDGER,
+    METRICS,
+    RETRAINED,
+    SITES,
+    STAGING,
+    STATES,
+)
 from fedloom.server.run_folder.results_schema import LOSS, VALIDATION, sound_metrics
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import (
@@ -72,6 +82,28 @@ def verify(path: Path, ledger: Ledger) -> list[Finding]:
     """Compare a certificate with the run's ledger and folder; return all findings. Raises UserError if one is unreadable."""
     content = read(path)
     return [_unchanged(path, content["request"], ledger), *ledger.steady(lambda: list(_findings(content, ledger)))]
+
+
+def fault_of(ledger: Ledger, request: str) -> str:
+    """Return, in one line, what does not match of a request's certificate in the run's folder; empty if all matches."""
+    path = ledger.folder / CERTIFICATES / f"{request}.json"
+    findings = [unbroken(ledger.folder), *about(path), *verify(path, ledger), *unchecked_signature(path)]
+    wrong = [f"{finding.what} ({finding.reason})" for finding in findings if finding.verdict == "mismatch"]
+    return (f"Request '{request}': its certificate does not match the run: {'; '.join(wrong)}. Do not rely on it; "
+            f"run `fedloom verify {ledger.folder} {request}` for details") if wrong else ""  # fmt: skip
+
+
+def check_certificates(ledger: Ledger, requests: Iterable[str]) -> None:
+    """Raise FailedError if the certificate of one of these requests does not match the run."""
+    if fault := next(filter(None, (fault_of(ledger, request) for request in requests)), ""):
+        raise FailedError(fault)
+
+
+def unbroken(path: Path) -> Finding:
+    """Return whether the ledger's events follow each other. `fedloom ledger RUN --check` also checks all files."""
+    problems = chain_problems(path)
+    reason = "; ".join(f"{problem.file}: {problem.what}" for problem in problems)
+    return Finding("the ledger's events follow each other", "mismatch" if problems else "match", reason)
 
 
 def verify_signature(path: Path, key: str) -> list[Finding]:

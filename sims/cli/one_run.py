@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedloom.conf.errors import FailedError
 from fedloom.sims.cli.options import FORGET, RUN, Json, Quiet, RunPath, named, numbers, show_tables
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
 
@@ -75,7 +76,7 @@ def unlearn(
     If a server is running on the run, it does this between two rounds.
     """
     with waiting(LIBRARIES, quiet or as_json):
-        from fedloom.sims.operations.unlearn import UnlearningRequest
+        from fedloom.sims.operations.unlearn import CertificateError, UnlearningRequest
         from fedloom.sims.operations.unlearn import unlearn as fulfil
         from fedloom.sims.progress.listeners import listener_for
 
@@ -83,10 +84,16 @@ def unlearn(
         sites, request_id, reason, repair=repair, retrain=retrain, rollback=rollback, recalibrate=recalibrate,
         without_data=without_data, by=by, restore=restore, back=back,
     )  # fmt: skip
-    text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
+    fault: FailedError | None = None
+    try:
+        text, certificate = fulfil(run, request, listener=listener_for(quiet or as_json))
+    except CertificateError as error:
+        (text, certificate), fault = error.result, error
     typer.echo(text)
     if as_json:
         typer.echo(json.dumps(certificate))
+    if fault:
+        raise fault
 
 
 @app.command(rich_help_panel=FORGET)

@@ -94,8 +94,23 @@ class Unlearned(NamedTuple):
     certificate: dict[str, Any]
 
 
+class CertificateError(FailedError):
+    """A request is verified, but its certificate is missing or does not match the run. `result`: the request's result."""
+
+    def __init__(self, fault: str, result: Unlearned) -> None:
+        super().__init__(fault)
+        self.result = result
+
+
+def _sound(result: Unlearned, fault: str) -> Unlearned:
+    """Return the result. Raises CertificateError if there is a fault."""
+    if fault:
+        raise CertificateError(fault, result)
+    return result
+
+
 def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = None) -> Unlearned:
-    """Fulfil a request on a run, or queue it if a server is running."""
+    """Fulfil a request on a run, or queue it if a server is running. Raises CertificateError as its class says."""
     config, id = read_config(path), order.id or uuid.uuid4().hex[:12]
     order = replace(order, sites=site_names(path, config, order.sites))
     try:
@@ -116,6 +131,7 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
             method = TrainingRun(config, RunFolder(path), ledger, Evaluator(config), request_id=id)
             _carry_out(method, Listeners([shown, tracking]))
             request = ledger.request(id) or request
+            fault = _fault(ledger, request.id) if request.state == "verified" else ""
         write_pages(path)
         write_report(path)
     if request.state == "refused":
@@ -123,7 +139,7 @@ def unlearn(path: Path, order: UnlearningRequest, *, listener: Watcher | None = 
     file = path / CERTIFICATES / f"{id}.json"
     content = read(file)
     text = f"Request '{id}' is verified: {_outcome(content)}. Certificate: {file.with_suffix('.html')}"
-    return Unlearned(f"{text}. {earlier_copies(path, config)}", content)
+    return _sound(Unlearned(f"{text}. {earlier_copies(path, config)}", content), fault)
 
 
 def earlier_copies(path: Path, config: Config) -> str:
@@ -137,6 +153,12 @@ def earlier_copies(path: Path, config: Config) -> str:
     pages = f" ({', '.join(map(str, shown))})" if shown else " in other folders" if known else ""
     return (f"Comparison pages written before{pages}{trackers} still show the earlier results: write the pages again"
             f"{', delete the records' if trackers else ''}.")  # fmt: skip
+
+
+def _fault(ledger: Ledger, request: str) -> str:
+    from fedloom.server.unlearning.verification import fault_of  # imported only here: slow
+
+    return fault_of(ledger, request)
 
 
 def _outcome(certificate: dict[str, Any]) -> str:
@@ -212,8 +234,8 @@ def _first_result(path: Path, request: Request) -> Unlearned:
     certificate = read(file) if file.is_file() else None
     words = _outcome(certificate) if certificate else f"the contributions of {', '.join(request.sites)} are removed"
     text = f"Request '{request.id}' was verified before: {words}. Certificate: {file}"
-    text += "" if certificate else ", which is missing; restore it from a copy"
-    return Unlearned(text, certificate or _state_of(request))
+    fault = "" if certificate else f"{file}: this certificate is missing; restore it from a copy"
+    return _sound(Unlearned(text, certificate or _state_of(request)), fault)
 
 
 def _cut_off(ledger: Ledger) -> bool:

@@ -9,7 +9,6 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
-from fedloom.server.ledger.audit import chain_problems
 from fedloom.server.ledger.request_queue import ID
 from fedloom.server.run.training_run import TrainingRun
 from fedloom.server.run_folder.folder import RunFolder, read_config
@@ -17,8 +16,8 @@ from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.run_folder.listing import is_run
 from fedloom.server.unlearning.certificate import read
 from fedloom.server.unlearning.verification import (
-    Finding,
     about,
+    unbroken,
     unchecked_signature,
     verify,
     verify_accuracy,
@@ -63,8 +62,8 @@ def verify_certificate(
     findings = about(certificate, request, sites)
     findings += verify_signature(certificate, key) if key else unchecked_signature(certificate)
     if path is not None and config is not None:
-        findings.append(unbroken := _unbroken(path))
-        if unbroken.verdict == "match":
+        findings.append(chain := unbroken(path))
+        if chain.verdict == "match":
             with Ledger.open(path, server=False) as ledger:
                 findings += verify(certificate, ledger)
                 findings += verify_accuracy(certificate, ledger, lambda: _measured_now(config, path, ledger))
@@ -72,13 +71,6 @@ def verify_certificate(
     good = all(finding.verdict != "mismatch" for finding in findings)
     verdict = "match" if good else "mismatch"
     return Verification(Table(f"{certificate.name}: {verdict}", ["what", "verdict", ""], rows), good)
-
-
-def _unbroken(path: Path) -> Finding:
-    """Return whether the ledger's events follow each other. `fedloom ledger RUN --check` also checks all files."""
-    problems = chain_problems(path)
-    reason = "; ".join(f"{problem.file}: {problem.what}" for problem in problems)
-    return Finding("the ledger's events follow each other", "mismatch" if problems else "match", reason)
 
 
 def _measured_now(config: Config, path: Path, ledger: Ledger) -> dict[str, float]:
