@@ -14,14 +14,16 @@ from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of,
 from fedloom.clients.networks import Model, architecture_of
 from fedloom.clients.protocol.messages import EVALUATE, RIGHT, SUMS, measured_record, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
+from fedloom.conf.errors import plain
 from fedloom.conf.metrics import ACCURACY, CLASS
 from fedloom.conf.sites import UNION, Site
 from fedloom.fusion.state import State
 from fedloom.server.rounds.client_metadata import capped
 from fedloom.server.rounds.task_messages import Asking
-from fedloom.server.rounds.transport import RoundTransport
+from fedloom.server.rounds.transport import MOST_REASON, RoundTransport
 
-HIDDEN = "hidden sums"
+HIDDEN, SILENT = "hidden sums", "no scores"
+SITES = "sites"  # evaluation.where: each site measures on its own data
 
 
 @dataclass
@@ -61,16 +63,31 @@ class SiteEvaluation:
             chosen = ((index, models[index]) for index in sent[site.name])
             return {**beside, **{measured_record(index): model.state for index, model in chosen if model is not None}}
 
-        number = max(1, self.round())
+        number, silent = max(1, self.round()), dict[str, str]()
         for reply in self.transport.question(Asking(EVALUATE, number, number, split), asked, content):
             for index in sent[reply.site.name]:
                 name = RIGHT if models[index] is None else right_of(measured_record(index))
                 if reply.content is None:
+                    silent[reply.site.name] = reply.reason
                     continue
                 try:
                     results[index][reply.site.name] = self._checked(reply.site, reply.content, name)
                 except ReplyError as error:
                     self._report_left_out(reply.site.name, str(error))
+        self._report_silent(silent, len(asked))
+
+    def _report_silent(self, silent: Mapping[str, str], asked: int) -> None:
+        """Report once that sites send no scores, why, and what to do if their policies hide them."""
+        if not silent or SILENT in self._reported:
+            return
+        self._reported.append(SILENT)
+        name, reason = next(iter(silent.items()))
+        where = self.transport.config.evaluation.where
+        hint = ". Under masks or noise, a site hides its scores unless its owner allows them (site.yaml: disclose: [scores])"
+        hint += "; evaluation.where=server measures on the server's own data" if where == SITES else ""
+        refused = reason.startswith("RefusedError") and not self.transport.channel.simulated
+        self.transport.message(f"evaluation.where={where}: {len(silent)} of {asked} sites send no scores "
+                               f"({name}: {plain(reason)[:MOST_REASON]}){hint if refused else ''}")  # fmt: skip
 
     def _checked(self, site: Site, content: RecordDict, name: str) -> Score:
         """Return the score that a reply reports under `name`, with its sums. Raises ReplyError for an impossible one."""

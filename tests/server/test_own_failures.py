@@ -16,6 +16,7 @@ from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.training.loss import Loss
 from fedloom.clients.training.schedules import Schedule
 from fedloom.conf.errors import FailedError
+from fedloom.conf.schema import Config
 from fedloom.sims.api import config_of
 from fedloom.sims.operations.simulate import simulate
 from tests.server.parts import Recorder
@@ -48,6 +49,13 @@ class Net(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and len(inputs) > TRIED:
+            raise KeyError("a batch")
+        return self.last(inputs.flatten(1))
+
+
+class Measured(Net):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training and len(inputs) > TRIED:
             raise KeyError("a batch")
         return self.last(inputs.flatten(1))
 
@@ -92,14 +100,18 @@ PARTS = {
 }
 
 
-def failing(tmp_path: Path, key: str, name: str, *words: str) -> str:
-    """Run with one part of the user's own, which fails at both sites; return the messages, a line each."""
+def configured(tmp_path: Path, *words: str) -> Config:
     fixed = ["rounds=1", "sites=[{domain: digits, count: 2, samples: 40}]", "data.size=8", "training.batch=16",
              "engine.name=inline", "network=mlp", "objective=fedavg", "strategy=fedavg", "baselines=[]",
              f"run.root={tmp_path}"]  # fmt: skip
+    return config_of("digits", [*fixed, *words])
+
+
+def failing(tmp_path: Path, key: str, name: str, *words: str) -> str:
+    """Run with one part of the user's own, which fails at both sites; return the messages, a line each."""
     listener = Recorder()
     with pytest.raises(FailedError) as failure:
-        simulate(config_of("digits", [*fixed, f"{key}={HERE}:{name}", *words]), listeners=[listener])
+        simulate(configured(tmp_path, f"{key}={HERE}:{name}", *words), listeners=[listener])
     return "\n".join([*listener.messages, str(failure.value)])
 
 
@@ -122,6 +134,15 @@ def test_and_on_ray(tmp_path: Path, name: str, more: list[str]):
     said = failing(tmp_path, key, name, "engine.name=ray", "engine.workers=1", *more)
     for site in ("site-0000", "site-0001"):
         assert f"round 1: {site} dropped: {key}: '{HERE}:{name}' failed at site '{site}' (" in said
+
+
+def test_a_network_that_fails_while_sites_measure_it_is_named_once(tmp_path: Path):
+    config = configured(tmp_path, f"network={HERE}:Measured", "evaluation.where=sites", "evaluation.every=1", "rounds=2")
+    simulate(config, listeners=[listener := Recorder()])
+    lines = [line for line in listener.messages if "send no scores" in line]
+    assert len(lines) == 1 and "disclose" not in lines[0]
+    assert lines[0].startswith("evaluation.where=sites: 2 of 2 sites send no scores (site-0000: network: "
+                               f"'{HERE}:Measured' failed at site 'site-0000' (KeyError: 'a batch'; ")  # fmt: skip
 
 
 def test_an_error_of_this_project_names_no_part_of_the_users(tmp_path: Path):

@@ -155,3 +155,38 @@ def test_a_node_of_another_version_is_refused(tmp_path: Path):
     federation = ClientChannel(InlineGrid(3, store_folder(config), old), config.roster, window=32)
     with pytest.raises(UserError, match="another version of fedloom's messages; install the server's version there"):
         federation.join(0.1)
+
+
+class HidingGrid(OwnGrid):
+    """Nodes of which some disclose their scores."""
+
+    disclosing = 0
+    policy: dict[str, str | float] = {}  # noqa: RUF012  # each test sets its own
+
+    def context(self, message: Message) -> Context:
+        context = super().context(message)
+        known = {"disclose": "scores"} if int(context.node_config["partition-id"]) < self.disclosing else {}
+        context.node_config = {**context.node_config, **self.policy, **known}
+        return context
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [(["federation.secure_aggregation=true"], {"min_known": 0}), (["privacy={clip: 1, noise: 0.5}"], {"epsilon": 1e6})],
+)
+@pytest.mark.parametrize("disclosing", [0, 1, 3])
+def test_sites_that_hide_their_scores_are_reported_once_with_what_to_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, words: list[str], policy: dict[str, str | float], disclosing: int
+):
+    common = ["strategy=fedavg", "objective=fedavg", "rounds=2", "evaluation.every=1", "strategy.weighting=equal"]
+    config = federated(tmp_path, *common, *words, "training.batch=10", "federation.min_replies=3")
+    grid = HidingGrid(3, store_folder(config))
+    grid.disclosing, grid.policy = disclosing, {**policy, "min_members": 3, "min_batch": 1}
+    grid.domains = (folders(tmp_path / "images", "cat", "dog", "owl"),) * 3
+    with caplog.at_level("INFO"):
+        summary = run_experiment(grid, config, LogListener())
+    lines = [line for line in caplog.messages if "send no scores" in line]
+    silent = f"evaluation.where=sites: {3 - disclosing} of 3 sites send no scores (site-000{disclosing}: RefusedError at "
+    assert len(lines) == (disclosing < 3) and all(silent in line for line in lines), caplog.messages
+    assert all("(site.yaml: disclose: [scores]); evaluation.where=server measures" in line for line in lines)
+    assert any(summary["accuracy"].values()) is bool(disclosing)
