@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import rfc8785
 
 from fedloom.clients.data.sites import value_of
 from fedloom.clients.storage.states import write_bytes
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.schema import Config
 from fedloom.conf.yaml_text import read_json
 from fedloom.fusion.exact import ExactSum
@@ -28,6 +29,7 @@ from fedloom.server.run_folder.layout import CERTIFICATES
 from fedloom.server.unlearning.client_erasure import at_sites
 
 FORMAT = 1
+MOST_SHOWN = 10  # certificates of a folder in an error
 CERTIFIED = "certified"  # an event of the ledger, with the sha256 of a certificate
 TIMES = ("received", "applied")  # events of a request whose dates a certificate states
 OUTSTANDING = "outstanding"
@@ -213,12 +215,22 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: this certificate does not exist; a run has them in {CERTIFICATES}") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; name one of the certificates in it") from None
+        raise UserError(f"{path}: is a folder; {_certificates_in(path)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not a certificate of fedloom ({type(error).__name__}: {error})") from None
     if content["format"] != FORMAT:
         raise UserError(f"{path}: has format {content['format']}, not {FORMAT}; use the fedloom that wrote it")
     return content
+
+
+def _certificates_in(folder: Path) -> str:
+    """Return a text with a command line for each certificate in a run's folder, or in its folder of certificates."""
+    inside = folder if folder.name == CERTIFICATES else folder / CERTIFICATES
+    commands = [shlex.join(["fedloom", "verify", plain(str(path))]) for path in sorted(inside.glob("*.json"))]
+    if not commands:
+        return "it has no certificates; name a certificate, or a run that has one (`fedloom unlearn` writes them)"
+    more = f", or one of {len(commands) - MOST_SHOWN} others" if len(commands) > MOST_SHOWN else ""
+    return f"name a certificate in it: {', '.join(f'`{command}`' for command in commands[:MOST_SHOWN])}{more}"
 
 
 def _check_parts(content: Any, parts: dict[str, type]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -343,3 +344,19 @@ def test_a_known_request_whose_certificate_is_missing_ends_with_1(fedloom: Comma
     said = fedloom("unlearn", run, ONE, "--request-id", "r1")
     assert said.code == 1 and said.out.startswith("Request 'r1' was verified before: ")
     assert said.err.splitlines()[-1].endswith("r1.json: this certificate is missing; restore it from a copy")
+
+
+def test_verify_of_a_folder_names_the_certificates_in_it_as_commands(fedloom: Command, run: Path):
+    for folder in (run, run.parent):
+        refused(
+            fedloom("verify", folder), f"{folder}: is a folder; it has no certificates; name a certificate, or a run that"
+        )
+    for request, site in (("r 1", ONE), ("r2", TWO)):
+        assert fedloom("unlearn", run, site, "--request-id", request.replace(" ", "-"), "--without-data").code == 0
+    (run / "certificates/r-1.json").rename(run / "certificates/r 1.json")
+    for words in ([run], [run / "certificates"], [run, "--key", "none"]):
+        refused(said := fedloom("verify", *words), "is a folder; name a certificate in it: `fedloom verify ")
+        commands = [shlex.split(part) for part in said.err.split("`")[1::2]]
+        assert [command[:2] for command in commands] == [["fedloom", "verify"]] * 2
+        assert [Path(command[2]).name for command in commands] == ["r 1.json", "r2.json"]
+        assert fedloom(*commands[1][1:]).code == 0
