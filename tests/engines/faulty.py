@@ -58,8 +58,13 @@ def _slow(_: str) -> None:
 
 
 def _late(path: str) -> None:
-    """Does something after a while that can be seen; nothing in Python is checked meanwhile."""
-    time.sleep(20)
+    """Notes its process, then waits for a writer at the named pipe `path`.gate (nothing in Python is checked meanwhile).
+
+    Then it does something that can be seen.
+    """
+    with open(f"{path}.begun-{os.getpid()}", "w", encoding="utf-8"):
+        pass
+    os.close(os.open(f"{path}.gate", os.O_RDONLY))
     with open(path, "w", encoding="utf-8"):
         pass
 

@@ -3,8 +3,9 @@
 import contextlib
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,51 @@ def test_a_worker_that_hangs_is_abandoned_and_its_work_done_elsewhere(far: RayGr
 def test_what_is_abandoned_stops_before_the_call_returns_and_does_nothing_later(grid: RayGrid, tmp_path: Path):
     """A site that trained on after its round had ended made a store anew that had been erased."""
     assert_good(ask(grid, {}), set())
-    before, seen = workers(), tmp_path / "seen"
+    seen = tmp_path / "seen"
+    os.mkfifo(f"{seen}.gate")  # what runs ends only when its process is ended, however long the machine halts
     keys = list(grid.push_messages(messages({site: {"kind": "late", "once": str(seen)} for site in range(SITES)})))
-    time.sleep(1)  # it is running
-    begin = time.monotonic()
-    grid.cancel(keys)
-    assert time.monotonic() - begin < 15
+    until(lambda: bool(begun(tmp_path)))  # it is running
+    with Ticks() as ticks:
+        grid.cancel(keys)
+    assert ticks.number < 150  # 15 s, without halts
     assert not grid._pool._calls and not grid._pool._queue and not grid._pool._done and not grid._messages
-    while not before - workers():  # the process that was at it has ended
-        time.sleep(0.05)
+    until(lambda: not begun(tmp_path) & workers())  # the processes that were at it have ended
+    with pytest.raises(OSError, match="No such device or address"):  # no one waits there
+        os.open(f"{seen}.gate", os.O_WRONLY | os.O_NONBLOCK)
     assert_good(ask(grid, {}), set())
     assert not seen.exists()
+
+
+def begun(folder: Path) -> set[int]:
+    """The processes that have begun what is late."""
+    return {int(path.name.rpartition("-")[2]) for path in folder.glob("*.begun-*")}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds: at most a minute of this process's own time, which does not run while it halts."""
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not come to pass within a minute")
+
+
+class Ticks:
+    """Counts tenths of a second in which this process runs: a halt, however long, is one."""
+
+    def __enter__(self) -> "Ticks":
+        self.number, self._end = 0, threading.Event()
+        self._thread = threading.Thread(target=self._count)
+        self._thread.start()
+        return self
+
+    def _count(self) -> None:
+        while not self._end.wait(0.1):
+            self.number += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
 
 
 def test_a_chunk_that_is_abandoned_ends_after_its_present_message_and_keeps_its_worker(grid: RayGrid):
