@@ -5,7 +5,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def acquire(folder: Path) -> int:
 def refuse_busy(folder: Path) -> None:
     """Raise BusyError if a server is working on the run in the folder."""
     if (folder / LOCK).exists():
-        _unlock(acquire(folder))
+        unlock(acquire(folder))
 
 
 def _try_lock(folder: Path) -> int | None:
@@ -74,6 +74,9 @@ def _try_lock(folder: Path) -> int | None:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             portalocker.lock(handle, portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING)
+            if not _is_at(handle, folder / LOCK):  # another process has replaced the folder meanwhile
+                os.close(handle)
+                return None
             os.ftruncate(handle, 0)
             os.write(handle, f"{os.getpid()}\n".encode())
         except BaseException as error:
@@ -84,7 +87,15 @@ def _try_lock(folder: Path) -> int | None:
     return handle
 
 
-def _unlock(lock: int) -> None:
+def _is_at(handle: int, path: Path) -> bool:
+    """Return whether an open file is still the one at the path."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def unlock(lock: int) -> None:
     """Release the lock."""
     os.ftruncate(lock, 0)
     os.close(lock)
@@ -118,16 +129,20 @@ def _log(path: Path) -> Path:
 
 @dataclass
 class Database:
-    """A connection to a ledger's file: the server's, which holds the lock, or a reader's, which sees what it writes."""
+    """A connection to a ledger's file: the server's, which holds the lock, or a reader's, which sees what it writes.
+
+    `held`: the lock, if the server has it already.
+    """
 
     path: Path
     server: bool
+    held: InitVar[int | None] = None
     _db: Connection = field(init=False)
     _lock: int | None = field(init=False, default=None)
     _final: bool = field(init=False, default=False)
 
-    def __post_init__(self) -> None:
-        self._lock = acquire(self.path.parent) if self.server else None
+    def __post_init__(self, held: int | None) -> None:
+        self._lock = acquire(self.path.parent) if self.server and held is None else held
         try:
             with sqlite_errors(self.path):
                 self._open()
@@ -181,7 +196,7 @@ class Database:
                 yield db
             if (lock := _try_lock(self.path.parent)) is not None:
                 _seal(db, self.path)
-                _unlock(lock)
+                unlock(lock)
 
     def in_place(self) -> bool:
         """Return whether the folder is still the one that this server has locked."""
@@ -214,7 +229,7 @@ class Database:
 
     def _release(self) -> None:
         if self._lock is not None:
-            _unlock(self._lock)
+            unlock(self._lock)
             self._lock = None
 
     def _open(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.conf.errors import UserError
 from fedloom.server.ledger.blobs import LedgerError, ledger_errors
-from fedloom.server.ledger.database import LEDGER, make
+from fedloom.server.ledger.database import LEDGER, acquire, make, unlock
 from fedloom.server.ledger.records import BOUND
 from fedloom.server.ledger.request_queue import RequestQueue, note_applied
 from fedloom.server.ledger.rows import Contribution
@@ -42,7 +42,7 @@ class Ledger(RequestQueue):
     @classmethod
     def create(
         cls, folder: Path, run: str, config: str, bits: int, sites: Sequence[str], sums: Mapping[str, Any] = ONE,
-        slots: Sequence[str] | None = None,
+        slots: Sequence[str] | None = None, lock: int | None = None,
     ) -> "Ledger":  # fmt: skip
         """Create a ledger and become its one server.
 
@@ -54,13 +54,21 @@ class Ledger(RequestQueue):
             sites: The names of the sites.
             sums: The method's sums, as the first event stores them (server.ledger.sums).
             slots: The names of all its slots.
+            lock: The folder's lock, if the caller has it (`acquire`); this function releases it if it fails.
 
         Raises:
-            LedgerError: The ledger exists, or the folder cannot be written.
+            LedgerError: The ledger exists, another server has the folder, or the folder cannot be written.
         """
         check_repeated(sites)
-        make(Path(folder) / LEDGER)
-        ledger = cls(folder, server=True)
+        with ledger_errors(Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = acquire(Path(folder)) if lock is None else lock  # before anything is written
+        try:
+            make(Path(folder) / LEDGER)
+        except BaseException:
+            unlock(lock)
+            raise
+        ledger = cls(folder, True, lock)
         body = {"run": run, "config": config, "bits": bits, "format": FORMAT, "sites": list(sites), "sums": dict(sums)}
         body |= {} if slots is None else {"slots": list(slots)}
         try:

@@ -27,10 +27,10 @@ _TRIES = 5  # to read several rows of one state while a server writes
 class Records:
     """Reads a ledger's rows, events and blobs."""
 
-    def __init__(self, folder: Path, server: bool) -> None:
+    def __init__(self, folder: Path, server: bool, lock: int | None = None) -> None:
         self.folder = Path(folder)
         self.blobs = Blobs(self.folder / "blobs")
-        self._database = Database(self.folder / LEDGER, server)
+        self._database = Database(self.folder / LEDGER, server, lock)
 
     @property
     def writable(self) -> bool:

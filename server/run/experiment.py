@@ -58,16 +58,16 @@ def run_experiment(grid: Grid, config: Config, listener: Listener, began: float 
 def carry_out(grid: Grid, config: Config, listener: Listener, began: float) -> dict[str, Any]:
     """Run an experiment that has passed `check`; arguments and result as in `run_experiment`."""
     folder = RunFolder(Path(config.run.root) / config.run.name)
-    folder.open(config)
     return work(grid, config, folder, listener, began)
 
 
 @ordinary()  # checks may have imported code that changes torch's defaults
 def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, began: float) -> dict[str, Any]:
-    """Run the rounds and measurements that `folder` lacks, and return the summary; arguments as in `run_experiment`."""
+    """Create `folder`, run the rounds and measurements that it lacks, and return the summary; arguments as `carry_out`."""
+    lock = folder.begin(config)
     spent = Spent(began, folder.summary())
     summary = {**head(config), "status": "interrupted"}
-    with open_ledger(config, folder) as ledger:
+    with open_ledger(config, folder, lock=lock) as ledger:
         longer = list[str]()
         if config.run.resume:  # before anything else is written
             from fedloom.server.run.more_rounds import extend  # imported only where it is used

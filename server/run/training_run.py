@@ -294,12 +294,17 @@ def all_rounds(loop: RoundLoop) -> Iterator[dict[str, Any]]:
         yield one_round(loop, number)
 
 
-def open_ledger(config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = ()) -> Ledger:
-    """Return the ledger of a run, an existing or a new one. Raises LedgerError if another server is working on it."""
+def open_ledger(
+    config: Config, folder: RunFolder, run: str = "", sites: Sequence[str] = (), lock: int | None = None
+) -> Ledger:
+    """Return the ledger of a run, an existing or a new one. Raises LedgerError if another server is working on it.
+
+    `lock`: the lock of a new folder (`RunFolder.begin`).
+    """
     if begun(folder.path / LEDGER):
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in config.roster]
     slots = slots_of(resolve(config))
     bits = config.federation.scale_bits
-    return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots))
+    return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots), lock)

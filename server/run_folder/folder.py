@@ -3,8 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,10 +21,12 @@ from fedloom.conf.errors import UserError
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import BEST
 from fedloom.fusion.state import State
-from fedloom.server.ledger.database import acquire
+from fedloom.server.ledger.blobs import LedgerError
+from fedloom.server.ledger.database import acquire, unlock
 from fedloom.server.run_folder.layout import (
     CONFIG,
     DATA,
+    LOCK,
     LOSSES,
     METRICS,
     PLOTS,
@@ -59,30 +61,63 @@ class RunFolder:
     path: Path
 
     def open(self, config: Config) -> None:
-        """Create the folder. If config.run.resume is set and it exists, leave it unchanged.
+        """Create the folder, as `begin` does, and leave it to others."""
+        if (lock := self.begin(config)) is not None:
+            (self.path / LOCK).unlink()
+            unlock(lock)
 
-        Raises UserError if a run of that name exists (unless run.overwrite), is not the one to resume, or the folder cannot
-        be written.
+    def begin(self, config: Config) -> int | None:
+        """Create the folder and return its lock, as `acquire`. If config.run.resume is set and it exists, return None.
+
+        No one else can work in the folder, or replace it, until the lock is released. Raises UserError if a run of that
+        name exists (unless run.overwrite), is not the one to resume, or the folder cannot be written.
         """
         refuse_existing(config, self.path)
         if config.run.resume and self.path.exists():
-            return
-        new, old = (self.path.with_name(f".{self.path.name}.{what}-{os.getpid()}") for what in ("new", "old"))
+            return None
+        lock: int | None = None
+        mine = uuid.uuid4().hex  # threads of one process may create the same run
+        new, old = (self.path.with_name(f".{self.path.name}.{what}-{mine}") for what in ("new", "old"))
         try:
             write_bytes(new / CONFIG, stored(config).encode())
             (new / METRICS).touch()
             RunFolder(new).note_written(())
-            if self.path.exists():
-                os.close(acquire(self.path))  # raises if a server works on it
-                self.path.rename(old)
+            lock = acquire(new)
+            if config.run.overwrite and self.path.exists():
+                self._move(old)
             new.rename(self.path)
-            shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            if config.run.resume and holds(self.path, config):  # another process has just created it
-                return
-            raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); set another run.root") from None
+            return lock
+        except BaseException as error:
+            if lock is not None:
+                unlock(lock)
+            if not isinstance(error, OSError):
+                raise
+            return self._lost(config, error)
         finally:
             shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _move(self, old: Path) -> None:
+        """Rename the folder to `old`, unless another process has just done so. Raises BusyError if a server works on it."""
+        try:
+            lock = acquire(self.path)  # until it is renamed, so that no server starts in it meanwhile
+        except LedgerError:
+            if self.path.exists():
+                raise
+            return
+        try:
+            self.path.rename(old)
+        finally:
+            unlock(lock)
+
+    def _lost(self, config: Config, error: OSError) -> None:
+        """Raise UserError for a folder that could not be created, unless another process has created the run to resume."""
+        if config.run.resume and holds(self.path, config):
+            return
+        if self.path.exists():  # another process has just created it
+            refuse_existing(config, self.path)
+            raise UserError(f"{self.path}: another process has just created this run; set another run.name=") from None
+        raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); set another run.root") from None
 
     def check(self, config: str) -> None:
         """Raise UserError unless config.yaml is still `config`, the text at the run's start."""
