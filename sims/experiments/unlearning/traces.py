@@ -181,6 +181,7 @@ def _note(method: str) -> str:
 
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
+WAYS = {"subtract": "", "restored": ", restored", "retrained": ", retrained"}
 
 
 def sequence(study: Study) -> list[Table]:
@@ -189,8 +190,10 @@ def sequence(study: Study) -> list[Table]:
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
         rows += [_sequence_row(method, number, [result[number] for result in results]) for number in range(len(LEAVING) + 1)]
-    ways = ["restored", "retrained"]
-    head = ["method", "sites that left", "their angles", *ways, "the others' angles", *ways]
+    head = [
+        "method, sites that left",
+        *(f"{whose} angles{way}" for whose in ("their", "the others'") for way in WAYS.values()),
+    ]
     note = ("Sites are subtracted in sequence. restored: the run is restored after each. Accuracy in %, mean over the "
             "angles on each side.")  # fmt: skip
     return [study.table("Requests one after the other", head, rows, note)]
@@ -225,9 +228,9 @@ def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
 
 
 def _sequence_row(method: str, number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    row = [method, str(number)]
+    row = [f"{method}, {number}"]
     for side in ("left", "stay"):
-        for way in ("subtract", "restored", "retrained"):
+        for way in WAYS:
             there = way in results[0] and (number or side == "stay")
             row += means(results, (way, side)) if there else [""]
     return row
