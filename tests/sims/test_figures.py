@@ -79,7 +79,7 @@ def test_rows_and_columns_of_reproductions_are_those_that_the_code_has():
         if each.words[0] == "reproduce":
             folder, name = Path(experiments.__file__).parent, each.words[1]
             rules = [folder / "comparators/__init__.py"] if name == "fusion" else []
-            files = [*folder.glob(f"{name}.py"), *folder.glob(f"{name}_*.py"), *rules]
+            files = [*folder.glob(f"{name}.py"), *folder.glob(f"{name}_*.py"), *folder.glob(f"{name}/*.py"), *rules]
             source = "".join(file.read_text(encoding="utf-8") for file in files)
             names = {name for figure in each.figures for name in figure.metric.split(" / ")[1:]}
             assert sorted(name for name in names if f'"{name}"' not in source) == []

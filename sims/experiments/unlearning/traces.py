@@ -181,7 +181,14 @@ def _note(method: str) -> str:
 
 
 LEAVING = (LEAVER, "kept-1", "kept-2")  # in this order
-WAYS = {"subtract": "", "restored": ", restored", "retrained": ", retrained"}
+SIDES = {
+    "left": ("their angles", "their angles, restored", "their angles, retrained"),
+    "stay": ("the others' angles", "the others' angles, restored", "the others' angles, retrained"),
+}
+ROWS = {
+    "averaging": ("FedAvg: none", "FedAvg: 1", "FedAvg: 2", "FedAvg: 3"),
+    "exact": ("sum aggregation: none", "sum aggregation: 1", "sum aggregation: 2", "sum aggregation: 3"),
+}
 
 
 def sequence(study: Study) -> list[Table]:
@@ -189,11 +196,9 @@ def sequence(study: Study) -> list[Table]:
     rows = []
     for method, options in METHODS.items():
         results = study.saved_each(f"sequence-{method}", [SETTING, options, LEAVING], partial(left, method))
-        rows += [_sequence_row(method, number, [result[number] for result in results]) for number in range(len(LEAVING) + 1)]
-    head = [
-        "method, sites that left",
-        *(f"{whose} angles{way}" for whose in ("their", "the others'") for way in WAYS.values()),
-    ]
+        each = [[result[number] for result in results] for number in range(len(LEAVING) + 1)]
+        rows += [[name, *_sides(number, each[number])] for number, name in enumerate(ROWS[method])]
+    head = ["sites that left", *SIDES["left"], *SIDES["stay"]]
     note = ("Sites are subtracted in sequence. restored: the run is restored after each. Accuracy in %, mean over the "
             "angles on each side.")  # fmt: skip
     return [study.table("Requests one after the other", head, rows, note)]
@@ -227,10 +232,11 @@ def sides(looker: Looker, model: Any, gone: Sequence[str]) -> dict[str, float]:
     return {"left": sum(left) / max(1, len(left)), "stay": sum(stay) / len(stay)}
 
 
-def _sequence_row(method: str, number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    row = [f"{method}, {number}"]
-    for side in ("left", "stay"):
-        for way in WAYS:
+def _sides(number: int, results: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Return the cells of a row, in the order of SIDES, after `number` sites have left."""
+    row = list[str]()
+    for side in SIDES:
+        for way in ("subtract", "restored", "retrained"):
             there = way in results[0] and (number or side == "stay")
             row += means(results, (way, side)) if there else [""]
     return row
