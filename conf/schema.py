@@ -225,7 +225,7 @@ class StoppingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of an experiment. Raise `VERSION` in conf/load.py when a key is added, removed or changes its meaning."""
+    """All settings of an experiment. Raise `VERSION` in conf/loading.py if a key is added, removed or changed."""
 
     experiment: str = option("", "name of the YAML file")
     seed: int = option(0, "seed of everything random", low=0)

@@ -8,7 +8,7 @@ from typing import Any
 from fedloom.clients.training.torch_setup import as_usual
 from fedloom.conf import load
 from fedloom.conf.errors import UserError, for_python
-from fedloom.conf.load import is_shipped, load_text, to_yaml
+from fedloom.conf.loading import is_shipped, load_text, to_yaml
 from fedloom.conf.plain_values import plain_here, plain_value
 from fedloom.conf.schema import Config
 from fedloom.conf.values import shortened, words_in

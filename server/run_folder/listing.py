@@ -15,7 +15,7 @@ import portalocker
 import yaml
 
 from fedloom.conf.errors import UserError, plain
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.schema import Config, RunConfig
 from fedloom.conf.text_keys import keep_texts
 from fedloom.conf.yaml_text import read_json, read_yaml

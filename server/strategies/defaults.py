@@ -7,7 +7,7 @@ from typing import Any
 
 from fedloom.clients.objectives import OBJECTIVES
 from fedloom.conf.errors import UserError, say_dropped
-from fedloom.conf.load import is_shipped, load
+from fedloom.conf.loading import is_shipped, load
 from fedloom.conf.schema import Config
 from fedloom.server.strategies.base import STRATEGIES, Strategy, check_named
 

@@ -20,7 +20,7 @@ from fedloom.clients.data import Examples
 from fedloom.clients.evaluation.accuracy import count_right
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
-from fedloom.conf.load import load_text
+from fedloom.conf.loading import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.rounds.transport import TooFewRepliesError

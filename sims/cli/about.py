@@ -28,7 +28,7 @@ def options(
 @app.command(rich_help_panel=RUN)
 def experiments() -> None:
     """List the shipped experiments."""
-    from fedloom.conf.load import experiment_lines
+    from fedloom.conf.loading import experiment_lines
 
     show_lines(experiment_lines())
 

@@ -8,21 +8,22 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import click
 import typer
 
 from fedloom.conf import UserError
 from fedloom.conf.errors import DroppedWarning, FailedError, MissingDataError, of_files, plain
-from fedloom.conf.schema import Config
 from fedloom.sims.cli import about, cluster, federation, networks, one_run, runs, serve
 from fedloom.sims.cli.options import OPERATE, RUN, Json, Quiet
 from fedloom.sims.process import Ending, listen
 from fedloom.sims.progress.output import VARIABLE, fault, line_of, make_lenient, wants_json
 from fedloom.sims.progress.waiting import LIBRARIES, waiting
+
+if TYPE_CHECKING:
+    from fedloom.conf.schema import Config
 
 app = typer.Typer(
     suggest_commands=False,  # click suggests them
@@ -39,6 +40,8 @@ EMBEDDED = "preset=embedded"
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata  # slow to import
+
         typer.echo(f"fedloom {metadata.version('fedloom')}")
         raise typer.Exit
 
@@ -106,7 +109,7 @@ def run(
         _simulate(config, began, notes, quiet=quiet, as_json=as_json)
 
 
-def _simulate(config: Config, began: float, notes: Sequence[str], *, quiet: bool, as_json: bool) -> None:
+def _simulate(config: "Config", began: float, notes: Sequence[str], *, quiet: bool, as_json: bool) -> None:
     """Run one configuration, and print its summary if `as_json`. `notes`: lines to show before the run."""
     with waiting(LIBRARIES, quiet):
         from fedloom.sims.operations.simulate import simulate
@@ -115,7 +118,7 @@ def _simulate(config: Config, began: float, notes: Sequence[str], *, quiet: bool
     try:
         summary = simulate(config, listener=listener_for(quiet, json_output=as_json), notes=notes, began=began)
     except MissingDataError as error:
-        from fedloom.conf.load import has_preset
+        from fedloom.conf.loading import has_preset
 
         hint = f"; {EMBEDDED} needs no data" if has_preset(config.experiment, EMBEDDED.partition("=")[2]) else ""
         raise UserError(f"{error}{hint}") from None
@@ -199,6 +202,8 @@ def _outcome() -> int:
 
 def _say_waiting(runs: Sequence[Path]) -> None:
     """Say how many requests wait in the runs that the command named."""
+    if not runs:
+        return
     from fedloom.server.run_folder.listing import waiting as requests
 
     for run in runs:

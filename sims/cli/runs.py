@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.conf.errors import UserError, unknown
-from fedloom.conf.machine import size_of
 from fedloom.sims.cli.options import MEASURE, RUN, Json, Quiet, confirmed, show_modules, show_tables
 from fedloom.sims.progress.waiting import waiting
 from fedloom.sims.report.tables import Table
@@ -71,6 +70,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Delete runs with all their files. Refuses folders that are not runs, and runs with a running server."""
+    from fedloom.conf.machine import size_of
     from fedloom.sims.operations import removal, run_list
 
     folders = removal.removable(paths)

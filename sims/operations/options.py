@@ -17,7 +17,7 @@ from fedloom.clients.training.loss import WHERE as LOSS
 from fedloom.clients.training.optimizers import OPTIMIZERS, SGD, optimizer_of
 from fedloom.clients.training.schedules import SCHEDULES, schedule_of
 from fedloom.conf.errors import UserError, nearest, unknown
-from fedloom.conf.load import to_yaml
+from fedloom.conf.loading import to_yaml
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.shorthand import fields_of, is_listed

@@ -15,7 +15,7 @@ from fedloom.clients.data.listing import of_run
 from fedloom.clients.training.torch_setup import ordinary
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.formatting import count
-from fedloom.conf.load import read_override
+from fedloom.conf.loading import read_override
 from fedloom.conf.progress import under_way
 from fedloom.conf.schema import MOST_ROUNDS, Config
 from fedloom.conf.sites import SiteConfig

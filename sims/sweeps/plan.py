@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError, plain
-from fedloom.conf.load import MOST_RUN_NAME_BYTES, read_override, read_values, to_json
+from fedloom.conf.loading import MOST_RUN_NAME_BYTES, read_override, read_values, to_json
 from fedloom.conf.schema import Config, RunConfig
 from fedloom.server.run_folder.layout import CONFIG
 from fedloom.server.run_folder.listing import FINISHED, holds, is_run, read_summary

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fedloom.conf import machine
-from fedloom.conf.load import to_json
+from fedloom.conf.loading import to_json
 from fedloom.sims.engines.share import Share
 from fedloom.sims.progress.listeners import Watcher
 from fedloom.sims.sweeps.display import Display

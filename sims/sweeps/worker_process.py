@@ -12,7 +12,7 @@ import threading
 from queue import SimpleQueue
 from typing import TextIO
 
-from fedloom.conf.load import from_json
+from fedloom.conf.loading import from_json
 from fedloom.sims.engines.share import Share
 from fedloom.sims.process import listen
 

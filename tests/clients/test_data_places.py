@@ -11,7 +11,7 @@ from fedloom.clients import data
 from fedloom.clients.data import domains
 from fedloom.clients.data.examples import Examples
 from fedloom.conf.errors import UserError
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.schema import Config, DataConfig
 from tests.clients.shipped import write_mnist_like
 

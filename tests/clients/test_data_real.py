@@ -10,7 +10,7 @@ import torch
 from fedloom.clients import data
 from fedloom.clients.data.domains import locate
 from fedloom.clients.data.splits import split
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.schema import Config, DataConfig
 from fedloom.conf.sites import SiteConfig
 from tests.data_folder import FOLDER

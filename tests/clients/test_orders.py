@@ -21,7 +21,7 @@ from fedloom.clients.protocol.messages import (
     to_arrays,
 )
 from fedloom.conf import Config, UserError, load, to_json
-from fedloom.conf.load import from_json
+from fedloom.conf.loading import from_json
 from fedloom.sims.engines.adapter import site_context, take_identity
 
 SECRET = "xyzzy-4711"

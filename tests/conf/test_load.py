@@ -9,7 +9,7 @@ import yaml
 
 from fedloom.clients.protocol import messages
 from fedloom.conf import UserError, experiment_names, from_json, load, to_json, to_yaml
-from fedloom.conf.load import FOLDER, MANY, VERSION, experiment_lines, load_text
+from fedloom.conf.loading import FOLDER, MANY, VERSION, experiment_lines, load_text
 from fedloom.conf.schema import MOST_ROUNDS
 from fedloom.conf.sites import SiteConfig
 from fedloom.conf.yaml_text import _Fast, _read, _Reader, read_yaml, write_yaml

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedloom.conf import UserError, to_yaml
-from fedloom.conf.load import from_json, load_text, read_values, to_json
+from fedloom.conf.loading import from_json, load_text, read_values, to_json
 from fedloom.conf.schema import Config
 from fedloom.conf.yaml_text import read_yaml, write_yaml
 from fedloom.server.run_folder.listing import read_config

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf import UserError, load, to_yaml
-from fedloom.conf.load import VERSION
+from fedloom.conf.loading import VERSION
 from fedloom.conf.package import copy_package
 from fedloom.server.ledger import Contribution, Ledger
 from fedloom.server.ledger.tables import FORMAT, OLDEST

@@ -15,7 +15,7 @@ from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import MASKED, SECURE_TRAINED, TRAIN, TaskInstructions, read_order, to_states
 from fedloom.conf import Config
 from fedloom.conf.errors import FailedError
-from fedloom.conf.load import load_text
+from fedloom.conf.loading import load_text
 from fedloom.fusion.state import State
 from fedloom.server.ledger.audit import check
 from fedloom.server.run.training_run import TrainingRun

@@ -17,7 +17,7 @@ from fedloom.clients.protocol.messages import METRICS, to_arrays
 from fedloom.clients.protocol.reply_checks import ReplyError
 from fedloom.clients.protocol.sum_checks import agree, check_sums
 from fedloom.conf.errors import UserError
-from fedloom.conf.load import load
+from fedloom.conf.loading import load
 from fedloom.conf.metrics import CLASS, KNOWN, MULTILABEL, REGRESSION, TOKENS, named_metrics
 from fedloom.server.rounds.site_evaluation import SiteEvaluation
 from fedloom.sims.api import run

@@ -5,7 +5,7 @@ import pytest
 from fedloom.clients.objectives import OBJECTIVES
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
-from fedloom.conf.load import experiment_names
+from fedloom.conf.loading import experiment_names
 from fedloom.conf.schema import Config
 from fedloom.server.strategies import STRATEGIES
 from fedloom.server.strategies.defaults import with_default_objective

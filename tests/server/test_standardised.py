@@ -31,7 +31,7 @@ from fedloom.clients.storage.states import read_state
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.work import answer_question
 from fedloom.conf import Config, UserError
-from fedloom.conf.load import load_text
+from fedloom.conf.loading import load_text
 from fedloom.fusion.state import digest
 from fedloom.fusion.wide import mean_and_deviation, wide_sums
 from fedloom.server.evaluation.evaluator import Evaluator

@@ -15,7 +15,7 @@ import yaml
 from fedloom import compare
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.schema import Config
 from fedloom.sims.comparison.entries import Entry
 from fedloom.sims.comparison.options import DEFAULT, SECTIONS, usual_loss, values_of

