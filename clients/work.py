@@ -23,7 +23,7 @@ from fedloom.clients.objectives import Answer, Session
 from fedloom.clients.privacy.guard import LOG, SIMULATED, failed
 from fedloom.clients.privacy.policy import Policy
 from fedloom.clients.protocol.configurations import configuration, parsed
-from fedloom.clients.protocol.failures import BlamedError, DropoutError, LostStateError, RefusedError
+from fedloom.clients.protocol.failures import BlamedError, DropoutError, LostStateError, RefusedError, UntrainedError
 from fedloom.clients.protocol.messages import (
     CLASSES,
     COMPONENTS,
@@ -295,7 +295,7 @@ def _score(job: Job, images: Examples, metrics: Metrics) -> Score:
     task = task_of(job)
     state = job.experiment.objective.network(task, _images_to_fit(job))
     if state is None:
-        raise UserError(f"{job.site.name}: the site has not trained yet, so it has no network to measure")
+        raise UntrainedError(job.site.name, "measure")
     task.network.load_state_dict(state)
     outs, statistics = outputs(job.config, job.site.spec), job.config.evaluation.statistics
     view = HeadView(task.network, outs, statistics, job.standardisation).eval()

@@ -1,7 +1,7 @@
 """The networks that sites train, each an extractor and a head, and networks by name, including torchvision's."""
 
 from fedloom.clients.networks.architecture import Architecture, Model, architecture_of, form_of, network_text, start_of
-from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, initialise, parameter_count
+from fedloom.clients.networks.base import NETWORKS, Network, NetworkSpec, Reused, initialise, parameter_count
 from fedloom.clients.networks.head_view import HeadView
 from fedloom.clients.networks.named import NetworkName, load_network, parse_name, save_network
 
@@ -13,6 +13,7 @@ __all__ = [
     "Network",
     "NetworkName",
     "NetworkSpec",
+    "Reused",
     "architecture_of",
     "form_of",
     "initialise",

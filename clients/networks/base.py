@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedloom.clients.data.form import ARRAY, FEATURES, IMAGE, SEQUENCE, TOKENS, Form
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError
+from fedloom.conf.package import NAME
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.registry import Registry
 
@@ -174,6 +175,36 @@ def _initialise_steps(module: nn.Module, generator: torch.Generator) -> None:
                 nn.init.xavier_uniform_(weight, generator=generator)
             else:
                 nn.init.zeros_(weight)
+
+
+class Reused:
+    """A network object for one site or model after another: its modules are as new each time, except their state.
+
+    A user's module may store something in Python attributes, or in tensors outside its state (`persistent=False`). It would
+    carry what one site's data left there into the next site's contribution, which forgetting could then not remove.
+
+    Attributes:
+        network: The network, as its last user left it.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network, self._made = network, None
+        if _is_own(network):
+            from fedloom.fusion.graph.undisturbed import Snapshot  # imported only for users' networks
+
+            self._made = Snapshot(network, values=True)
+
+    def as_new(self) -> Network:
+        """Return the network, with the attributes that it had when it was built. Its user loads the state."""
+        if self._made:
+            self._made.restore()
+        return self.network
+
+
+def _is_own(network: Network) -> bool:
+    """Return whether a network has parts that are neither of this project nor of torch."""
+    homes = {type(module).__module__.partition(".")[0] for module in network.modules()}
+    return isinstance(network, SelfStarting) or not homes <= {NAME, "torch"}
 
 
 def frozen_in(network: nn.Module) -> frozenset[str]:

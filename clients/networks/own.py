@@ -152,10 +152,14 @@ def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear, str]:
     module, inputs = spec.module(form), form.random(2)
     passed: list[tuple[nn.Linear, Tensor]] = []
     outputs = _forward(spec, form, module, inputs, passed)
+    if isinstance(outputs, Tensor) and not _alike(outputs, _forward(spec, form, module, inputs, [])):
+        raise spec.refused("returns other outputs for the same inputs in evaluation mode; remove random draws, or make them "
+                           "only while self.training is true")  # fmt: skip
     wanted = [2, form.length, form.outputs] if form.each_step else [2, form.outputs]
     if not isinstance(outputs, Tensor) or list(outputs.shape) != wanted:
         fault = f"returns {_named(outputs)} for 2 examples ({form}), must return {wanted}"
-        raise spec.refused(f"{fault}; add a parameter `classes` (or num_classes)")
+        mend = "add a parameter `classes` (or num_classes)" if isinstance(outputs, Tensor) else "return the scores alone"
+        raise spec.refused(f"{fault}; {mend}")
     head = passed[-1][0] if passed else None
     if head is None or [layer for layer, _ in passed].count(head) > 1 or not torch.equal(passed[-1][1], outputs):
         raise spec.refused(
@@ -174,18 +178,31 @@ def _fitted(spec: OwnSpec, form: Form) -> tuple[nn.Module, nn.Linear, str]:
 
 
 def _check_training(spec: OwnSpec, form: Form, extractor: nn.Module, inputs: Tensor) -> None:
-    """Raise UserError if outputs differ in form in training mode, as with auxiliary outputs. Changes nothing."""
+    """Raise UserError if outputs or the state differ in form in training mode. Changes nothing."""
     buffers = [(buffer, buffer.clone()) for buffer in extractor.buffers()]
-    with undisturbed(extractor):
-        usual = _named(_forward(spec, form, extractor, inputs, []))
+    with undisturbed(extractor, values=True):
+        usual, state = _named(_forward(spec, form, extractor, inputs, [])), _shapes(extractor)
         got = _named(_forward(spec, form, extractor.train(), inputs, [], " in training mode"))
+        odd = [name for name, shape in _shapes(extractor).items() ^ state.items()]
     for buffer, before in buffers:
         buffer.copy_(before)
+    if odd:
+        raise spec.refused(f"changes the shape of '{min(odd)}' in training; what is in the state (state_dict) must keep its "
+                           "shape: use a fixed size, or an attribute")  # fmt: skip
     if got == usual:
         return
     auxiliary = any(getattr(module, "aux_logits", False) for module in extractor.modules())
     mend = f"set {spec.where}.aux_logits=false" if auxiliary else "its forward must return the same form in both modes"
     raise spec.refused(f"passes {got} to its last layer in training mode, but {usual} in evaluation mode; {mend}")
+
+
+def _alike(one: Tensor, other: Any) -> bool:
+    """Return whether two outputs are the same, up to NaN."""
+    return isinstance(other, Tensor) and one.shape == other.shape and torch.allclose(one, other, equal_nan=True)
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(item.shape) for name, item in module.state_dict().items() if isinstance(item, Tensor)}
 
 
 def _named(outputs: Any) -> str:
@@ -232,6 +249,7 @@ def _forward(
             return module(inputs)
     except (Exception, SystemExit) as error:
         hint = "; data.size and data.grey change their shape" if form.kind == IMAGE else "; it must take these inputs"
+        hint = "; forward must take the inputs as its only argument" if "positional" in str(error) else hint
         raise spec.refused(f"fails on {form}{mode} ({error_summary(error)}){hint}") from error
     finally:
         for hook in hooks:

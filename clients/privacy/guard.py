@@ -15,6 +15,7 @@ from fedloom.clients.protocol.failures import (
     LostStateError,
     SummedBeforeError,
     UnknownConfigurationError,
+    UntrainedError,
 )
 from fedloom.clients.protocol.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
 from fedloom.clients.training.learner import DivergedError
@@ -62,10 +63,10 @@ def full_error_text(error: BaseException) -> str:
 def public_error_text(error: BaseException) -> str:
     """Return the part of an error that the server may read: its type, and the option at fault.
 
-    The message may contain the site's own values, so it stays at the site. A DivergedError or DropoutError has none, and
-    is returned in full.
+    The message may contain the site's own values, so it stays at the site. A DivergedError, DropoutError or UntrainedError
+    has none, and is returned in full.
     """
-    if isinstance(error, DivergedError | DropoutError):
+    if isinstance(error, DivergedError | DropoutError | UntrainedError):
         return str(error)
     kind = type(error).__name__
     at = _OPTION.match(str(error)) if isinstance(error, UserError) else None

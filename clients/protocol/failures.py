@@ -42,5 +42,15 @@ class DropoutError(UserError):
         super().__init__(f"federation.dropout: the site fails {moment} its training")
 
 
+UNTRAINED = "the site has not trained yet"
+
+
+class UntrainedError(UserError):
+    """The site has no network of its own yet. `purpose`: what the server wants to do with it."""
+
+    def __init__(self, site: str, purpose: str) -> None:
+        super().__init__(f"{site}: {UNTRAINED}, so it has no network to {purpose}")
+
+
 class RefusedError(UserError):
     """The site's policy does not allow the server's request."""

@@ -4,13 +4,13 @@ from weakref import WeakKeyDictionary
 
 from fedloom.clients.data.standardise import STANDARDISATION
 from fedloom.clients.job import Job
-from fedloom.clients.networks import Architecture, Network
+from fedloom.clients.networks import Architecture, Network, Reused
 from fedloom.clients.objectives import Experiment, Session, Task
 from fedloom.clients.protocol.messages import BASES, BEFORE, LIFT, MEAN, OWN, SECURE_SHARES, sent_states
 from fedloom.conf.randomness import torch_generator
 from fedloom.fusion.state import State
 
-_NETWORKS: WeakKeyDictionary[Experiment, dict[tuple[Architecture, int], Network]] = WeakKeyDictionary()
+_NETWORKS: WeakKeyDictionary[Experiment, dict[tuple[Architecture, int], Reused]] = WeakKeyDictionary()
 
 
 def task_of(job: Job, place: int = 0) -> Task:
@@ -51,11 +51,11 @@ def session_of(job: Job, place: int = 0) -> Session:
 
 
 def scratch_model(job: Job, place: int = 0) -> Network:
-    """Return the network object that this process reuses for all sites of an architecture. Sessions load all weights.
+    """Return the network object that this process reuses for all sites, as new. Sessions load all weights.
 
     `place`: which of several objects, for sites that are trained together.
     """
     known, architecture = _NETWORKS.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
     if (architecture, place) not in known:
-        known[architecture, place] = architecture.build().to(job.device)
-    return known[architecture, place]
+        known[architecture, place] = Reused(architecture.build().to(job.device))
+    return known[architecture, place].as_new()

@@ -24,7 +24,7 @@ from fedloom.clients.data import (
 from fedloom.clients.data.standardise import Standardisation
 from fedloom.clients.evaluation.accuracy import Score, count_right, pieces, score
 from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
-from fedloom.clients.networks import Architecture, HeadView, Model, Network, architecture_of
+from fedloom.clients.networks import Architecture, HeadView, Model, Network, Reused, architecture_of
 from fedloom.clients.training.torch_setup import pick_device
 from fedloom.conf import machine
 from fedloom.conf.errors import UserError, plain
@@ -46,7 +46,7 @@ class Evaluator:
         self.config = config
         self.device = pick_device("cpu" if config.engine.device == "cpu" else "auto")
         self.specs = domain_specs(config)
-        self._instances: dict[Architecture, Network] = {}
+        self._instances: dict[Architecture, Reused] = {}
         self._images: dict[tuple[str, str], Examples] = {}
         self.standardisation: Callable[[], Standardisation | None] = lambda: None
 
@@ -69,8 +69,8 @@ class Evaluator:
     def instance(self, architecture: Architecture) -> Network:
         """Return the only network of this architecture, in evaluation mode. Models are loaded into it."""
         if architecture not in self._instances:
-            self._instances[architecture] = architecture.build().to(self.device).eval()
-        return self._instances[architecture]
+            self._instances[architecture] = Reused(architecture.build().to(self.device).eval())
+        return self._instances[architecture].network
 
     def loaded(self, model: Model) -> Network:
         """Load the model's weights into its architecture's only network, and return that.
@@ -81,7 +81,8 @@ class Evaluator:
         message = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
         if not isinstance(model, Model):
             raise UserError(f"{message}, one is a {type(model).__name__}")
-        network = self.instance(model.architecture)
+        self.instance(model.architecture)
+        network = self._instances[model.architecture].as_new()
         try:
             network.load_state_dict(model.state)
         except (RuntimeError, TypeError) as error:

@@ -210,8 +210,9 @@ class Database:
     def refuse_moved(self) -> None:
         """Raise LedgerError unless this is the folder's server, and the folder has not moved."""
         if not self.in_place():
-            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in; it was "
-                              "moved. Nothing more is written; resume the run where it is now")  # fmt: skip
+            relative = "" if self.path.is_absolute() else ", or this program's working directory has changed (os.chdir)"
+            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in: it was "
+                              f"moved{relative}. Nothing more is written; resume the run where it is now")  # fmt: skip
 
     def seal(self) -> None:
         """Merge the log into the file, and write the file's sha256 next to it. A server calls this when it ends."""

@@ -12,6 +12,7 @@ from fedloom.clients.data.schema import NEXT
 from fedloom.clients.evaluation.accuracy import Score
 from fedloom.clients.evaluation.metrics import Metrics, Scores, Sums, blocks_of, metrics_of
 from fedloom.clients.networks import Model, architecture_of
+from fedloom.clients.protocol.failures import UNTRAINED
 from fedloom.clients.protocol.messages import EVALUATE, RIGHT, SUMS, measured_record, right_of
 from fedloom.clients.protocol.reply_checks import ReplyError, check_score
 from fedloom.conf.errors import plain
@@ -68,7 +69,7 @@ class SiteEvaluation:
             for index in sent[reply.site.name]:
                 name = RIGHT if models[index] is None else right_of(measured_record(index))
                 if reply.content is None:
-                    silent[reply.site.name] = reply.reason
+                    silent |= {} if UNTRAINED in reply.reason else {reply.site.name: reply.reason}
                     continue
                 try:
                     results[index][reply.site.name] = self._checked(reply.site, reply.content, name)

@@ -131,7 +131,7 @@ def checked_metrics(path: Path) -> dict[int, dict[str, Any]]:
     text, fault = text_of(path / METRICS) if (path / METRICS).exists() else ("", "")
     records = read_metrics(path)
     if not records and (text.strip().partition("\n")[1] or fault not in {"", EMPTY}):  # a run's first line may be torn
-        raise UserError(f"{path}: {METRICS}: {fault or 'has no record of a round'}; run the experiment again")
+        raise UserError(f"{path}: {METRICS}: {fault or 'has no record of a round'}; `fedloom resume {path}` writes it again")
     for round, record in records.items():
         _check(record, OF_RECORD, f"{path}: {METRICS}: round {round}")
     return records

@@ -207,7 +207,7 @@ def test_an_error_in_own_code_names_its_place(folder: Path, fedloom: Command, mo
     monkeypatch.syspath_prepend(folder)
     said = fedloom("run", "mine.yaml", "run.name=wrong", "engine.name=inline", "network={name: 'wrong:Wrong'}", "--quiet")
     assert said.code == 1
-    assert "has no attribute 'sqrtt' (wrong.py, line 13, in forward)" in said.err
+    assert "has no attribute 'sqrtt'; wrong.py, line 13, in forward)" in said.err
 
 
 def test_a_method_that_leaves_the_program_makes_no_run_that_went_well(

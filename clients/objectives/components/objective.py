@@ -17,6 +17,7 @@ from fedloom.clients.objectives.components.session import CompatibleSession, Sha
 from fedloom.clients.objectives.components.sharing import COMPATIBLE, SHARING, Sharing
 from fedloom.clients.objectives.fedproto import COUNTS, PROTOTYPES, SUMS
 from fedloom.clients.objectives.plain import below
+from fedloom.clients.protocol.failures import UntrainedError
 from fedloom.clients.protocol.messages import COMPONENTS, MODEL, TOTAL, right_of
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.registry import section_of
@@ -94,7 +95,7 @@ class Components(Objective):
             return super().answer(kind, task, images)
         state = self.network(task, images)
         if state is None:
-            raise UserError(f"{task.site.name}: the site has not trained yet, so it has no network to use")
+            raise UntrainedError(task.site.name, "use")
         task.network.load_state_dict(state)
         task.network.eval()
         try:

@@ -8,8 +8,8 @@ from fedloom.clients.networks import HeadView
 from fedloom.clients.objectives.base import OBJECTIVES, Answer, Session, Task
 from fedloom.clients.objectives.layer_selection.options import SelectionOptions
 from fedloom.clients.objectives.layer_selection.session import SelectionSession, composed
+from fedloom.clients.protocol.failures import UntrainedError
 from fedloom.clients.protocol.messages import MEAN, MODEL, RIGHT, TOTAL
-from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State
 
 COMPOSED = "composed"  # question: the accuracy of the site's network with the shared parameters in the message
@@ -36,7 +36,7 @@ class LayerSelection(SelectionOptions):
             return super().answer(kind, task, images)
         state = self.network(task, images)
         if state is None:
-            raise UserError(f"{task.site.name}: the site has not trained yet, so it has no network to measure")
+            raise UntrainedError(task.site.name, "measure")
         task.network.load_state_dict(state)
         config, test = task.config, task.held_out("test")
         view = HeadView(task.network, outputs(config, task.site.spec), config.evaluation.statistics).eval()
