@@ -36,7 +36,10 @@ def task_loss(scores: Tensor, labels: Tensor, smoothing: float, reduction: str =
 
 @dataclass(frozen=True, eq=False)
 class Loss(ABC):
-    """Base class of losses. `tasks`: the tasks whose targets it takes."""
+    """Base class of losses. `tasks`: the tasks whose targets it takes.
+
+    One object serves all sites of a process, so it must store nothing of a site.
+    """
 
     tasks: ClassVar[tuple[str, ...]] = TASKS
 
