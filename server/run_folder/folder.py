@@ -76,7 +76,7 @@ class RunFolder:
         if config.run.resume and self.path.exists():
             return None
         lock: int | None = None
-        mine = uuid.uuid4().hex  # threads of one process may create the same run
+        mine = uuid.uuid4().hex[:12]  # threads of one process may create the same run
         new, old = (self.path.with_name(f".{self.path.name}.{what}-{mine}") for what in ("new", "old"))
         try:
             write_bytes(new / CONFIG, stored(config).encode())

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import stat
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,10 +22,9 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
 
     Raises OSError if they cannot be written, and then leaves no new files behind.
     """
-    new_files = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in contents}
+    new_files = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}") for path in contents}
     try:
         for path, content in contents.items():
-            new_files[path].unlink(missing_ok=True)
             with os.fdopen(os.open(new_files[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
                 file.write(content)
                 file.flush()

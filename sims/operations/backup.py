@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,7 +30,7 @@ def backup(path: Path, out: Path) -> int:
         raise UserError(f"{out}: exists already; name a new folder")
     if out.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{out}: is inside the run, so forgetting a site would miss it; name a folder outside")
-    held, new = (place.with_name(f".{place.name}.backup-{os.getpid()}") for place in (path.resolve(), out))
+    held, new = (place.with_name(f".{place.name}.backup-{uuid.uuid4().hex[:12]}") for place in (path.resolve(), out))
     try:
         _hold(path, held)
         shutil.copytree(held, new, symlinks=True)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def _inner(path: Path) -> Path | None:
 def remove(path: Path) -> None:
     """Remove a run's folder. Links in it are removed, their targets stay. Raises UserError if a file cannot be removed."""
     resolved = path.resolve()
-    gone = resolved.with_name(f".{resolved.name}.gone-{os.getpid()}")
+    gone = resolved.with_name(f".{resolved.name}.gone-{uuid.uuid4().hex[:12]}")
     lock = acquire(resolved)  # no server can start on the run meanwhile
     try:
         resolved.rename(gone)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -111,11 +113,21 @@ def save(figure: Figure, path: Path, kinds: Iterable[str] = ()) -> Path:
     paths = dict.fromkeys([path, *(path.with_suffix(f".{kind}") for kind in kinds)])
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedloom"}):  # TrueType, as journals need; the same ids each time
         steps = [partial(engine.execute, figure)] if engine else []
-        for step in [*steps, *(partial(figure.savefig, each) for each in paths)]:
+        for step in [*steps, *(partial(_write, figure, each) for each in paths)]:
             if lacking := _missing_after(step):
                 rcParams["font.sans-serif"] = [*rcParams["font.sans-serif"], *_fonts_with(lacking)]
                 _missing_after(step)
     return path
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """Write a figure to a file. Readers see the old file or all of the new one."""
+    new = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
+    try:
+        figure.savefig(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _missing_after(step: Callable[[], object]) -> set[int]:

@@ -89,13 +89,13 @@ def write_report(folder: Path, pictures: Iterable[str] = (), tables: Iterable[st
         RunFolder(folder).note_written([f"{name}.{kind}" for name in written for kind in KINDS])
         for name, table in written.items():
             table.write(folder / name, tables)
+        return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections, sorts=True)
     except UserError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{folder}: the run's results are damaged ({error!r}); run the experiment again") from None
     except OSError as error:
         raise UserError(f"{error.filename or folder / 'plots'}: cannot be written ({error.strerror})") from None
-    return write_page(folder / "report.html", f"Fedloom: {folder.resolve().name}", sections, sorts=True)
 
 
 def _captions(
