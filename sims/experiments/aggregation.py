@@ -140,13 +140,20 @@ def starts(study: Study) -> list[Part]:
     return [study.table("What the sum N_1 + N_2 knows, by start and method", ["", *DOMAINS], rows, JOINT_NOTE)]
 
 
+JOINT_ROWS = {  # by number of data sets
+    2: ("N1", "N2", "N*", "sum", "forget N1", "forget N1, own norms", "forget N2", "forget N2, own norms"),
+    4: ("N1", "N2", "N3", "N4", "N*", "sum", "forget N1", "forget N2", "forget N3", "forget N4"),
+}
+LENGTHS = {"an eighth of the steps": 8, "a quarter": 4, "half": 2, "all": 1}
+
+
 def joint(study: Study) -> list[Part]:
     """Return the accuracies of networks trained by Eq. 5 in one process, on two and on four data sets."""
     parts: list[Part] = []
     for sites in (2, 4):
         results = jointly(study, sites)
         columns = [task.domain for task in SIZES[study.preset][0][:sites]] + ["union"]
-        rows = [[name, *means(results, *((name, column) for column in columns))] for name in results[0]]
+        rows = [[name, *means(results, *((name, column) for column in columns))] for name in JOINT_ROWS[sites]]
         title = f"Eq. 5 jointly, {sites} data sets, own starts"
         parts.append(study.table(title, ["network", *columns], rows, JOINT_NOTE))
     return parts
@@ -155,9 +162,9 @@ def joint(study: Study) -> list[Part]:
 def epochs(study: Study) -> list[Part]:
     """Return Figure 3: the accuracy of N* and of the sum after trainings of several lengths."""
     most = SIZES[study.preset][2]["steps"]
-    rows = [[f"{most // share:,}", *means(jointly(study, 2, steps=most // share), ("N*", "union"), ("sum", "union"))]
-            for share in (8, 4, 2, 1)]  # fmt: skip
-    note = "Accuracy on all test examples. Each length is a separate training, whose rate falls to 0."
+    rows = [[name, *means(jointly(study, 2, steps=most // share), ("N*", "union"), ("sum", "union"))]
+            for name, share in LENGTHS.items()]  # fmt: skip
+    note = f"All: {most:,} steps. Accuracy on all test examples. Each length is a separate training, whose rate falls to 0."
     return [study.table("Figure 3: steps, Eq. 5 jointly", ["steps", "N*", "sum"], rows, note)]
 
 

@@ -93,9 +93,16 @@ def test_the_tables_have_their_rows_and_nothing_is_measured_twice(tmp_path: Path
     assert isinstance(two, Table) and isinstance(four, Table)
     assert [row[0] for row in two.rows] == ["N1", "N2", "N*", "sum", "forget N1", "forget N1, own norms", "forget N2",
                                             "forget N2, own norms"]  # fmt: skip
-    assert len(four.rows) == 4 + 2 + 4
+    assert [row[0] for row in four.rows] == [*(f"N{number}" for number in range(1, 5)), "N*", "sum",
+                                             *(f"forget N{number}" for number in range(1, 5))]  # fmt: skip
     [table] = aggregation.epochs(study)
-    assert isinstance(table, Table) and [row[0] for row in table.rows] == ["2", "4", "8", "16"]
+    assert isinstance(table, Table) and [row[0] for row in table.rows] == [
+        "an eighth of the steps",
+        "a quarter",
+        "half",
+        "all",
+    ]
+    assert "All: 16 steps" in table.note
     monkeypatch.setattr(joint_sum, "trained", lambda setting: pytest.fail("it was there already"))
     assert len(aggregation.joint(study)) == 2
     assert measured(study, TINY.__class__(TASKS * 1, SLIM, **sizes[2]))
