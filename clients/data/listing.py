@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar, cast
 from uuid import uuid4
 
@@ -22,7 +23,7 @@ Counts = Callable[[str], bool]
 _LISTED: ContextVar[Listed | None] = ContextVar("listed", default=None)  # what is valid in this context
 _AT: ContextVar[str] = ContextVar("at", default="")  # the run of the current message
 _MOMENTS: OrderedDict[tuple[str, int], Listed] = OrderedDict()
-_RUN = ""  # the run in this process
+_RUN, _RUNS, _LOCK = "", 0, Lock()  # the id of the runs in this process, and their number: threads may have several
 
 
 def state(path: Path, counts: Counts = lambda name: True) -> str:
@@ -61,13 +62,16 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def of_run() -> Iterator[None]:
-    """Enter a context in which `run_now` returns one id everywhere in this process."""
-    global _RUN
-    before, _RUN = _RUN, _RUN or uuid4().hex
+    """Enter a context in which `run_now` returns one id everywhere in this process, until all threads have left it."""
+    global _RUN, _RUNS
+    with _LOCK:
+        _RUN, _RUNS = _RUN or uuid4().hex, _RUNS + 1
     try:
         yield
     finally:
-        _RUN = before
+        with _LOCK:
+            _RUNS -= 1
+            _RUN = _RUN if _RUNS else ""
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def task_of(job: Job, place: int = 0) -> Task:
         members=order.members,
         restoring=bool(order.restoring),
         back=order.back,
-        network=scratch_model(job, place).train(),
+        network=scratch_model(job, place),
         incoming=incoming,
         load_local_state=load_local_state,
         generator=torch_generator(config.seed, site.name, *order.words, "objective"),
@@ -51,11 +51,11 @@ def session_of(job: Job, place: int = 0) -> Session:
 
 
 def scratch_model(job: Job, place: int = 0) -> Network:
-    """Return the network object that this process reuses for all sites, as new. Sessions load all weights.
+    """Return the network object that this process reuses for all sites, as new, in training mode. Sessions load all weights.
 
     `place`: which of several objects, for sites that are trained together.
     """
     known, architecture = _NETWORKS.setdefault(job.experiment, {}), job.experiment.architecture(job.site)
     if (architecture, place) not in known:
         known[architecture, place] = Reused(architecture.build().to(job.device))
-    return known[architecture, place].as_new()
+    return known[architecture, place].as_new().train()

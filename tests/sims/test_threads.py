@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fedloom import Result, run
+from fedloom.clients.data.listing import run_now
 from fedloom.clients.training.torch_setup import ordinary
 from tests.sims.commands import SMALL
 
@@ -58,6 +59,7 @@ def test_runs_in_threads_are_those_of_one_thread(tmp_path: Path):
         assert all(torch.equal(alone[name], weighed[name]) for name in alone)
     assert not all(torch.equal(alone[name], both[2][name]) for name in alone)
     assert torch.equal(torch.get_rng_state(), state)
+    assert run_now() == "", "no run is left in this process"
 
 
 def test_reading_a_run_in_another_thread_does_not_change_the_one_that_trains(tmp_path: Path):
