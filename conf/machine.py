@@ -14,9 +14,8 @@ import psutil
 from fedloom.conf.cgroups import limits
 
 _MALLOPT = {-1: 2**28, -3: 2**25}  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h, in bytes
-
-
-_SEVERAL, _FORKED = threading.Event(), threading.Event()  # torch was to use several threads here; in a parent that forked
+_SEVERAL = threading.Event()  # set once torch was to use several threads in this process
+_FORKED = threading.Event()  # set in a process that was forked from one where _SEVERAL was set
 
 
 def cores() -> int:

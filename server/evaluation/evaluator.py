@@ -68,9 +68,12 @@ class Evaluator:
 
     def instance(self, architecture: Architecture) -> Network:
         """Return the only network of this architecture, in evaluation mode. Models are loaded into it."""
+        return self._reused(architecture).network
+
+    def _reused(self, architecture: Architecture) -> Reused:
         if architecture not in self._instances:
             self._instances[architecture] = Reused(architecture.build().to(self.device).eval())
-        return self._instances[architecture].network
+        return self._instances[architecture]
 
     def loaded(self, model: Model) -> Network:
         """Load the model's weights into its architecture's only network, and return that.
@@ -81,8 +84,7 @@ class Evaluator:
         message = f"strategy '{self.config.strategy['name']}': its models() must hold fedloom.server.strategies.Model"
         if not isinstance(model, Model):
             raise UserError(f"{message}, one is a {type(model).__name__}")
-        self.instance(model.architecture)
-        network = self._instances[model.architecture].as_new()
+        network = self._reused(model.architecture).as_new()
         try:
             network.load_state_dict(model.state)
         except (RuntimeError, TypeError) as error:

@@ -211,7 +211,7 @@ class Database:
         """Raise LedgerError unless this is the folder's server, and the folder has not moved."""
         if not self.in_place():
             relative = "" if self.path.is_absolute() else ", or this program's working directory has changed (os.chdir)"
-            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in: it was "
+            raise LedgerError(f"{self.path.parent}: is no longer the folder that this server began to work in. It was "
                               f"moved{relative}. Nothing more is written; resume the run where it is now")  # fmt: skip
 
     def seal(self) -> None:

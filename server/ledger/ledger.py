@@ -59,14 +59,15 @@ class Ledger(RequestQueue):
         Raises:
             LedgerError: The ledger exists, another server has the folder, or the folder cannot be written.
         """
-        check_repeated(sites)
-        with ledger_errors(Path(folder)):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        lock = acquire(Path(folder)) if lock is None else lock  # before anything is written
         try:
+            check_repeated(sites)
+            with ledger_errors(Path(folder)):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            lock = acquire(Path(folder)) if lock is None else lock  # before anything is written
             make(Path(folder) / LEDGER)
         except BaseException:
-            unlock(lock)
+            if lock is not None:
+                unlock(lock)
             raise
         ledger = cls(folder, True, lock)
         body = {"run": run, "config": config, "bits": bits, "format": FORMAT, "sites": list(sites), "sums": dict(sums)}

@@ -19,7 +19,7 @@ from fedloom.conf.sites import BEST, Site
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger, Request
 from fedloom.server.ledger.blobs import NodeLostError
-from fedloom.server.ledger.database import LEDGER, begun
+from fedloom.server.ledger.database import LEDGER, begun, unlock
 from fedloom.server.ledger.declared import declared_sums
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
@@ -299,12 +299,17 @@ def open_ledger(
 ) -> Ledger:
     """Return the ledger of a run, an existing or a new one. Raises LedgerError if another server is working on it.
 
-    `lock`: the lock of a new folder (`RunFolder.begin`).
+    `lock`: the lock of a new folder (`RunFolder.begin`); this function releases it if it fails.
     """
     if begun(folder.path / LEDGER):
         return Ledger.open(folder.path)
     run = run or hashlib.sha256(f"{to_json(config)}{time.time_ns()}".encode()).hexdigest()[:16]
     names = sites or [site.name for site in config.roster]
-    slots = slots_of(resolve(config))
-    bits = config.federation.scale_bits
-    return Ledger.create(folder.path, run, folder.config(), bits, names, declared_sums(slots), list(slots), lock)
+    try:
+        slots, text = slots_of(resolve(config)), folder.config()
+        sums = declared_sums(slots)
+    except BaseException:
+        if lock is not None:
+            unlock(lock)
+        raise
+    return Ledger.create(folder.path, run, text, config.federation.scale_bits, names, sums, list(slots), lock)

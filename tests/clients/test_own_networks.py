@@ -365,31 +365,3 @@ def test_googlenet_says_what_to_set():
     ):
         built("torchvision.models:googlenet", *words)
     assert built("torchvision.models:googlenet", *words, "network.aux_logits=false")
-
-
-class Noisy(nn.Module):
-    def __init__(self, classes: int, size: int, kind: str) -> None:
-        super().__init__()
-        self.kind, self.head = kind, nn.Linear(size * size, classes)
-
-    def forward(self, images: torch.Tensor, *, scale: float = 1.0) -> object:
-        if self.kind == "random":
-            images = images + torch.randn_like(images)
-        scores = self.head(images.flatten(1)) * 1.0 if self.kind == "scaled" else self.head(images.flatten(1))
-        return (scores, scores) if self.kind == "two" else scores
-
-
-class NamedAlone(Noisy):
-    def forward(self, *, images: torch.Tensor) -> object:  # type: ignore[override]
-        return super().forward(images)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [("Noisy", "random", "other outputs for the same inputs in evaluation mode; remove random draws"),
-     ("Noisy", "two", r"returns a tuple .*; return the scores alone$"),
-     ("NamedAlone", "", r"; forward must take the inputs as its only argument$")],
-)  # fmt: skip
-def test_the_reason_for_a_refusal_is_the_fault(name: str, kind: str, message: str):
-    with pytest.raises(UserError, match=message):
-        parse_name(f"{__name__}:{name}:kind={kind or 'none'}", Form.images(1, 8, 10)).build()

@@ -11,7 +11,9 @@ import torch
 
 from fedloom.conf import UserError, load
 from fedloom.conf.schema import Config
+from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
+from fedloom.server.ledger.database import acquire, unlock
 from fedloom.server.run_folder.folder import RunFolder, read_config, stored
 from fedloom.sims.operations.simulate import simulate
 from tests.server.kills import CHILDREN
@@ -118,3 +120,13 @@ def test_one_of_several_processes_has_it(tmp_path: Path):
     assert first.count("won") == 1 and second.count("won") >= 1
     assert all(line == "won" or line.startswith("refused: ") for line in (*first, *second)), (first, second)
     whole(tmp_path / "same", json.loads((tmp_path / "same/summary.json").read_text())["seed"])
+
+
+def test_a_ledger_that_cannot_be_created_leaves_its_folder_unlocked(tmp_path: Path):
+    for sites in (["a", "a"], ["a", "b"]):
+        lock = acquire(tmp_path)
+        if sites == ["a", "b"]:
+            (tmp_path / "ledger.sqlite").mkdir()
+        with pytest.raises(UserError):
+            Ledger.create(tmp_path, "run", "", 32, sites, lock=lock)
+        unlock(acquire(tmp_path))

@@ -6,19 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from fedloom.conf import load
-from fedloom.conf.errors import DroppedWarning
 from fedloom.conf.loading import FOLDER
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.sims import benchmarks, experiments
-from fedloom.sims.api import config_of
 from tests.sims.commands import FEDLOOM, Command, refused
 
 DIGITS = FOLDER / "digits.yaml"
@@ -363,31 +360,6 @@ def test_another_name_on_the_command_line_says_which_options_of_the_file_it_drop
     small = ["rounds=1", "sites.0.samples=20", "data.size=16", "engine.name=inline", "network.name=lenet"]
     said = fedloom("run", file, "strategy.name=fedavg", *small, f"run.root={tmp_path}", "--quiet")
     assert said.code == 0 and "strategy.name drops these settings" in said.out
-
-
-@pytest.mark.parametrize(("words", "dropped"), [
-    (["network.name=lenet"], ""), (["network=lenet"], ""), (["strategy.name=fedavg"], ""), (["strategy=fedavg"], ""),
-    (["network.affine=true", "network.name=lenet"], "network.affine"),
-    (["network={name: conv6, affine: true}", "network.name=lenet"], "network.affine"),
-    (["network.name=lenet", "network.width=2"], "")])  # fmt: skip
-def test_settings_of_a_shipped_experiment_are_dropped_without_a_note(fedloom: Command, words: list[str], dropped: str):
-    for experiment in ("digits", str(DIGITS)):
-        said = fedloom("run", experiment, *words, "--show")
-        note = f"note: network.name drops these settings: {dropped}. Set those that you need after it\n" if dropped else ""
-        assert said.err == note
-    assert fedloom("run", "usps_mnistm", "strategy=scaffold", "--show").err == ""
-
-
-def test_a_shipped_configuration_in_python_names_only_what_was_changed_in_it():
-    words = ["network.name=lenet", "strategy.name=fedavg"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DroppedWarning)
-        config_of(load("digits"), words)
-        config_of("digits", words)
-    with pytest.warns(DroppedWarning) as said:
-        config_of(load("digits", "network.affine=true", "baselines=[fedavg]"), words)
-    texts = [str(each.message).partition(". ")[0] for each in said]
-    assert texts == ["network.name drops these settings: network.affine", "strategy.name drops these settings: baselines"]
 
 
 @pytest.mark.parametrize(("word", "message"), [

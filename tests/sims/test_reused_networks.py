@@ -1,5 +1,6 @@
 """A network object that one site after another uses: what a user's module remembers outside its state stays with no one."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.sims.commands import Command, refused
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 
-class Remembering(nn.Module):
+class Remembering(nn.Module, ABC):
     """Base class of modules that subtract a mean of the training inputs that they have seen."""
 
     def __init__(self, size: int, classes: int) -> None:
@@ -25,17 +26,17 @@ class Remembering(nn.Module):
         self.head = nn.Linear(size * size, classes)
         self.begin(size * size)
 
+    @abstractmethod
     def begin(self, inputs: int) -> None:
         """Make what remembers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seen(self, mean: Tensor) -> None:
         """Remember the mean [inputs] of a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remembered(self) -> Any:
         """Return what is remembered."""
-        raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = images.flatten(1)
