@@ -44,26 +44,27 @@ def logged_in(context: "BrowserContext", desk: str, secret: str) -> "Page":
     page.goto(f"{desk}/runs/digits")
     page.get_by_label("Token").fill(secret)
     page.get_by_role("button", name="Log in").click()
-    assert page.url == f"{desk}/runs/digits"  # where they wanted to go
+    page.wait_for_url(f"{desk}/runs/digits")  # where they wanted to go, loaded
     return page
 
 
 def test_someone_asks_to_forget_a_site_and_cancels_without_javascript(chromium: "Browser", folder: Folder, desk: str):
     page = logged_in(chromium.new_context(java_script_enabled=False), desk, folder.secrets["requester"])
     page.get_by_role("link", name="Ask to forget a site").click()
-    assert page.get_by_role("checkbox", name="site-").count() == 1  # the token's site alone
     page.get_by_role("checkbox", name=ONE).check()
+    page.wait_for_load_state()
+    assert page.get_by_role("checkbox", name="site-").count() == 1  # the token's site alone
     page.get_by_label("Reason").fill("consent withdrawn")
     page.get_by_role("button", name="Review").click()
-    assert page.get_by_role("heading", name=f"Forget {ONE}?").is_visible()
+    page.get_by_role("heading", name=f"Forget {ONE}?").wait_for()
     page.get_by_role("button", name="Send the request").click()
-    assert page.get_by_text("received", exact=True).first.is_visible()
+    page.get_by_text("received", exact=True).first.wait_for()
     with Ledger.open(folder.run, server=False) as ledger:
         assert [(one.sites, one.by, one.reason) for one in ledger.waiting()] == [((ONE,), "requester", "consent withdrawn")]
     page.get_by_role("button", name="Cancel the request").click()
-    assert page.get_by_text("cancelled by requester").is_visible()
+    page.get_by_text("cancelled by requester").wait_for()
     page.get_by_role("button", name="Log out").click()
-    assert page.get_by_label("Token").is_visible()
+    page.get_by_label("Token").wait_for()
 
 
 def test_a_page_follows_its_run(chromium: "Browser", folder: Folder, desk: str):
