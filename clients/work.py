@@ -48,7 +48,7 @@ from fedloom.clients.protocol.packing import NONE, as_sent
 from fedloom.clients.protocol.signatures import SIGNED, erased_words, update_payload
 from fedloom.clients.storage.store import SiteStore
 from fedloom.clients.training.learner import Outcome, learn
-from fedloom.clients.training.tasks import task_of
+from fedloom.clients.training.tasks import end_task, task_of
 from fedloom.conf.errors import UserError
 from fedloom.conf.machine import threads
 from fedloom.conf.randomness import drawing, torch_generator
@@ -90,7 +90,10 @@ def _use_threads(number: int) -> None:
 def respond(job: Job) -> RecordDict:
     """Return the content of the reply to a job's message. Raises OwnCodeError where the user's own code fails."""
     with naming(job):
-        return train(job) if job.order.kind == TRAIN else answer_question(job)
+        try:
+            return train(job) if job.order.kind == TRAIN else answer_question(job)
+        finally:
+            end_task(job.experiment)
 
 
 @contextlib.contextmanager

@@ -118,8 +118,8 @@ class Answer:
 class Objective(ABC):
     """Base class of a method's client half: a frozen dataclass of options.
 
-    One object serves all sites of a process, so it must store nothing of a site: data belong in the session. A
-    configuration's option `baselines` lists other values of `mode`.
+    One object serves all sites of a process. What it stores of one site in attributes is undone before the next site: data
+    of a site belong in the session. A configuration's option `baselines` lists other values of `mode`.
 
     Attributes:
         targets: The tasks whose targets the method takes (data.schema.TASKS).

@@ -19,6 +19,7 @@ from fedloom.clients.training.learner import check_batches
 from fedloom.clients.training.loss import LOSSES, check_number, loss_section
 from fedloom.clients.training.loss import WHERE as LOSS
 from fedloom.clients.training.optimizers import SGD, WHERE, Optimizer, optimizer_section
+from fedloom.clients.training.tasks import end_task, renew
 from fedloom.conf.errors import UserError
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.schema import EngineConfig, TrainingConfig
@@ -27,6 +28,14 @@ from fedloom.fusion.exact import ExactSumError, check_range
 
 def check_training(experiment: Experiment, architectures: Iterable[Architecture]) -> None:
     """Raise UserError for training options that do not fit the networks or the images. The optimiser tries a step."""
+    renew(experiment)
+    try:
+        _check_parts(experiment, architectures)
+    finally:
+        end_task(experiment)
+
+
+def _check_parts(experiment: Experiment, architectures: Iterable[Architecture]) -> None:
     config, training, optimizer = experiment.config, experiment.config.training, experiment.training.optimizer
     if isinstance(optimizer, SGD):
         _step(optimizer, [torch.zeros(1)], training)

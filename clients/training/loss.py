@@ -38,7 +38,7 @@ def task_loss(scores: Tensor, labels: Tensor, smoothing: float, reduction: str =
 class Loss(ABC):
     """Base class of losses. `tasks`: the tasks whose targets it takes.
 
-    One object serves all sites of a process, so it must store nothing of a site.
+    One object serves all sites of a process. What it stores of one site in attributes is undone before the next site.
     """
 
     tasks: ClassVar[tuple[str, ...]] = TASKS

@@ -1,4 +1,4 @@
-"""Restore networks whose forward sets attributes: after a trace or an observation, or before another site uses them."""
+"""Restore objects that change their own attributes: networks after a trace, and users' parts before the next site."""
 
 import random
 import sys
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,26 +19,25 @@ VALUES = Tensor | np.ndarray | torch.Generator | np.random.Generator | random.Ra
 
 
 class Snapshot:
-    """All modules' attributes, with the contents of lists, dictionaries and objects in them, to be restored later.
+    """The attributes of an object, with the contents of lists, dictionaries and objects in them, to be restored later.
 
     Args:
-        network: The network.
+        root: A network, or another object, or a tuple of objects.
         structure: Whether parameters, buffers and submodules by name belong to it.
-        values: Whether the values of arrays, random generators and tensors belong to it, without those of the network's
-            state (`state_dict`).
+        values: Whether the values of arrays, random generators and tensors belong to it, without those of the state
+            (`state_dict`) if `root` is a network.
     """
 
-    def __init__(self, network: nn.Module, structure: bool = True, values: bool = False) -> None:
-        seen: set[int] = set()
-        reached = [container for module in network.modules() for container in _reached(_own(module, structure), seen)]
+    def __init__(self, root: object, structure: bool = True, values: bool = False) -> None:
+        reached = list(_reached(root, structure))
         held = [container for container in reached if not isinstance(container, VALUES)]
-        self._contents = [(vars(module), dict(vars(module))) for module in network.modules()]
-        self._contents += [(each, dict(each) if isinstance(each, dict) else list(each)) for each in held]
-        state = {id(tensor) for tensor in network.state_dict(keep_vars=True).values()} if values else set()
+        self._contents = [(each, dict(each) if isinstance(each, dict) else list(each)) for each in held]
+        named = root.state_dict(keep_vars=True).values() if values and isinstance(root, nn.Module) else ()
+        state = {id(tensor) for tensor in named}
         self._values = [_value(each) for each in reached if values and isinstance(each, VALUES) and id(each) not in state]
 
     def restore(self) -> None:
-        """Give all modules the attributes that they had."""
+        """Give all objects the attributes that they had."""
         for container, content in self._contents:
             container.clear()
             container.extend(content) if isinstance(container, list | deque) else container.update(content)
@@ -78,23 +77,17 @@ def undisturbed(network: nn.Module, structure: bool = True, values: bool = False
 
 def tensors_of(network: nn.Module) -> list[Tensor]:
     """Return the tensors in a network's attributes, and in lists, dictionaries and objects there; also parameters."""
-    seen: set[int] = set()
-    values = [_reached(_own(module, structure=True), seen) for module in network.modules()]
-    return [value for reached in values for value in reached if isinstance(value, Tensor)]
+    return [value for value in _reached(network) if isinstance(value, Tensor)]
 
 
-def _own(module: nn.Module, structure: bool) -> tuple[Any, ...]:
-    return tuple(value for key, value in vars(module).items() if structure or key not in STRUCTURE)
-
-
-def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
+def _reached(value: Any, structure: bool = True) -> Iterator[Any]:
     """Yield, once each, the VALUES and mutable containers in a value: lists, sets, dictionaries, and those of objects."""
-    waiting = [value]
+    waiting, seen = [value], set[int]()
     while waiting:
         value = waiting.pop()
         if type(value) in PLAIN:
             continue
-        inside = _inside(value)
+        inside = _parts(value, structure) if isinstance(value, nn.Module) else _inside(value)
         if inside is None:
             continue
         container, items = inside
@@ -111,6 +104,14 @@ def _standard(kind: type) -> bool:
     return kind is not SimpleNamespace and kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
+def _parts(module: nn.Module, structure: bool) -> tuple[Any, Sequence[Any]]:
+    """Return the attributes of a module, and what is in them. Without `structure`, submodules stand for STRUCTURE."""
+    own = vars(module)
+    if structure:
+        return own, list(own.values())
+    return own, [*(value for key, value in own.items() if key not in STRUCTURE), *module.children()]
+
+
 def _inside(value: Any) -> tuple[Any, Sequence[Any]] | None:
     """Return the mutable container that is to be held (None for a tuple), and what is in it; None if nothing is."""
     if isinstance(value, VALUES):
@@ -121,7 +122,11 @@ def _inside(value: Any) -> tuple[Any, Sequence[Any]] | None:
         return value, list(value)
     if isinstance(value, tuple):
         return None, value
-    if isinstance(value, nn.Module | type | ModuleType | FunctionType) or _standard(type(value)):
+    if isinstance(value, MethodType):
+        return None, (value.__self__,)
+    if isinstance(value, partial):
+        return None, (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, type | ModuleType) or (_standard(type(value)) and not isinstance(value, FunctionType)):
         return None
     own = getattr(value, "__dict__", None)
     return (own, list(own.values())) if isinstance(own, dict) else None
