@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import yaml
 from fedloom.conf.progress import steps
 from fedloom.fusion.exact import ExactSum
 from fedloom.server.ledger.blobs import Blobs, file_digest
-from fedloom.server.ledger.database import LEDGER, SEAL, content, reading
+from fedloom.server.ledger.database import LEDGER, SEAL, TICK, content, may_have_changed, reading
 from fedloom.server.ledger.rows import Contribution
 from fedloom.server.ledger.sums import SumRow, sum_rows
 from fedloom.server.ledger.tables import (
@@ -73,8 +74,10 @@ def check(folder: Path) -> list[Problem]:
     problems = list[Problem]()
     for _ in range(TRIES):
         before, problems = content(folder / LEDGER), _found(folder)
-        if content(folder / LEDGER) == before or not any(problem.severity == "problem" for problem in problems):
+        faulty = any(problem.severity == "problem" for problem in problems)
+        if not faulty or not may_have_changed(folder / LEDGER, before):
             break  # else another process wrote to a closed ledger meanwhile
+        sleep(TICK)
     return problems
 
 

@@ -39,8 +39,12 @@ class Connection(sqlite3.Connection):
         with _GUARD:
             self._file = about.st_dev, about.st_ino
             _SHARED.setdefault(self._file, _Shared()).users += 1
-        for pragma in ("foreign_keys=ON", "synchronous=FULL", "temp_store=MEMORY"):
-            self.execute(f"PRAGMA {pragma}")
+        try:
+            for pragma in ("foreign_keys=ON", "synchronous=FULL", "temp_store=MEMORY"):
+                self.execute(f"PRAGMA {pragma}")
+        except sqlite3.Error:
+            self.close()
+            raise
 
     def file_digest(self) -> str:
         """Return the sha256 of the file's bytes, as hex."""

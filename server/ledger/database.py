@@ -3,11 +3,11 @@
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import portalocker
 
@@ -16,6 +16,8 @@ from fedloom.server.ledger.blobs import LedgerError, ledger_errors, sync
 from fedloom.server.ledger.connection import PATIENCE, Connection
 from fedloom.server.run_folder.layout import LEDGER, LOCK, SEAL
 
+T = TypeVar("T")
+TICK = 0.05  # seconds in which file systems may give two writes the same time
 _TRIES = 10  # for the lock, which a process that queues a request holds for a moment
 _HINTS = {
     "SQLITE_FULL": "free space and run again: what was committed is safe",
@@ -116,11 +118,20 @@ def reading(path: Path) -> Connection:
 
 
 def content(path: Path) -> tuple[object, ...]:
-    """Return a value that changes when a process writes: it removes the seal first, and writes a new one at the end."""
-    found, number = path.stat(), 0
+    """Return a value that changes when a process writes: it removes the seal first, and writes a new one at the end.
+
+    Two writes within TICK may leave it the same.
+    """
+    found, seal = path.stat(), (0, 0)
     with suppress(FileNotFoundError):
-        number = (path.parent / SEAL).stat().st_ino
-    return found.st_mtime_ns, found.st_size, _log(path).exists(), number
+        about = (path.parent / SEAL).stat()
+        seal = about.st_ino, about.st_mtime_ns
+    return found.st_mtime_ns, found.st_size, _log(path).exists(), *seal
+
+
+def may_have_changed(path: Path, before: tuple[object, ...]) -> bool:
+    """Return whether a process may have written since the file had the content `before`."""
+    return content(path) != before or abs(time.time() - path.stat().st_mtime) < TICK
 
 
 def _log(path: Path) -> Path:
@@ -145,7 +156,7 @@ class Database:
         self._lock = acquire(self.path.parent) if self.server and held is None else held
         try:
             with sqlite_errors(self.path):
-                self._open()
+                self._open() if self.server or not self.path.exists() else self._read(self._open)
         except BaseException:
             self._release()
             raise
@@ -155,23 +166,26 @@ class Database:
 
         A file that is opened as immutable is read again if another process has written to it meanwhile.
         """
-        deadline = time.monotonic() + PATIENCE
         with sqlite_errors(self.path):
-            while True:
-                before = content(self.path) if self._final else ()
-                try:
-                    rows = self._rows(sql, values)
-                except sqlite3.DatabaseError:
-                    if not before or content(self.path) == before or time.monotonic() > deadline:
-                        raise
-                else:
-                    if not self._final or content(self.path) == before or time.monotonic() > deadline:
-                        return rows
-                time.sleep(0.01)
+            return self._rows(sql, values) if self.server else self._read(lambda: self._rows(sql, values))
+
+    def _read(self, action: Callable[[], T]) -> T:
+        """Return what the action reads. Repeat it while another process writes, for up to PATIENCE seconds."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            before = content(self.path)
+            try:
+                read = action()
+            except sqlite3.DatabaseError:
+                if not may_have_changed(self.path, before) or time.monotonic() > deadline:
+                    raise
+            else:
+                if not (self._final and may_have_changed(self.path, before)) or time.monotonic() > deadline:
+                    return read
+            time.sleep(0.01)
 
     def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple]:
         if self._final:
-            self._db.close()
             self._open()  # SQLite does not notice changes of an immutable file
         return self._db.execute(sql, values).fetchall()
 
@@ -234,6 +248,8 @@ class Database:
             self._lock = None
 
     def _open(self) -> None:
+        if "_db" in vars(self):
+            self._db.close()
         self._final = not self.server and not _log(self.path).exists()
         self._db = Connection(self.path, "mode=rw") if self.server else reading(self.path)
 

@@ -1,6 +1,9 @@
 """Readers beside a server that commits: what they read is of one and the same state."""
 
+import contextlib
+import os
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from fedloom.conf.errors import UserError
 from fedloom.fusion.state import State, digest
 from fedloom.server.ledger import Ledger, LedgerError, audit
-from fedloom.server.ledger.database import Database
+from fedloom.server.ledger.database import LEDGER, Database
 from tests.server.ledgers import SITES, Plain, new
 
 
@@ -74,6 +77,29 @@ def test_a_closed_ledger_is_read_again_if_a_process_has_written_meanwhile(
     with Ledger.open(tmp_path, server=False) as reader:
         monkeypatch.setattr(Database, "_rows", read)
         assert [request.id for request in reader.requests()] == ["r1"]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_page_that_is_half_written_is_read_again_although_the_files_time_stays(tmp_path: Path, opened: bool):
+    """File systems give two writes of a few milliseconds the same time."""
+    with new(tmp_path) as server:
+        Plain().commit(server, SITES)
+    path = tmp_path / LEDGER
+    whole = path.read_bytes()
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(Ledger.open(tmp_path, server=False)) if opened else None
+        path.write_bytes(whole[:100] + b"\xff" * 300 + whole[400:])
+        stamp = path.stat().st_mtime_ns
+
+        def finish() -> None:
+            path.write_bytes(whole)
+            os.utime(path, ns=(stamp, stamp))
+
+        timer = threading.Timer(0.03, finish)
+        timer.start()
+        reader = reader or stack.enter_context(Ledger.open(tmp_path, server=False))
+        assert sorted(reader.sites()) == sorted(SITES)
+        timer.join()
 
 
 def test_a_closed_ledger_that_is_damaged_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
