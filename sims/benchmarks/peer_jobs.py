@@ -207,7 +207,7 @@ def flower(size: str, rounds: int) -> list[float]:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    from fedloom.sims.engines.ray import loopback
+    from fedloom.sims.engines.local_ray import loopback
 
     client, server, times = ClientApp(), ServerApp(), list[float]()
 

@@ -26,7 +26,8 @@ from fedloom.sims.benchmarks.soak_plan import NODE_ROUNDS, ROUND_TIMEOUT, TASK_T
 from fedloom.sims.engines import ray
 from fedloom.sims.engines.adapter import store_folder
 from fedloom.sims.engines.inline import InlineGrid
-from fedloom.sims.engines.ray import RayGrid, apart, own_signals
+from fedloom.sims.engines.local_ray import apart, own_signals
+from fedloom.sims.engines.ray import RayGrid
 from fedloom.sims.operations.scratch_run import joined_channel, round_loop
 
 MOST_REPEATS = 10  # of one round

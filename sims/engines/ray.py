@@ -1,10 +1,7 @@
 """The ray engine runs sites in a pool of Ray actors, on this machine or on a cluster."""
 
-import contextlib
 import logging
-import math
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -15,7 +12,6 @@ from typing import Any
 import ray
 import torch
 from flwr.app import Message
-from ray._private import ray_constants
 
 from fedloom.clients.data.domains import SHIPPED, data_folder, known
 from fedloom.clients.data.found import function_of
@@ -36,6 +32,7 @@ from fedloom.conf.schema import Config, DataConfig, EngineConfig
 from fedloom.sims.engines.adapter import FIRST_NODE, LocalGrid, failure, store_folder
 from fedloom.sims.engines.codec import SharedRecords, pack, size, sum_size, unpack, unpack_sum
 from fedloom.sims.engines.gpu_room import refuse_full, refuse_gpus
+from fedloom.sims.engines.local_ray import apart, begin, own_signals
 from fedloom.sims.engines.node_stores import Parts, Stores, alive
 from fedloom.sims.engines.pool import Pool
 from fedloom.sims.engines.reach import reach
@@ -44,8 +41,6 @@ from fedloom.sims.engines.worker import WorkerSpec
 
 CLIENT_APP = "fedloom.clients.app:app"
 COMBINE = "fedloom.clients.protocol.partial_sums:combine"
-# Ray reads this when it starts or joins: it leaves CUDA_VISIBLE_DEVICES unchanged, without a warning.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 WAIT_SECONDS = 0.2
 WORKER_BYTES = 2**30  # of a worker with torch that trains a small network
 _TURN = threading.RLock()  # held by the thread whose run has started the Ray of this process
@@ -226,8 +221,8 @@ def _begun(config: Config, sites: int, share: Share) -> int:
     address = _reached(engine.address) if engine.address else ""
     workers = min(sites, engine.workers or workers_for(engine, share.of_machine(_this_machine())))
     try:
-        with own_signals(), apart(), under_way("joining the cluster" if address else "starting Ray"):
-            _join(address, config.data if engine.ship_data else None) if address else _start(engine, workers)
+        with under_way("joining the cluster" if address else "starting Ray"):
+            _join(address, config.data if engine.ship_data else None) if address else begin(workers, engine.num_cpus)
         if address:
             workers = min(sites, engine.workers or workers_for(engine, share.of_cluster(ray.cluster_resources())))
     except Exception as error:  # Ray raises a bare Exception on a machine that is too busy
@@ -252,38 +247,6 @@ def _kept(engine: EngineConfig, sites: int) -> int:
     return min(sites, engine.workers or room)
 
 
-_starting = threading.Event()
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=lambda: os.setpgrp() if _starting.is_set() else None)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Start Ray's processes of this context in their own process groups: a signal to ours (timeout, a shell) misses them.
-
-    If Ray's processes died first, Ray would end this process before it can clean up.
-    """
-    _starting.set()
-    try:
-        yield
-    finally:
-        _starting.clear()
-
-
-@contextlib.contextmanager
-def own_signals() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM after this context: Ray's own abort without cleaning up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
 def workers_for(engine: EngineConfig, resources: Mapping[str, float]) -> int:
     """Return how many workers fit into the resources (CPU, GPU: numbers; memory: bytes), at least one."""
     needs = {"CPU": engine.num_cpus, "GPU": engine.num_gpus, "memory": WORKER_BYTES}
@@ -294,28 +257,6 @@ def _this_machine() -> dict[str, float]:
     return {"CPU": machine.cores(), "GPU": torch.cuda.device_count(), "memory": machine.free_memory()}
 
 
-def _start(engine: EngineConfig, workers: int) -> None:
-    cores = max(machine.cores(), math.ceil(workers * engine.num_cpus))
-    with loopback():
-        ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-
-
-@contextlib.contextmanager
-def loopback() -> Iterator[None]:
-    """Make a Ray that starts in this context listen on 127.0.0.1 only; on Linux its default is all interfaces."""
-    before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before[0]
-        if before[1] is None:
-            del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
-        else:
-            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = before[1]
-
-
 def _join(address: str, ship: DataConfig | None) -> None:
     """Join a cluster. The runtime environment sends its nodes this package, and the data or the data folder's path."""
     data = {"FEDLOOM_DATA": os.environ["FEDLOOM_DATA"]} if "FEDLOOM_DATA" in os.environ else {}
@@ -324,4 +265,5 @@ def _join(address: str, ship: DataConfig | None) -> None:
         runtime = {"env_vars": {SHIPPED: "."}, "working_dir": str(data_folder(ship))}
     with tempfile.TemporaryDirectory() as folder:
         runtime["py_modules"] = [str(copy_package(Path(folder)))]
-        ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)
+        with own_signals(), apart():
+            ray.init(address=address, runtime_env=runtime, logging_level=logging.ERROR, log_to_driver=False)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 
-import fedloom.sims.engines.ray as ray_engine
-from fedloom.conf import load
+from fedloom.sims.engines.local_ray import begin
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,4 +27,4 @@ def no_other_ray(request: pytest.FixtureRequest) -> None:
 def one_ray() -> None:
     """One Ray for all files of this folder: to start it takes longer than most of their tests."""
     if not ray.is_initialized():
-        ray_engine._start(load("digits").engine, workers=2)
+        begin(workers=2, num_cpus=1)
