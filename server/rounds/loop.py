@@ -118,6 +118,8 @@ class RoundLoop:
             self.state.ledger.refuse_moved()
             context.record = record
             self.written(record)  # before any listener's code runs
+            for warning in self.state.changed_attributes(number):
+                self.listener.message(warning)
             self.listener.round_done(record)
 
     def _begun(self, number: int, everyone: bool) -> RoundContext:

@@ -1,6 +1,6 @@
 """A strategy with the slots of one run: it starts or resumes, returns its models, and forgets sites."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from fedloom.clients.data.standardise import NONE, SITES
 from fedloom.clients.networks import Model
 from fedloom.conf import to_yaml
 from fedloom.conf.errors import UserError
+from fedloom.conf.package import NAME
 from fedloom.conf.progress import steps
 from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum
@@ -33,6 +34,7 @@ class ServerState:
         self.setup, self.experiment, self.config = setup, setup.experiment, setup.config
         self.strategy = strategy_of(self.experiment)
         self.schedule = self.strategy.schedule(self.experiment)
+        self.changed_attributes = _watched(strategy=self.strategy, schedule=self.schedule)
         bits, names = self.config.federation.scale_bits, [site.name for site in setup.sites]
         declared = slots_of(self.experiment)
         self.ledger = setup.ledger or Ledger.create(
@@ -216,6 +218,16 @@ class ServerState:
         results = {_named(slot, check): holds for slot, added in sums.items() for check, holds in added.checks().items()}
         view = self.view().with_totals({slot: added.other_order() for slot, added in sums.items()}) if sums else None
         return results, view
+
+
+def _watched(**objects: object) -> Callable[[int], Iterable[str]]:
+    """Return a function from a round's number to warnings about changed attributes of those objects that users wrote."""
+    own = {kind: item for kind, item in objects.items() if not type(item).__module__.startswith(f"{NAME}.")}
+    if not own:
+        return lambda number: ()
+    from fedloom.server.rounds.attributes import Attributes  # imported only for users' objects
+
+    return Attributes(**own).changed
 
 
 class _Sums:
