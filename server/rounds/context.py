@@ -5,7 +5,8 @@ Nothing in a round is valid before the loop commits it. A round that fails leave
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -130,7 +131,9 @@ class RoundContext(View):
         self.epsilon: dict[str, float] = {}  # each site's privacy cost so far, as it reports
         self.signed: dict[str, dict[str, str]] = {}  # the sites' signatures of what they sent
         self.trained: set[str] = set()  # sites that have trained in this round
-        self._puts: list[SlotUpdate] | None = None  # of the current reply
+        self._open: list[tuple[str, list[SlotUpdate]]] = []  # the replies that the method has now: site, and what it puts
+        self._questions: list[weakref.ref[Iterator[ClientUpdate]]] = []  # whose replies the method reads one by one
+        self._abandoned = False  # the round failed: nothing is applied any more
         self.attempt = ""  # the current attempt of secure aggregation
         self.again = 0  # which draw of the round's batches, for secure aggregation
         self.masked: list[str] = []  # the sites whose masked contributions count
@@ -167,8 +170,8 @@ class RoundContext(View):
     ) -> Iterator[ClientUpdate]:  # fmt: skip
         """Ask sites a question. Yield the replies that hold what is expected, as they arrive.
 
-        What the method puts during a reply is applied when it asks for the next one. If a sum overflows, nothing of the
-        reply is applied, and the reply is dropped.
+        What the method puts during a reply is applied when it asks for the next one, or leaves the question. If a sum
+        overflows, nothing of the reply is applied, and the reply is dropped.
 
         Args:
             kind: the question, such as TRAIN.
@@ -181,7 +184,16 @@ class RoundContext(View):
         Raises:
             TooFewRepliesError: for fewer replies to TRAIN than federation.min_replies.
         """
-        asked, replies = self.participants if sites is None else sites, 0
+        question = self._replies(kind, content, expected, self.participants if sites is None else sites, metrics, needed)
+        self._questions.append(weakref.ref(question))
+        return question
+
+    def _replies(
+        self, kind: str, content: Content, expected: Mapping[str, RecordSpec] | Callable[[Site], Mapping[str, RecordSpec]],
+        asked: Sequence[Site], metrics: Sequence[str], needed: bool,
+    ) -> Generator[ClientUpdate]:  # fmt: skip
+        """Yield the replies of `ask`."""
+        replies = 0
         if kind == TRAIN:
             refuse_hidden(self.config)
         for received in self._transport.ask(kind, self, asked, content, None):
@@ -192,7 +204,7 @@ class RoundContext(View):
                 self._drop(received.site, str(error))
                 continue
             mine: list[SlotUpdate] = []
-            outer, self._puts = self._puts, mine
+            self._open.append((reply.site.name, mine))
             try:
                 yield reply
             except GeneratorExit:  # the method needs no more replies
@@ -200,18 +212,33 @@ class RoundContext(View):
                 self._left += [(kind, heard)] if needed else []
                 raise
             finally:
-                self._puts = outer
+                self._open = [each for each in self._open if each[1] is not mine]
             replies += self._apply(kind, reply, mine)
         if needed:
             self._transport.enough(kind, self, replies)
 
     def close(self) -> None:
-        """End the round. Raises TooFewRepliesError if a question that the method left early had too few replies."""
+        """End the round, and questions left early. Raises TooFewRepliesError if one of these had too few replies."""
+        self._end_questions()
         for kind, replies in self._left:
             self._transport.enough(kind, self, replies)
 
+    def abandon(self) -> None:
+        """End the round after a failure: what the method has put during its last replies is not applied, now or later."""
+        self._abandoned = True
+        self._end_questions()
+
+    def _end_questions(self) -> None:
+        """End the questions whose replies the method did not read to the end, although it may still hold them."""
+        for question in [question() for question in self._questions]:
+            if isinstance(question, Generator):
+                question.close()
+        self._questions = []
+
     def _apply(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate]) -> int:
         """Apply what was put during a reply, or drop the reply if a sum overflows. Return 1 or 0 replies."""
+        if self._abandoned:
+            return 0
         try:
             self.slots.put(puts, self.number)
         except ExactSumError as error:
@@ -298,10 +325,11 @@ class RoundContext(View):
         if not isinstance(samples, int) or samples < 0:
             raise UserError(f"slot '{slot}': samples of {site.name} must be a whole number from 0, not {samples!r}")
         update = SlotUpdate(slot, site.name, state, samples)
-        if self._puts is None:
-            self.slots.put([update], self.number)
+        ours = [puts for name, puts in self._open if name == site.name] or [puts for _, puts in self._open]
+        if ours:
+            ours[-1].append(update)
         else:
-            self._puts.append(update)
+            self.slots.put([update], self.number)
 
     def put_all(self, slot: str, state: State) -> None:
         """Put the same state into a slot for every site. Raises UserError if a site has already put something into it."""

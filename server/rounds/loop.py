@@ -106,6 +106,7 @@ class RoundLoop:
                 if not recalibration:
                     self.state.strategy.recompute_derived(context)
             except BaseException:
+                context.abandon()
                 self.state.abandon()
                 raise
             record, came = self._record(context), self._received(received)
